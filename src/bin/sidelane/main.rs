@@ -1,0 +1,3 @@
+//! The `sidelane` program: `bench`, `launch`, `doctor`.
+
+fn main() {}

@@ -1,0 +1,140 @@
+//! Errors of the bootstrap room.
+
+use std::time::Duration;
+
+/// Meeting the other ranks of the job failed.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum BootstrapError {
+    /// The environment does not say who this process is.
+    #[error(
+        "no launcher's variables found: set RANK and WORLD_SIZE, or start with `sidelane launch`, torchrun, srun or mpirun"
+    )]
+    NoEnvironment,
+    /// An environment variable has a value that cannot be used.
+    #[error("environment variable {name}={value:?}: expected {expected}")]
+    BadVariable {
+        /// The variable.
+        name: &'static str,
+        /// Its value.
+        value: String,
+        /// What would be right.
+        expected: &'static str,
+    },
+    /// An environment variable that is needed is missing.
+    #[error("environment variable {name} is missing: {hint}")]
+    MissingVariable {
+        /// The variable.
+        name: &'static str,
+        /// What to set it to.
+        hint: &'static str,
+    },
+    /// Nobody answered at the rendezvous.
+    #[error("nobody of this job answered at {address} within {} ms", waited.as_millis())]
+    NoRendezvous {
+        /// Where it was looked for.
+        address: String,
+        /// How long.
+        waited: Duration,
+    },
+    /// The other side could not prove that it knows the job's secret.
+    #[error("{peer} does not know this job's secret (SIDELANE_SECRET): it was refused")]
+    WrongSecret {
+        /// Address of the other side.
+        peer: String,
+    },
+    /// The other side speaks another version.
+    #[error("{peer} speaks protocol version {seen}, expected {expected}")]
+    Version {
+        /// Address of the other side.
+        peer: String,
+        /// Its version.
+        seen: u32,
+        /// Ours.
+        expected: u32,
+    },
+    /// A rank that is not of this job, or came twice.
+    #[error("rank {rank} of {size} was refused at the rendezvous: taken already or out of range")]
+    RankRefused {
+        /// The rank.
+        rank: u32,
+        /// The size of the job.
+        size: u32,
+    },
+    /// Listening beyond this machine without a secret.
+    #[error(
+        "refusing to listen on {address} without a secret: set SIDELANE_SECRET or SIDELANE_SECRET_FILE (or SIDELANE_INSECURE=1 on a trusted network)"
+    )]
+    NoSecret {
+        /// The address.
+        address: String,
+    },
+    /// The deadline of a rendezvous step passed.
+    #[error("rendezvous step {step:?} not complete after {} ms: missing ranks {missing:?}", waited.as_millis())]
+    Deadline {
+        /// The key of the step.
+        step: String,
+        /// Who has not come (positions in the group), where known.
+        missing: Vec<u32>,
+        /// How long it was waited for.
+        waited: Duration,
+    },
+    /// Ranks disagree about a collective step.
+    #[error("ranks disagree about {step:?}: rank {rank} said {seen}, expected {expected}")]
+    Disagree {
+        /// The step.
+        step: String,
+        /// Who differs.
+        rank: u32,
+        /// What it said.
+        seen: String,
+        /// What was expected.
+        expected: String,
+    },
+    /// A process of another user asked for descriptors.
+    #[error(
+        "process {pid} belongs to user {seen}, not {expected}: descriptors are shared within one user only"
+    )]
+    OtherUser {
+        /// The process.
+        pid: u32,
+        /// Its user.
+        seen: u32,
+        /// Ours.
+        expected: u32,
+    },
+    /// A rank sits on another machine, and no lane of this build reaches it.
+    #[error("rank {rank} is on another machine than rank {me}: no lane reaches it")]
+    Unreachable {
+        /// This rank.
+        me: u32,
+        /// The rank out of reach.
+        rank: u32,
+    },
+    /// Too few ranks came to a rebuild.
+    #[error("rebuild of epoch {epoch}: rank {coordinator} did not gather the survivors within {} ms", waited.as_millis())]
+    RebuildFailed {
+        /// The epoch that was to begin.
+        epoch: u16,
+        /// Who should have gathered them.
+        coordinator: u32,
+        /// How long it was waited for.
+        waited: Duration,
+    },
+    /// The world died while it was being set up.
+    #[error(transparent)]
+    World(#[from] super::Cause),
+    /// A system call failed.
+    #[error("{call} failed: {}", std::io::Error::from_raw_os_error(*errno))]
+    System {
+        /// The call.
+        call: &'static str,
+        /// Its errno.
+        errno: i32,
+    },
+    /// A message that no correct peer sends.
+    #[error("{peer} sent a malformed message")]
+    Malformed {
+        /// Address of the other side.
+        peer: String,
+    },
+}

@@ -1,0 +1,118 @@
+//! Ranks that disagree about a collective call.
+
+use super::PlanError;
+
+/// What a rank was doing in a collective call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u16)]
+pub enum CallKind {
+    /// Dispatch with counts.
+    Dispatch = 1,
+    /// Dispatch along the layout of an earlier one.
+    CachedDispatch = 2,
+    /// Sum of rows back to their tokens.
+    Combine = 3,
+    /// Gradient of dispatch: sum of row gradients, weight gradients home.
+    DispatchBackward = 4,
+    /// Gradient of a combine: gradients of tokens to rows.
+    CombineBackward = 5,
+    /// Something no call of this version says.
+    Unknown = 0,
+}
+
+impl CallKind {
+    /// The kind with this number.
+    pub fn from_code(code: u16) -> CallKind {
+        [
+            CallKind::Dispatch,
+            CallKind::CachedDispatch,
+            CallKind::Combine,
+            CallKind::DispatchBackward,
+            CallKind::CombineBackward,
+        ]
+        .into_iter()
+        .find(|&kind| kind as u16 == code)
+        .unwrap_or(CallKind::Unknown)
+    }
+}
+
+/// A collective call is not the same on every rank, or is used wrongly.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum CallError {
+    /// Another rank is in another call.
+    #[error("call {call}: rank {rank} is in {mine:?}, rank {peer} in {theirs:?}")]
+    KindsDiffer {
+        /// Number of the call on this `ExpertParallel`.
+        call: u64,
+        /// This rank.
+        rank: u32,
+        /// The other.
+        peer: u32,
+        /// What this rank calls.
+        mine: CallKind,
+        /// What the other calls.
+        theirs: CallKind,
+    },
+    /// Another rank uses another handle, or other options of the same call.
+    #[error(
+        "call {call} ({kind:?}): rank {rank} and rank {peer} disagree about {what}: {mine:#x} and {theirs:#x}"
+    )]
+    Disagree {
+        /// Number of the call.
+        call: u64,
+        /// Which call.
+        kind: CallKind,
+        /// What differs.
+        what: &'static str,
+        /// This rank.
+        rank: u32,
+        /// The other.
+        peer: u32,
+        /// This rank's value.
+        mine: u64,
+        /// The other's.
+        theirs: u64,
+    },
+    /// Another rank's input was refused: nothing moved on any rank.
+    #[error("call {call}: nothing moved, because the input of rank {peer} was refused there")]
+    PeerRefused {
+        /// Number of the call.
+        call: u64,
+        /// Whose input.
+        peer: u32,
+    },
+    /// Ranks built the same `ExpertParallel` differently.
+    #[error("rank {rank} and rank {peer} disagree about {what}: {mine} and {theirs}")]
+    ConfigsDiffer {
+        /// Which setting.
+        what: &'static str,
+        /// This rank.
+        rank: u32,
+        /// The other.
+        peer: u32,
+        /// This rank's value.
+        mine: u64,
+        /// The other's.
+        theirs: u64,
+    },
+    /// A handle of another `ExpertParallel`.
+    #[error("the handle belongs to another ExpertParallel (instance {seen}, this is {expected})")]
+    ForeignHandle {
+        /// The handle's owner.
+        seen: u64,
+        /// The callee.
+        expected: u64,
+    },
+    /// A call was started while another is unfinished.
+    #[error("a call of this ExpertParallel is in flight: finish it first")]
+    InFlight,
+    /// A gradient was asked for that the forward call did not keep.
+    #[error("{missing} was not kept by the forward call")]
+    NotKept {
+        /// What is missing.
+        missing: &'static str,
+    },
+    /// Bad input of this rank.
+    #[error(transparent)]
+    Input(#[from] PlanError),
+}

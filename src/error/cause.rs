@@ -1,0 +1,71 @@
+//! Why a world is dead.
+
+use std::time::Duration;
+
+/// How a rank was found to be gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Loss {
+    /// Its connection closed: the process ended.
+    Closed,
+    /// Its connection is open, but no heartbeat came for this long.
+    Silent(Duration),
+}
+
+impl std::fmt::Display for Loss {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Loss::Closed => f.write_str("its process ended"),
+            Loss::Silent(time) => write!(f, "no heartbeat for {} ms", time.as_millis()),
+        }
+    }
+}
+
+/// The first thing that went wrong in a world. It is sticky: every wait ends with it, every new call is
+/// refused with it, until a rebuild.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Cause {
+    /// Another rank is gone.
+    #[error("rank {rank} is lost: {how}")]
+    Lost {
+        /// The lost rank (in the world).
+        rank: u32,
+        /// How it was noticed.
+        how: Loss,
+    },
+    /// The launcher that started this job is gone.
+    #[error("the launcher (process {pid}) is gone")]
+    LauncherGone {
+        /// Its process id.
+        pid: u32,
+    },
+    /// The others declared this rank lost (it was stopped for too long) and went on without it.
+    #[error("rank {rank} was declared lost in epoch {epoch}: the others went on without it")]
+    Evicted {
+        /// This rank.
+        rank: u32,
+        /// The epoch it was thrown out of.
+        epoch: u16,
+    },
+    /// A rank is alive but did not do its part before the deadline.
+    #[error("rank {by} waited {} ms for rank {rank}, which is alive but silent", waited.as_millis())]
+    Stalled {
+        /// The silent rank.
+        rank: u32,
+        /// The rank whose deadline passed first.
+        by: u32,
+        /// How long it waited.
+        waited: Duration,
+    },
+    /// A rank called cancel on its world, or left the world while others were in a call.
+    #[error("cancelled by rank {by}")]
+    Cancelled {
+        /// Who cancelled.
+        by: u32,
+    },
+    /// A peer sent something over a lane that no correct peer sends.
+    #[error("rank {rank} broke the lane's protocol")]
+    Protocol {
+        /// The offending rank.
+        rank: u32,
+    },
+}

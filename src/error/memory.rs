@@ -1,0 +1,88 @@
+//! Errors of the memory room.
+
+/// Memory could not be had, or an address lies outside its window.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum MemoryError {
+    /// The heap of a rank has no room left.
+    #[error(
+        "rank {rank}: {asked} bytes asked, largest free extent of the {space} is {free} of {total}: raise {setting}"
+    )]
+    OutOfSpace {
+        /// Whose memory.
+        rank: u32,
+        /// Bytes asked for.
+        asked: u64,
+        /// Largest free extent, in bytes.
+        free: u64,
+        /// Size of the space, in bytes.
+        total: u64,
+        /// Which space: `"pool"` or `"symmetric heap"`.
+        space: &'static str,
+        /// The setting that raises it.
+        setting: &'static str,
+    },
+    /// An access outside a window.
+    #[error("offset {offset} + {len} bytes is outside the window of rank {peer} ({size} bytes)")]
+    OutOfBounds {
+        /// Whose window.
+        peer: u32,
+        /// First byte of the access.
+        offset: u64,
+        /// Length of the access.
+        len: u64,
+        /// Size of the window.
+        size: u64,
+    },
+    /// Ranks asked for windows of different size.
+    #[error(
+        "collective allocation {call} differs: rank {rank} asked for {seen} bytes, rank {me} for {expected}"
+    )]
+    SizesDiffer {
+        /// Number of the allocation on this group.
+        call: u64,
+        /// This rank.
+        me: u32,
+        /// The rank that differs.
+        rank: u32,
+        /// What it asked for.
+        seen: u64,
+        /// What this rank asked for.
+        expected: u64,
+    },
+    /// A shared segment can still be resized by its owner: an access could fault.
+    #[error("the segment of rank {rank} is not sealed against {missing}")]
+    NotSealed {
+        /// Whose segment.
+        rank: u32,
+        /// The missing seal.
+        missing: &'static str,
+    },
+    /// A segment has another size than its owner said.
+    #[error("the segment of rank {rank} has {seen} bytes, {expected} were announced")]
+    WrongSize {
+        /// Whose segment.
+        rank: u32,
+        /// Size found.
+        seen: u64,
+        /// Size announced.
+        expected: u64,
+    },
+    /// A buffer is not aligned as its element type asks.
+    #[error("a buffer at address {address:#x} is not aligned to {align}")]
+    Misaligned {
+        /// Its address.
+        address: usize,
+        /// The alignment asked for.
+        align: usize,
+    },
+    /// A system call failed.
+    #[error("{call} of {bytes} bytes failed: {}", std::io::Error::from_raw_os_error(*errno))]
+    System {
+        /// The call.
+        call: &'static str,
+        /// Its size argument.
+        bytes: u64,
+        /// Its errno.
+        errno: i32,
+    },
+}

@@ -1,0 +1,52 @@
+//! Every error of the library: one enum per layer, data in fields, no strings glued together.
+//!
+//! This room knows nothing of the others, so each of them can name its faults without knowing who is above.
+//!
+//! | enum | raised by |
+//! |---|---|
+//! | [`BootstrapError`] | rendezvous, authentication, environment, descriptors |
+//! | [`Cause`] | the reason why a world is dead: it ends every wait |
+//! | [`MemoryError`] | heap, pool, windows |
+//! | [`LaneError`] | puts, signals and waits |
+//! | [`PlanError`] | routing and placement: bad input of a call |
+//! | [`CallError`] | dispatch and combine as collective calls |
+
+mod bootstrap;
+mod call;
+mod cause;
+mod lane;
+mod memory;
+mod plan;
+
+pub use bootstrap::BootstrapError;
+pub use call::{CallError, CallKind};
+pub use cause::{Cause, Loss};
+pub use lane::LaneError;
+pub use memory::MemoryError;
+pub use plan::PlanError;
+
+/// Any error of the library.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Error {
+    /// Meeting the other ranks failed.
+    #[error(transparent)]
+    Bootstrap(#[from] BootstrapError),
+    /// The world is dead until it is rebuilt.
+    #[error(transparent)]
+    World(#[from] Cause),
+    /// Memory could not be had, or an address lies outside its window.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// Bytes or signals could not be moved, or did not come.
+    #[error(transparent)]
+    Lane(#[from] LaneError),
+    /// The input of a call is wrong.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// Ranks disagree about a call, or a call is used wrongly.
+    #[error(transparent)]
+    Call(#[from] CallError),
+}
+
+/// Result with the library's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,0 +1,7 @@
+//! Sidelane: MoE expert-parallel dispatch and combine that run beside the compute.
+
+pub mod dtype;
+pub mod error;
+pub mod topology;
+
+pub use error::{Error, Result};
