@@ -2,6 +2,9 @@
 
 pub mod dtype;
 pub mod error;
+pub mod gate;
+pub mod plan;
+pub mod schedule;
 pub mod topology;
 
 pub use error::{Error, Result};
