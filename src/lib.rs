@@ -1,5 +1,6 @@
 //! Sidelane: MoE expert-parallel dispatch and combine that run beside the compute.
 
+pub mod bootstrap;
 pub mod dtype;
 pub mod error;
 pub mod gate;
@@ -7,4 +8,5 @@ pub mod plan;
 pub mod schedule;
 pub mod topology;
 
+pub use dtype::{Dtype, Element};
 pub use error::{Error, Result};

@@ -90,6 +90,24 @@ pub enum BootstrapError {
         /// What was expected.
         expected: String,
     },
+    /// A rank left the world in peace while a step needed it.
+    #[error("rank {rank} left the world: step {step:?} cannot be completed")]
+    Left {
+        /// Who left.
+        rank: u32,
+        /// The key of the step.
+        step: String,
+    },
+    /// A step carries more bytes than one message can.
+    #[error("step {step:?} carries {bytes} bytes, at most {limit} go through the rendezvous")]
+    TooLarge {
+        /// The key of the step.
+        step: String,
+        /// Its size.
+        bytes: u64,
+        /// The bound.
+        limit: u64,
+    },
     /// A process of another user asked for descriptors.
     #[error(
         "process {pid} belongs to user {seen}, not {expected}: descriptors are shared within one user only"

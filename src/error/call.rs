@@ -16,6 +16,8 @@ pub enum CallKind {
     DispatchBackward = 4,
     /// Gradient of a combine: gradients of tokens to rows.
     CombineBackward = 5,
+    /// Second half of the gradient of a weighted combine: weight gradients home.
+    WeightsHome = 6,
     /// Something no call of this version says.
     Unknown = 0,
 }
@@ -29,6 +31,7 @@ impl CallKind {
             CallKind::Combine,
             CallKind::DispatchBackward,
             CallKind::CombineBackward,
+            CallKind::WeightsHome,
         ]
         .into_iter()
         .find(|&kind| kind as u16 == code)
@@ -103,9 +106,6 @@ pub enum CallError {
         /// The callee.
         expected: u64,
     },
-    /// A call was started while another is unfinished.
-    #[error("a call of this ExpertParallel is in flight: finish it first")]
-    InFlight,
     /// A gradient was asked for that the forward call did not keep.
     #[error("{missing} was not kept by the forward call")]
     NotKept {

@@ -7,6 +7,7 @@
 //! | [`BootstrapError`] | rendezvous, authentication, environment, descriptors |
 //! | [`Cause`] | the reason why a world is dead: it ends every wait |
 //! | [`MemoryError`] | heap, pool, windows |
+//! | [`SimdError`] | an instruction set that was forced and is missing |
 //! | [`LaneError`] | puts, signals and waits |
 //! | [`PlanError`] | routing and placement: bad input of a call |
 //! | [`CallError`] | dispatch and combine as collective calls |
@@ -17,6 +18,7 @@ mod cause;
 mod lane;
 mod memory;
 mod plan;
+mod simd;
 
 pub use bootstrap::BootstrapError;
 pub use call::{CallError, CallKind};
@@ -24,6 +26,7 @@ pub use cause::{Cause, Loss};
 pub use lane::LaneError;
 pub use memory::MemoryError;
 pub use plan::PlanError;
+pub use simd::SimdError;
 
 /// Any error of the library.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -37,6 +40,9 @@ pub enum Error {
     /// Memory could not be had, or an address lies outside its window.
     #[error(transparent)]
     Memory(#[from] MemoryError),
+    /// An instruction set was forced that cannot be used.
+    #[error(transparent)]
+    Simd(#[from] SimdError),
     /// Bytes or signals could not be moved, or did not come.
     #[error(transparent)]
     Lane(#[from] LaneError),

@@ -1,0 +1,249 @@
+//! Proving that both sides know the job's secret, without sending it. No sockets here: messages in, messages out.
+//!
+//! ```text
+//!   guest                                        host
+//!     Hello { who, nonce g }  ─────────────►
+//!     ◄─────────  Challenge { nonce h, HMAC(secret, "host"  | h | Hello) }
+//!     Proof { HMAC(secret, "guest" | h | Hello) }  ────►
+//! ```
+//!
+//! Fresh nonces of both sides make a recorded exchange useless (*replay*); different roles make a proof useless
+//! when it is sent back to who made it (*reflection*); the whole Hello is under the proof, so rank, size,
+//! epoch, job, host and version are too. This keeps strangers out. It does not hide what ranks then say, nor does
+//! it defend against who can alter packets on the wire.
+
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::{Digest, Sha256};
+
+use super::{
+    message::{Hello, Message, PROTOCOL},
+    parts::Refusal,
+    secret::Secret,
+};
+
+/// The digest under which a job is known.
+pub(super) fn job_digest(job: &str) -> [u8; 32] {
+    Sha256::digest(job.as_bytes()).into()
+}
+
+/// The side that knocks.
+#[derive(Debug)]
+pub(super) struct Guest {
+    secret: Secret,
+    hello: Hello,
+}
+
+impl Guest {
+    pub(super) fn new(secret: Secret, hello: Hello) -> Self {
+        Guest { secret, hello }
+    }
+
+    /// What to say first.
+    pub(super) fn hello(&self) -> Message {
+        Message::Hello(self.hello.clone())
+    }
+
+    /// The proof that answers the host's challenge, once the host has proved itself.
+    pub(super) fn answer(&self, challenge: Message) -> Result<Message, Refusal> {
+        match challenge {
+            Message::Challenge { version, .. } if version != PROTOCOL => Err(Refusal::Version(version)),
+            Message::Challenge { nonce, proof, .. } => {
+                let host = transcript(&self.secret, b"host", &nonce, &self.hello);
+                host.verify_slice(&proof).map_err(|_| Refusal::WrongSecret)?;
+                let guest = transcript(&self.secret, b"guest", &nonce, &self.hello);
+                Ok(Message::Proof(guest.finalize().into_bytes().into()))
+            }
+            // The host has proved nothing yet: believe only what leads to nothing but looking elsewhere.
+            Message::Refused(refusal @ (Refusal::Version(_) | Refusal::OtherJob)) => Err(refusal),
+            _ => Err(Refusal::Malformed),
+        }
+    }
+}
+
+/// Which meeting a host holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Meeting {
+    pub job: [u8; 32],
+    pub size: u32,
+    pub epoch: u16,
+    pub host: u32,
+}
+
+/// The side that is knocked at: one of these per visitor.
+#[derive(Debug)]
+pub(super) struct Porter {
+    secret: Secret,
+    meeting: Meeting,
+    nonce: [u8; 32],
+    hello: Option<Hello>,
+}
+
+impl Porter {
+    /// `nonce` must be fresh: it is what makes a recorded proof worthless.
+    pub(super) fn new(secret: Secret, meeting: Meeting, nonce: [u8; 32]) -> Self {
+        Porter { secret, meeting, nonce, hello: None }
+    }
+
+    /// Whether the hello has been heard and the proof is awaited.
+    pub(super) fn challenged(&self) -> bool {
+        self.hello.is_some()
+    }
+
+    /// The challenge to a hello.
+    pub(super) fn challenge(&mut self, message: Message) -> Result<Message, Refusal> {
+        let Message::Hello(hello) = message else { return Err(Refusal::Malformed) };
+        if hello.version != PROTOCOL {
+            return Err(Refusal::Version(PROTOCOL));
+        }
+        if hello.job != self.meeting.job || hello.host != self.meeting.host {
+            return Err(Refusal::OtherJob);
+        }
+        let proof = transcript(&self.secret, b"host", &self.nonce, &hello).finalize().into_bytes().into();
+        self.hello = Some(hello);
+        Ok(Message::Challenge { version: PROTOCOL, nonce: self.nonce, proof })
+    }
+
+    /// Who it is, proved.
+    pub(super) fn admit(self, message: Message) -> Result<Hello, Refusal> {
+        let (Message::Proof(proof), Some(hello)) = (message, self.hello) else {
+            return Err(Refusal::Malformed);
+        };
+        let guest = transcript(&self.secret, b"guest", &self.nonce, &hello);
+        guest.verify_slice(&proof).map_err(|_| Refusal::WrongSecret)?;
+        if hello.epoch != self.meeting.epoch {
+            return Err(Refusal::Evicted(self.meeting.epoch));
+        }
+        if hello.size != self.meeting.size || hello.rank >= hello.size {
+            return Err(Refusal::Rank);
+        }
+        Ok(hello)
+    }
+}
+
+fn transcript(secret: &Secret, role: &[u8], nonce: &[u8; 32], hello: &Hello) -> Hmac<Sha256> {
+    let mut mac = keyed(secret.bytes());
+    // Every part but the role has a fixed length, and no role is a prefix of another.
+    mac.update(b"sidelane rendezvous ");
+    mac.update(role);
+    mac.update(nonce);
+    mac.update(&Message::Hello(hello.clone()).encode());
+    mac
+}
+
+/// HMAC-SHA256 under a key of any length. A longer key than a block is hashed first, as RFC 2104 says.
+pub(super) fn keyed(key: &[u8]) -> Hmac<Sha256> {
+    let mut block = [0; 64];
+    if key.len() <= block.len() {
+        block[..key.len()].copy_from_slice(key);
+    } else {
+        block[..32].copy_from_slice(&Sha256::digest(key));
+    }
+    Hmac::new(&block.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn meeting() -> Meeting {
+        Meeting { job: job_digest("job"), size: 4, epoch: 7, host: 0 }
+    }
+
+    fn hello(nonce: u8) -> Hello {
+        let Meeting { job, size, epoch, host } = meeting();
+        Hello { version: PROTOCOL, job, rank: 2, size, epoch, host, port: 9, nonce: [nonce; 32] }
+    }
+
+    fn guest(secret: &str, nonce: u8) -> Guest {
+        Guest::new(Secret::from_bytes(secret), hello(nonce))
+    }
+
+    fn porter(secret: &str, nonce: u8) -> Porter {
+        Porter::new(Secret::from_bytes(secret), meeting(), [nonce; 32])
+    }
+
+    #[test]
+    fn sides_that_share_the_secret_recognise_each_other() {
+        let (guest, mut porter) = (guest("s", 1), porter("s", 2));
+        let challenge = porter.challenge(guest.hello()).unwrap();
+        assert_eq!(porter.admit(guest.answer(challenge).unwrap()), Ok(hello(1)));
+    }
+
+    #[test]
+    fn a_wrong_secret_is_noticed_by_either_side() {
+        let (guest, mut porter) = (guest("right", 1), porter("wrong", 2));
+        let challenge = porter.challenge(guest.hello()).unwrap();
+        assert_eq!(guest.answer(challenge), Err(Refusal::WrongSecret));
+        let liar = Guest::new(Secret::from_bytes("right"), hello(1));
+        let nonce = [2; 32];
+        let proof = transcript(&liar.secret, b"guest", &nonce, &liar.hello).finalize().into_bytes().into();
+        assert_eq!(porter.admit(Message::Proof(proof)), Err(Refusal::WrongSecret));
+    }
+
+    #[test]
+    fn a_replayed_proof_is_refused_because_the_nonce_is_fresh() {
+        let (guest, mut first) = (guest("s", 1), porter("s", 2));
+        let recorded = guest.answer(first.challenge(guest.hello()).unwrap()).unwrap();
+        let mut second = porter("s", 3);
+        second.challenge(guest.hello()).unwrap();
+        assert_eq!(second.admit(recorded), Err(Refusal::WrongSecret));
+        // And a recorded challenge does not convince a guest with a fresh nonce.
+        let challenge = porter("s", 2).challenge(guest.hello()).unwrap();
+        assert_eq!(self::guest("s", 8).answer(challenge), Err(Refusal::WrongSecret));
+    }
+
+    #[test]
+    fn a_reflected_proof_is_refused_because_roles_differ() {
+        let (guest, mut porter) = (guest("s", 1), porter("s", 2));
+        let Message::Challenge { proof, .. } = porter.challenge(guest.hello()).unwrap() else {
+            unreachable!()
+        };
+        assert_eq!(porter.admit(Message::Proof(proof)), Err(Refusal::WrongSecret));
+    }
+
+    #[test]
+    fn what_the_hello_says_cannot_be_changed_on_the_way() {
+        let (guest, mut porter) = (guest("s", 1), porter("s", 2));
+        let forged = Hello { rank: 3, ..hello(1) };
+        let challenge = porter.challenge(Message::Hello(forged)).unwrap();
+        assert_eq!(guest.answer(challenge), Err(Refusal::WrongSecret));
+    }
+
+    #[test]
+    fn other_versions_jobs_epochs_and_ranks_are_told_apart() {
+        let told = |change: fn(&mut Hello)| {
+            let mut hello = hello(1);
+            change(&mut hello);
+            let (guest, mut porter) = (Guest::new(Secret::from_bytes("s"), hello), porter("s", 2));
+            let challenge = porter.challenge(guest.hello())?;
+            porter.admit(guest.answer(challenge)?)
+        };
+        assert_eq!(told(|hello| hello.version = 9), Err(Refusal::Version(PROTOCOL)));
+        assert_eq!(told(|hello| hello.job[0] ^= 1), Err(Refusal::OtherJob));
+        assert_eq!(told(|hello| hello.host = 1), Err(Refusal::OtherJob));
+        assert_eq!(told(|hello| hello.epoch = 6), Err(Refusal::Evicted(7)));
+        assert_eq!(told(|hello| hello.size = 5), Err(Refusal::Rank));
+        assert_eq!(told(|hello| hello.rank = 4), Err(Refusal::Rank));
+        let future = Message::Challenge { version: 2, nonce: [0; 32], proof: [0; 32] };
+        assert_eq!(guest("s", 1).answer(future), Err(Refusal::Version(2)));
+    }
+
+    #[test]
+    fn steps_out_of_order_are_malformed() {
+        assert_eq!(porter("s", 1).challenge(Message::Bye), Err(Refusal::Malformed));
+        assert_eq!(porter("s", 1).admit(Message::Proof([0; 32])), Err(Refusal::Malformed));
+        assert_eq!(guest("s", 1).answer(Message::Refused(Refusal::Evicted(3))), Err(Refusal::Malformed));
+    }
+
+    #[test]
+    fn keys_of_any_length_follow_the_standard() {
+        for length in [0, 20, 64, 65, 200] {
+            let key = vec![0xaa; length];
+            let mut reference = Hmac::<Sha256>::new_from_slice(&key).unwrap();
+            let mut ours = keyed(&key);
+            reference.update(b"text");
+            ours.update(b"text");
+            assert_eq!(ours.finalize().into_bytes(), reference.finalize().into_bytes(), "key of {length}");
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! The clocks that bound every wait.
+
+use std::time::Duration;
+
+use crate::error::BootstrapError;
+
+/// How long to wait for what. *Liveness* finds processes that are gone or stopped, in two seconds; the
+/// *deadline* ends waits for ranks that are alive but do not do their part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Clocks {
+    /// Time between two heartbeats of a rank.
+    pub heartbeat: Duration,
+    /// Silence after which a rank is lost. With one more scheduling delay a stopped rank is named in 2 s.
+    pub liveness: Duration,
+    /// Default bound of a wait for a living rank.
+    pub deadline: Duration,
+    /// Bound of meeting the other ranks.
+    pub rendezvous: Duration,
+}
+
+impl Default for Clocks {
+    fn default() -> Self {
+        Clocks {
+            heartbeat: Duration::from_millis(250),
+            liveness: Duration::from_millis(1750),
+            deadline: Duration::from_secs(600),
+            rendezvous: Duration::from_secs(60),
+        }
+    }
+}
+
+impl Clocks {
+    /// The defaults, with `SIDELANE_DEADLINE_MS` and `SIDELANE_RENDEZVOUS_MS` if `lookup` knows them.
+    pub fn from_vars(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self, BootstrapError> {
+        let defaults = Clocks::default();
+        Ok(Clocks {
+            deadline: millis(lookup, "SIDELANE_DEADLINE_MS")?.unwrap_or(defaults.deadline),
+            rendezvous: millis(lookup, "SIDELANE_RENDEZVOUS_MS")?.unwrap_or(defaults.rendezvous),
+            ..defaults
+        })
+    }
+
+    /// [`Clocks::from_vars`] with the environment of this process.
+    pub fn from_env() -> Result<Self, BootstrapError> {
+        Clocks::from_vars(&|name| std::env::var(name).ok())
+    }
+}
+
+fn millis(
+    lookup: &dyn Fn(&str) -> Option<String>,
+    name: &'static str,
+) -> Result<Option<Duration>, BootstrapError> {
+    // A day bounds it, so that adding a clock to a point in time cannot overflow.
+    const DAY: u64 = 24 * 3600 * 1000;
+    let Some(value) = lookup(name) else { return Ok(None) };
+    match value.trim().parse() {
+        Ok(ms @ 1..=DAY) => Ok(Some(Duration::from_millis(ms))),
+        _ => Err(BootstrapError::BadVariable { name, value, expected: "milliseconds, 1 to 86400000" }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_environment_moves_deadlines_and_is_checked() {
+        let clocks = Clocks::from_vars(&|name| (name == "SIDELANE_DEADLINE_MS").then(|| "1500".into()));
+        assert_eq!(clocks, Ok(Clocks { deadline: Duration::from_millis(1500), ..Clocks::default() }));
+        for bad in ["0", "-1", "ten", "", "86400001"] {
+            let seen = Clocks::from_vars(&|name| (name == "SIDELANE_RENDEZVOUS_MS").then(|| bad.into()));
+            assert!(
+                matches!(seen, Err(BootstrapError::BadVariable { name: "SIDELANE_RENDEZVOUS_MS", .. })),
+                "{bad:?}: {seen:?}"
+            );
+        }
+    }
+}

@@ -1,0 +1,311 @@
+//! The thread of rank 0 that serves the store and watches over the ranks.
+//!
+//! ```text
+//!              ┌──────────────── coordinator ────────────────┐
+//!   strangers ─┤ Lobby ──► Muster ──► members: Store, Liveness ├─ rank 0 (same process), rank 1, rank 2 ...
+//!              └──────────────────────────────────────────────┘
+//! ```
+//!
+//! It lives as long as the connection of its own rank, so a rank 0 that dies takes it along, and everybody
+//! sees that as the end of a stream. After a clean leave of its own rank it lingers for the others.
+
+use std::{
+    collections::BTreeMap,
+    net::IpAddr,
+    time::{Duration, Instant},
+};
+
+use rustix::event::PollFd;
+
+use super::{
+    clocks::Clocks,
+    liveness::Liveness,
+    lobby::{Arrival, Lobby},
+    message::Message,
+    muster::Muster,
+    parts::{Door, Refusal},
+    store::{Caller, Delivery, Store},
+    wire::{Wire, wait},
+};
+use crate::error::{BootstrapError, Cause, Loss};
+
+/// How long a coordinator whose own rank has left stays for the others.
+const LINGER: Duration = Duration::from_secs(2);
+
+/// What a coordinator needs to begin.
+pub(super) struct Setting {
+    pub lobby: Lobby,
+    pub muster: Muster,
+    /// Ranks known absent, asked again and again.
+    pub absent: Box<dyn Fn() -> Vec<u32> + Send>,
+    pub clocks: Clocks,
+    /// Bound of waiting for the own rank to come.
+    pub until: Instant,
+}
+
+/// Gathers the ranks, then serves them until its own rank is gone.
+pub(super) fn run(mut setting: Setting) {
+    let served = assemble(&mut setting).and_then(|members| match members {
+        Some(wires) => Coordinator::new(setting.lobby, setting.clocks, wires).serve(),
+        None => Ok(()),
+    });
+    if let Err(error) = served {
+        tracing::error!(%error, "the coordinator ends");
+    }
+}
+
+/// A member and its rank before this meeting.
+struct Admitted {
+    old: u32,
+    wire: Wire,
+}
+
+/// Waits until the meeting may begin and welcomes its members. None if it was given up.
+fn assemble(setting: &mut Setting) -> Result<Option<Vec<Admitted>>, BootstrapError> {
+    let Setting { lobby, muster, absent, until, .. } = setting;
+    let host = lobby.meeting().host;
+    let mut here: BTreeMap<u32, Arrival> = BTreeMap::new();
+    loop {
+        let now = Instant::now();
+        if let Some(members) = muster.members(&absent(), now).filter(|members| members.contains(&host)) {
+            return Ok(Some(welcome(members, here)));
+        }
+        if now >= *until && !here.contains_key(&host) {
+            return Ok(None);
+        }
+        // Who is absent may change without any of these descriptors knowing: hence the slice.
+        let slice = now + Duration::from_millis(50);
+        let next = lobby.next().into_iter().chain(muster.closes()).fold(slice, Instant::min);
+        let wires = here.values().map(|arrival| arrival.wire.poll_fd());
+        wait(&mut lobby.poll_fds().chain(wires).collect::<Vec<_>>(), next)?;
+
+        let now = Instant::now();
+        for arrival in lobby.turn(now) {
+            let rank = arrival.hello.rank;
+            if absent().contains(&rank) {
+                let epoch = lobby.meeting().epoch;
+                arrival.refuse(Refusal::Evicted(epoch));
+            } else if muster.join(rank, now) {
+                here.insert(rank, arrival);
+            } else {
+                arrival.refuse(Refusal::Rank);
+            }
+        }
+        for rank in here.keys().copied().collect::<Vec<_>>() {
+            let Some(arrival) = here.get_mut(&rank) else { continue };
+            arrival.wire.flush();
+            arrival.wire.fill();
+            let gives_up = matches!(arrival.wire.next(), Some(Message::Withdraw { .. }));
+            if !gives_up && !arrival.wire.is_closed() {
+                continue;
+            }
+            let missing = Refusal::Missing(muster.missing(&absent()));
+            if rank == host || (gives_up && muster.needs_all()) {
+                here.into_values().for_each(|arrival| arrival.refuse(missing.clone()));
+                return Ok(None);
+            }
+            muster.part(rank);
+            if let Some(arrival) = here.remove(&rank) {
+                arrival.refuse(missing);
+            }
+        }
+    }
+}
+
+/// Numbers the members in their old order and tells each who is there and where it listens.
+fn welcome(members: Vec<u32>, mut here: BTreeMap<u32, Arrival>) -> Vec<Admitted> {
+    let doors: Vec<Door> = members
+        .iter()
+        .filter_map(|old| here.get(old))
+        .map(|arrival| Door {
+            // An address of this machine alone means nothing elsewhere.
+            ip: arrival.wire.peer().filter(|ip: &IpAddr| !ip.is_loopback()),
+            port: arrival.hello.port,
+        })
+        .collect();
+    let mut admitted = Vec::new();
+    for (rank, old) in (0u32..).zip(&members) {
+        if let Some(mut arrival) = here.remove(old) {
+            let doors = doors.clone();
+            arrival.wire.send(&Message::Welcome { rank, members: members.clone(), doors });
+            admitted.push(Admitted { old: *old, wire: arrival.wire });
+        }
+    }
+    admitted
+}
+
+/// How a member stands.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Standing {
+    Here,
+    Left,
+    Lost,
+}
+
+struct Member {
+    old: u32,
+    wire: Wire,
+    standing: Standing,
+}
+
+struct Coordinator {
+    lobby: Lobby,
+    clocks: Clocks,
+    members: Vec<Member>,
+    host: usize,
+    store: Store,
+    liveness: Liveness,
+    beat: Instant,
+    lingers_until: Option<Instant>,
+    evicted: bool,
+}
+
+impl Coordinator {
+    fn new(lobby: Lobby, clocks: Clocks, admitted: Vec<Admitted>) -> Self {
+        let now = Instant::now();
+        let host = lobby.meeting().host;
+        let members: Vec<_> = admitted
+            .into_iter()
+            .map(|Admitted { old, wire }| Member { old, wire, standing: Standing::Here })
+            .collect();
+        Coordinator {
+            lobby,
+            clocks,
+            host: members.iter().position(|member| member.old == host).unwrap_or(0),
+            store: Store::new(members.len() as u32),
+            liveness: Liveness::new(members.len(), clocks.heartbeat, clocks.liveness, now),
+            members,
+            beat: now,
+            lingers_until: None,
+            evicted: false,
+        }
+    }
+
+    fn serve(mut self) -> Result<(), BootstrapError> {
+        loop {
+            let ready = self.wait()?;
+            let now = Instant::now();
+            // All that is pending is read before anybody is judged by the clock.
+            for rank in ready {
+                self.read(rank, now);
+            }
+            for rank in 0..self.members.len() {
+                if self.members[rank].standing == Standing::Here && self.members[rank].wire.is_closed() {
+                    self.lose(rank, Loss::Closed);
+                }
+            }
+            for (rank, silence) in self.liveness.expired(now) {
+                self.lose(rank, Loss::Silent(silence));
+            }
+            if now >= self.beat {
+                self.beat = now + self.clocks.heartbeat;
+                self.broadcast(&Message::Heartbeat, None);
+            }
+            for arrival in self.lobby.turn(now) {
+                let taken = self.members.iter().any(|member| member.old == arrival.hello.rank);
+                let epoch = self.lobby.meeting().epoch;
+                arrival.refuse(if taken { Refusal::Rank } else { Refusal::Evicted(epoch) });
+            }
+            self.members.iter_mut().for_each(|member| member.wire.flush());
+            if self.is_over(now) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Waits for something to do. Returns the members whose connection has something to say.
+    fn wait(&self) -> Result<Vec<usize>, BootstrapError> {
+        let next = [self.liveness.next(), self.lobby.next(), self.lingers_until];
+        let next = next.into_iter().flatten().fold(self.beat, Instant::min);
+        let open = |(_, member): &(usize, &Member)| !member.wire.is_closed();
+        let ranks: Vec<usize> = self.members.iter().enumerate().filter(open).map(|(rank, _)| rank).collect();
+        let wires = ranks.iter().map(|&rank| self.members[rank].wire.poll_fd());
+        let mut fds: Vec<PollFd<'_>> = wires.chain(self.lobby.poll_fds()).collect();
+        wait(&mut fds, next)?;
+        Ok(ranks.iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty()).map(|(&rank, _)| rank).collect())
+    }
+
+    fn read(&mut self, rank: usize, now: Instant) {
+        self.members[rank].wire.fill();
+        while let Some(message) = self.members[rank].wire.next() {
+            // What a lost rank still says is read, so that its connection ends in peace, and ignored.
+            if self.members[rank].standing == Standing::Here {
+                self.liveness.heard(rank, now);
+                self.handle(rank, message);
+            }
+        }
+    }
+
+    fn handle(&mut self, from: usize, message: Message) {
+        let rank = from as u32;
+        let deliveries = match message {
+            Message::Heartbeat => return,
+            Message::Set { ticket, key, value } => self.store.set(Caller { rank, ticket }, key, value),
+            Message::Get { ticket, key } => self.store.get(Caller { rank, ticket }, key),
+            Message::Gather { ticket, key, index, count, blob } => {
+                self.store.gather(Caller { rank, ticket }, key, index, count, blob)
+            }
+            Message::Withdraw { ticket } => self.store.withdraw(Caller { rank, ticket }),
+            // The others went on while this process was stopped.
+            Message::Dead(cause @ Cause::Evicted { rank, .. }) if rank as usize == self.host => {
+                self.evicted = true;
+                self.members[self.host].wire.send(&Message::Dead(cause));
+                return;
+            }
+            Message::Dead(cause) => return self.broadcast(&Message::Dead(cause), Some(from)),
+            Message::Bye => {
+                self.members[from].standing = Standing::Left;
+                self.liveness.forget(from);
+                self.broadcast(&Message::Left { rank }, None);
+                if from == self.host {
+                    self.lingers_until = Some(Instant::now() + LINGER);
+                }
+                self.store.leave(rank)
+            }
+            // No correct rank says this: it is treated as one whose connection broke.
+            _ => return self.lose(from, Loss::Closed),
+        };
+        self.deliver(deliveries);
+    }
+
+    fn deliver(&mut self, deliveries: Vec<Delivery>) {
+        for Delivery { rank, ticket, answer } in deliveries {
+            let member = &mut self.members[rank as usize];
+            if member.standing == Standing::Here {
+                member.wire.send(&Message::Answer { ticket, answer });
+            }
+        }
+    }
+
+    /// A rank is gone: everybody is told at once, and the rank itself, should it wake up.
+    fn lose(&mut self, rank: usize, how: Loss) {
+        let epoch = self.lobby.meeting().epoch;
+        let member = &mut self.members[rank];
+        member.standing = Standing::Lost;
+        member.wire.send(&Message::Dead(Cause::Evicted { rank: rank as u32, epoch }));
+        self.liveness.forget(rank);
+        self.broadcast(&Message::Dead(Cause::Lost { rank: rank as u32, how }), None);
+    }
+
+    fn broadcast(&mut self, message: &Message, except: Option<usize>) {
+        let frame = message.encode();
+        for (rank, member) in self.members.iter_mut().enumerate() {
+            if member.standing == Standing::Here && Some(rank) != except {
+                member.wire.send_frame(&frame);
+            }
+        }
+    }
+
+    fn is_over(&self, now: Instant) -> bool {
+        let alone = self.members.iter().all(|member| member.standing != Standing::Here);
+        match self.members[self.host].standing {
+            Standing::Here => self.evicted,
+            Standing::Lost => true,
+            Standing::Left => alone || self.lingers_until.is_some_and(|until| now >= until),
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "coordinator_tests.rs"]
+mod tests;

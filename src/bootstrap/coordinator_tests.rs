@@ -1,0 +1,95 @@
+//! A coordinator among wires that the test drives by hand, so that a rank can fall silent and wake up.
+
+use std::{net::TcpListener, thread};
+
+use super::{
+    super::{
+        auth::{Meeting, job_digest},
+        join::{Knock, Seat},
+        rendezvous::host,
+    },
+    *,
+};
+use crate::bootstrap::{client::Job, secret::Secret};
+
+const LONG: Duration = Duration::from_secs(20);
+const CLOCKS: Clocks = Clocks {
+    heartbeat: Duration::from_millis(40),
+    liveness: Duration::from_millis(400),
+    deadline: LONG,
+    rendezvous: LONG,
+};
+
+/// A world of hand-driven ranks.
+fn seats(size: u32) -> Vec<Seat> {
+    let meeting = Meeting { job: job_digest("test"), size, epoch: 3, host: 0 };
+    let job = Job { digest: meeting.job, secret: Secret::none(), clocks: CLOCKS, launcher: None };
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let until = Instant::now() + LONG;
+    let (address, _) = host(listener, &job, meeting, Muster::first(size), Box::new(Vec::new), until).unwrap();
+    thread::scope(|scope| {
+        let knock = |rank| {
+            let secret = &Secret::none();
+            let (beyond_loopback, greeted_until) = (false, until);
+            let knock =
+                Knock { secret, meeting, rank, beyond_loopback, greeted_until, until, stop: &|| false };
+            knock.at(address).ok().expect("a seat")
+        };
+        let ranks: Vec<_> = (0..size).map(|rank| scope.spawn(move || knock(rank))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// The next message that is no heartbeat, with heartbeats of our own meanwhile. None at the end of the stream.
+fn listen(seat: &mut Seat) -> Option<Message> {
+    let until = Instant::now() + LONG;
+    while Instant::now() < until {
+        seat.wire.send(&Message::Heartbeat);
+        match seat.wire.await_message(Instant::now() + CLOCKS.heartbeat, &|| false) {
+            Some(Message::Heartbeat) => {}
+            Some(message) => return Some(message),
+            None if seat.wire.is_closed() => return None,
+            None => {}
+        }
+    }
+    panic!("nothing came");
+}
+
+#[test]
+fn a_silent_rank_is_named_to_the_others_and_told_when_it_wakes_up() {
+    let mut seats = seats(3);
+    let mut silent = seats.remove(1);
+    thread::scope(|scope| {
+        for seat in &mut seats {
+            scope.spawn(move || {
+                let Some(Message::Dead(Cause::Lost { rank: 1, how: Loss::Silent(silence) })) = listen(seat)
+                else {
+                    panic!("rank 1 should have been named");
+                };
+                assert!(silence >= CLOCKS.liveness, "{silence:?}");
+            });
+        }
+    });
+    let woken = listen(&mut silent);
+    assert_eq!(woken, Some(Message::Dead(Cause::Evicted { rank: 1, epoch: 3 })));
+}
+
+#[test]
+fn a_coordinator_that_was_given_up_tells_its_own_rank_and_ends() {
+    let mut seats = seats(2);
+    let evicted = Message::Dead(Cause::Evicted { rank: 0, epoch: 3 });
+    seats[1].wire.send(&evicted);
+    seats[1].wire.flush();
+    assert_eq!(listen(&mut seats[0]), Some(evicted));
+    assert_eq!(listen(&mut seats[0]), None, "the end of the stream");
+}
+
+#[test]
+fn what_no_rank_says_ends_its_membership() {
+    let mut seats = seats(2);
+    seats[1].wire.send(&Message::Left { rank: 0 });
+    seats[1].wire.flush();
+    let lost = Message::Dead(Cause::Lost { rank: 1, how: Loss::Closed });
+    assert_eq!(listen(&mut seats[0]), Some(lost));
+}

@@ -1,0 +1,126 @@
+//! Joining a meeting: the guest's side of a connection, from the first byte to a seat.
+
+use std::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream},
+    time::{Duration, Instant},
+};
+
+use super::{
+    auth::{Guest, Meeting},
+    message::{Hello, Message, PROTOCOL},
+    parts::{Door, Refusal},
+    secret::{Secret, random},
+    wire::{Wire, failed},
+};
+use crate::error::BootstrapError;
+
+/// Bound of one attempt to connect.
+const CONNECT: Duration = Duration::from_secs(1);
+/// Bound of asking who is missing.
+const LAST_QUESTION: Duration = Duration::from_secs(1);
+
+/// A place in a world.
+pub(super) struct Seat {
+    pub wire: Wire,
+    pub rank: u32,
+    /// For each rank of the new world, its rank before.
+    pub members: Vec<u32>,
+    /// Where each rank of the new world listens.
+    pub doors: Vec<SocketAddr>,
+    /// Where this one does.
+    pub standing: TcpListener,
+}
+
+/// Why there is no seat.
+pub(super) enum Miss {
+    /// Nobody there, or somebody else, or it hung up: try again or elsewhere.
+    Nobody,
+    /// Of this job, and no.
+    Refused(Refusal),
+    /// This side failed.
+    Failed(BootstrapError),
+}
+
+/// Who knocks, and how long it waits.
+pub(super) struct Knock<'a> {
+    pub secret: &'a Secret,
+    pub meeting: Meeting,
+    pub rank: u32,
+    /// Whether other machines must reach the standing listener.
+    pub beyond_loopback: bool,
+    /// Bound of the host's challenge.
+    pub greeted_until: Instant,
+    /// Bound of the whole meeting.
+    pub until: Instant,
+    /// Whether to stop waiting for this host.
+    pub stop: &'a dyn Fn() -> bool,
+}
+
+impl Knock<'_> {
+    /// Knocks at an address.
+    pub(super) fn at(&self, address: SocketAddr) -> Result<Seat, Miss> {
+        let patience = self.greeted_until.saturating_duration_since(Instant::now()).min(CONNECT);
+        let patience = patience.max(Duration::from_millis(1));
+        let stream = TcpStream::connect_timeout(&address, patience).map_err(|_| Miss::Nobody)?;
+        let local = stream.local_addr().map_err(|_| Miss::Nobody)?.ip();
+        let mut wire = Wire::new(stream).map_err(|_| Miss::Nobody)?;
+        let standing = self.listen(local)?;
+        let port = standing.local_addr().map_err(fail("getsockname"))?.port();
+
+        let Meeting { job, size, epoch, host } = self.meeting;
+        let nonce = random().map_err(Miss::Failed)?;
+        let hello = Hello { version: PROTOCOL, job, rank: self.rank, size, epoch, host, port, nonce };
+        let guest = Guest::new(self.secret.clone(), hello);
+        wire.send(&guest.hello());
+        let challenge = wire.await_message(self.greeted_until, self.stop).ok_or(Miss::Nobody)?;
+        let proof = guest.answer(challenge).map_err(miss)?;
+        wire.trust();
+        wire.send(&proof);
+        let verdict = wire.await_message(self.until, self.stop).or_else(|| {
+            wire.send(&Message::Withdraw { ticket: 0 });
+            wire.await_message(Instant::now() + LAST_QUESTION, &|| false)
+        });
+        match verdict.ok_or(Miss::Nobody)? {
+            Message::Refused(refusal) => Err(miss(refusal)),
+            Message::Welcome { rank, members, doors } => {
+                let mine = members.get(rank as usize) == Some(&self.rank);
+                if !mine || members.len() != doors.len() {
+                    return Err(Miss::Refused(Refusal::Malformed));
+                }
+                let doors = doors.iter().map(|door| resolve(door, address.ip())).collect();
+                Ok(Seat { wire, rank, members, doors, standing })
+            }
+            _ => Err(Miss::Refused(Refusal::Malformed)),
+        }
+    }
+
+    /// The listener at which this rank would host a rebuild.
+    fn listen(&self, local: IpAddr) -> Result<TcpListener, Miss> {
+        let ip = match (local, self.beyond_loopback && local.is_loopback()) {
+            // The host's own machine is reached by its loopback address here, but not from elsewhere.
+            (IpAddr::V4(_), true) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+            (IpAddr::V6(_), true) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+            (local, false) => local,
+        };
+        let standing = TcpListener::bind((ip, 0)).map_err(fail("bind"))?;
+        standing.set_nonblocking(true).map_err(fail("fcntl"))?;
+        Ok(standing)
+    }
+}
+
+/// Another job, or not this protocol at all: not who is looked for.
+fn miss(refusal: Refusal) -> Miss {
+    match refusal {
+        Refusal::OtherJob | Refusal::Malformed => Miss::Nobody,
+        refusal => Miss::Refused(refusal),
+    }
+}
+
+fn fail(call: &'static str) -> impl Fn(std::io::Error) -> Miss {
+    move |error| Miss::Failed(failed(call, &error))
+}
+
+/// A door without an address is on the machine of the host.
+fn resolve(door: &Door, host: IpAddr) -> SocketAddr {
+    SocketAddr::new(door.ip.unwrap_or(host), door.port)
+}

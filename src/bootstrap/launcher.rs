@@ -1,0 +1,80 @@
+//! Noticing that the launcher is gone.
+//!
+//! A launcher keeps the write end of a pipe that its ranks inherit the read end of. However it dies, the kernel
+//! closes its end, and every rank reads the end of the stream at once.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::OpenOptionsExt;
+
+use rustix::{
+    event::{PollFd, PollFlags},
+    fs::OFlags,
+    io::Errno,
+};
+
+use super::{identity::LauncherPipe, wire::failed};
+use crate::error::BootstrapError;
+
+/// The read end of the launcher's pipe.
+#[derive(Debug)]
+pub(super) struct Launcher {
+    pipe: File,
+    pid: u32,
+}
+
+impl Launcher {
+    /// Opens the inherited end again, through `/proc`: the number alone is a claim of the environment, and this
+    /// turns it into a descriptor of our own or an error.
+    pub(super) fn open(pipe: LauncherPipe) -> Result<Self, BootstrapError> {
+        let flags = (OFlags::NONBLOCK | OFlags::CLOEXEC).bits() as i32;
+        let path = format!("/proc/self/fd/{}", pipe.fd);
+        let file = OpenOptions::new().read(true).custom_flags(flags).open(path);
+        let pipe_end = file.map_err(|error| failed("open of SIDELANE_LAUNCHER_FD", &error))?;
+        Ok(Launcher { pipe: pipe_end, pid: pipe.pid })
+    }
+
+    pub(super) fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    pub(super) fn poll_fd(&self) -> PollFd<'_> {
+        PollFd::new(&self.pipe, PollFlags::IN)
+    }
+
+    /// Whether the stream has ended. What a launcher writes is read and ignored.
+    pub(super) fn is_gone(&self) -> bool {
+        let mut buffer = [0; 64];
+        loop {
+            match rustix::io::read(&self.pipe, &mut buffer) {
+                Ok(0) => return true,
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return false,
+                Err(_) => return true,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd;
+
+    use super::*;
+
+    #[test]
+    fn the_end_of_the_pipe_is_the_end_of_the_launcher() {
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        let launcher = Launcher::open(LauncherPipe { fd: reader.as_raw_fd() as u32, pid: 7 }).unwrap();
+        assert!(!launcher.is_gone());
+        rustix::io::write(&writer, b"hello").unwrap();
+        assert!(!launcher.is_gone(), "what it says does not matter");
+        drop(writer);
+        assert!(launcher.is_gone());
+    }
+
+    #[test]
+    fn a_number_that_is_no_descriptor_is_an_error() {
+        let seen = Launcher::open(LauncherPipe { fd: 999_999, pid: 7 });
+        assert!(matches!(seen, Err(BootstrapError::System { .. })), "{seen:?}");
+    }
+}

@@ -1,0 +1,235 @@
+//! The thread of a rank that keeps its connection to the coordinator.
+//!
+//! ```text
+//!   callers ── requests ──► Shared ──► link thread ──► coordinator
+//!           ◄── answers ───   │  ◄───────────┘ heartbeats both ways, Dead, Left
+//!                          Health ◄── end of the launcher's pipe
+//! ```
+//!
+//! One thread owns the socket, so callers never block in it: they put a frame into [`Shared`], ring, and sleep on
+//! a condition variable that an answer or any failure wakes.
+
+use std::{
+    collections::HashMap,
+    os::fd::OwnedFd,
+    sync::{Arc, Condvar, Mutex, Weak},
+    time::{Duration, Instant},
+};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
+
+use super::{
+    clocks::Clocks,
+    health::{Health, lock},
+    launcher::Launcher,
+    liveness::Liveness,
+    message::Message,
+    store::Answer,
+    wire::{Wire, system, wait},
+};
+use crate::error::{BootstrapError, Cause, Loss};
+
+/// Bound of handing the last words to the system.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
+/// The coordinator is always the first rank of its world.
+pub(super) const HOST: u32 = 0;
+
+/// How a hub ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum End {
+    /// Says goodbye.
+    Leave,
+    /// Falls silent, as a killed process does.
+    Abandon,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    pub outgoing: Vec<u8>,
+    pub answers: HashMap<u64, Option<Answer>>,
+    /// The coordinator has left in peace: nobody answers any more.
+    pub closed: bool,
+    end: Option<End>,
+}
+
+/// What callers and the link thread share.
+pub(super) struct Shared {
+    pub health: Arc<Health>,
+    pub state: Mutex<State>,
+    pub changed: Condvar,
+    bell: OwnedFd,
+}
+
+impl Shared {
+    pub(super) fn new(health: Arc<Health>) -> Result<Arc<Self>, BootstrapError> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let bell = eventfd(0, flags).map_err(|errno| system("eventfd", errno))?;
+        let state = Mutex::new(State::default());
+        let shared = Arc::new(Shared { health, state, changed: Condvar::new(), bell });
+        let sleeper: Weak<Shared> = Arc::downgrade(&shared);
+        shared.health.on_failure(move |_| {
+            if let Some(shared) = sleeper.upgrade() {
+                shared.wake_callers();
+            }
+        });
+        Ok(shared)
+    }
+
+    /// Wakes the link thread. It only fails when the bell is ringing already.
+    pub(super) fn ring(&self) {
+        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+    }
+
+    /// Hands a message to the link thread.
+    pub(super) fn post(&self, message: &Message) {
+        lock(&self.state).outgoing.extend(message.encode());
+        self.ring();
+    }
+
+    /// Tells the link thread to end.
+    pub(super) fn end(&self, end: End) {
+        lock(&self.state).end = Some(end);
+        self.ring();
+    }
+
+    /// Taking the lock first makes sure that nobody is between looking and falling asleep.
+    fn wake_callers(&self) {
+        drop(lock(&self.state));
+        self.changed.notify_all();
+    }
+}
+
+/// The link thread.
+pub(super) struct Link {
+    pub shared: Arc<Shared>,
+    pub wire: Wire,
+    pub launcher: Option<Launcher>,
+    pub clocks: Clocks,
+    pub rank: u32,
+    pub epoch: u16,
+}
+
+impl Link {
+    /// Runs until the hub ends or the connection does.
+    pub(super) fn run(mut self) {
+        let now = Instant::now();
+        let mut liveness = Liveness::new(1, self.clocks.heartbeat, self.clocks.liveness, now);
+        let mut beat = now;
+        loop {
+            let next = liveness.next().into_iter().fold(beat, Instant::min);
+            if let Err(error) = self.wait(next) {
+                tracing::error!(%error, "the heartbeat thread ends");
+                self.fail(Cause::Lost { rank: HOST, how: Loss::Closed });
+                return;
+            }
+            let now = Instant::now();
+            // After a long sleep of this process the socket says what the others made of it: read before judging.
+            self.read(&mut liveness, now);
+            if self.wire.is_closed() {
+                return self.closed();
+            }
+            if let Some(&(_, silence)) = liveness.expired(now).first() {
+                self.shared.health.note_absent(HOST);
+                self.fail(Cause::Lost { rank: HOST, how: Loss::Silent(silence) });
+                self.wire.send(&Message::Dead(Cause::Evicted { rank: HOST, epoch: self.epoch }));
+                self.wire.flush();
+                return;
+            }
+            if now >= beat {
+                beat = now + self.clocks.heartbeat;
+                self.wire.send(&Message::Heartbeat);
+            }
+            let end = self.take_outgoing();
+            match end {
+                Some(End::Abandon) => return,
+                Some(End::Leave) => return self.leave(),
+                None => self.wire.flush(),
+            }
+        }
+    }
+
+    fn wait(&self, next: Instant) -> Result<(), BootstrapError> {
+        let bell = PollFd::new(&self.shared.bell, PollFlags::IN);
+        let mut fds = vec![self.wire.poll_fd(), bell];
+        fds.extend(self.launcher.as_ref().map(Launcher::poll_fd));
+        wait(&mut fds, next)?;
+        let launcher_stirs = fds.get(2).is_some_and(|fd| !fd.revents().is_empty());
+        let mut count = [0; 8];
+        // Empties the bell; it is empty already when something else woke this thread.
+        let _ = rustix::io::read(&self.shared.bell, &mut count);
+        if let Some(launcher) = self.launcher.as_ref().filter(|_| launcher_stirs)
+            && launcher.is_gone()
+        {
+            self.fail(Cause::LauncherGone { pid: launcher.pid() });
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, liveness: &mut Liveness, now: Instant) {
+        self.wire.fill();
+        let mut answered = false;
+        while let Some(message) = self.wire.next() {
+            liveness.heard(0, now);
+            match message {
+                Message::Heartbeat => {}
+                Message::Answer { ticket, answer } => {
+                    // Nobody waits for the answer to a request that was given up.
+                    if let Some(slot) = lock(&self.shared.state).answers.get_mut(&ticket) {
+                        *slot = Some(answer);
+                        answered = true;
+                    }
+                }
+                Message::Dead(cause) => {
+                    if let Cause::Lost { rank, .. } = cause {
+                        self.shared.health.note_absent(rank);
+                    }
+                    self.fail(cause);
+                }
+                Message::Left { rank } => self.shared.health.note_absent(rank),
+                _ => self.fail(Cause::Protocol { rank: HOST }),
+            }
+        }
+        if answered {
+            self.shared.wake_callers();
+        }
+    }
+
+    /// The stream has ended: after a goodbye in peace, without one because rank 0 is gone.
+    fn closed(&self) {
+        if self.shared.health.is_absent(HOST) {
+            lock(&self.shared.state).closed = true;
+            self.shared.wake_callers();
+        } else {
+            self.shared.health.note_absent(HOST);
+            self.fail(Cause::Lost { rank: HOST, how: Loss::Closed });
+        }
+    }
+
+    fn take_outgoing(&mut self) -> Option<End> {
+        let mut state = lock(&self.shared.state);
+        self.wire.send_frame(&state.outgoing);
+        state.outgoing.clear();
+        state.end
+    }
+
+    fn leave(&mut self) {
+        self.wire.send(&Message::Bye);
+        let until = Instant::now() + LAST_WORDS;
+        loop {
+            self.wire.flush();
+            if self.wire.is_flushed() || Instant::now() >= until {
+                return;
+            }
+            if wait(&mut [self.wire.poll_fd()], until).is_err() {
+                return;
+            }
+        }
+    }
+
+    fn fail(&self, cause: Cause) {
+        if self.shared.health.fail(cause.clone()) {
+            tracing::warn!(rank = self.rank, %cause, "the world is dead");
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! Where visitors wait until they have proved who they are.
+//!
+//! ```text
+//!   listener ──► visitor: Hello, Challenge, Proof ──► arrival (rank, wire)
+//!                   └── says nothing or nonsense: shown out, nobody else waits for it
+//! ```
+
+use std::{
+    io::ErrorKind,
+    net::TcpListener,
+    time::{Duration, Instant},
+};
+
+use rustix::event::{PollFd, PollFlags};
+
+use super::{
+    auth::{Meeting, Porter},
+    message::{Hello, Message},
+    parts::Refusal,
+    secret::{Secret, random},
+    wire::Wire,
+};
+
+/// Time a visitor has to prove who it is.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Visitors at a time; more wait in the listener's queue.
+const MAX_VISITORS: usize = 1024;
+/// Pause after the system had no descriptor left for a visitor.
+const REST: Duration = Duration::from_millis(100);
+
+#[derive(Debug)]
+struct Visitor {
+    wire: Wire,
+    porter: Porter,
+    until: Instant,
+}
+
+/// Somebody of this job.
+#[derive(Debug)]
+pub(super) struct Arrival {
+    pub hello: Hello,
+    pub wire: Wire,
+}
+
+impl Arrival {
+    /// Shows it out. What was queued is sent; a reason that does not fit the socket's buffer is lost.
+    pub(super) fn refuse(mut self, refusal: Refusal) {
+        self.wire.send(&Message::Refused(refusal));
+        self.wire.flush();
+    }
+}
+
+/// A listener and those it has not yet let in.
+#[derive(Debug)]
+pub(super) struct Lobby {
+    listener: TcpListener,
+    secret: Secret,
+    meeting: Meeting,
+    visitors: Vec<Visitor>,
+    rests_until: Option<Instant>,
+}
+
+impl Lobby {
+    /// Visitors come through a listener that does not block.
+    pub(super) fn new(listener: TcpListener, secret: Secret, meeting: Meeting) -> Self {
+        Lobby { listener, secret, meeting, visitors: Vec::new(), rests_until: None }
+    }
+
+    pub(super) fn meeting(&self) -> &Meeting {
+        &self.meeting
+    }
+
+    /// What to wait for.
+    pub(super) fn poll_fds(&self) -> impl Iterator<Item = PollFd<'_>> {
+        let open = self.rests_until.is_none() && self.visitors.len() < MAX_VISITORS;
+        let listener = open.then(|| PollFd::new(&self.listener, PollFlags::IN));
+        listener.into_iter().chain(self.visitors.iter().map(|visitor| visitor.wire.poll_fd()))
+    }
+
+    /// When to look even if nothing comes.
+    pub(super) fn next(&self) -> Option<Instant> {
+        self.visitors.iter().map(|visitor| visitor.until).chain(self.rests_until).min()
+    }
+
+    /// Lets visitors go one step on. Returns those who have proved that they belong here.
+    pub(super) fn turn(&mut self, now: Instant) -> Vec<Arrival> {
+        self.rests_until = self.rests_until.filter(|&until| now < until);
+        if self.rests_until.is_none() {
+            self.accept(now);
+        }
+        let mut arrivals = Vec::new();
+        for visitor in std::mem::take(&mut self.visitors) {
+            match visitor.step(now) {
+                Next::Stays(visitor) => self.visitors.push(visitor),
+                Next::Arrives(arrival) => arrivals.push(arrival),
+                Next::Leaves => {}
+            }
+        }
+        arrivals
+    }
+
+    fn accept(&mut self, now: Instant) {
+        while self.visitors.len() < MAX_VISITORS {
+            match self.listener.accept() {
+                Ok((stream, _)) => {
+                    let (Ok(wire), Ok(nonce)) = (Wire::new(stream), random()) else { continue };
+                    let porter = Porter::new(self.secret.clone(), self.meeting, nonce);
+                    self.visitors.push(Visitor { wire, porter, until: now + PATIENCE });
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
+                Err(error) => {
+                    tracing::warn!(%error, "cannot accept at the rendezvous");
+                    self.rests_until = Some(now + REST);
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/// What becomes of a visitor.
+enum Next {
+    Stays(Visitor),
+    Arrives(Arrival),
+    Leaves,
+}
+
+impl Visitor {
+    fn step(mut self, now: Instant) -> Next {
+        self.wire.fill();
+        while let Some(message) = self.wire.next() {
+            if self.porter.challenged() {
+                return self.judge(message);
+            }
+            match self.porter.challenge(message) {
+                Ok(challenge) => self.wire.send(&challenge),
+                Err(refusal) => return show_out(self.wire, refusal),
+            }
+        }
+        self.wire.flush();
+        if self.wire.is_closed() || now >= self.until { Next::Leaves } else { Next::Stays(self) }
+    }
+
+    fn judge(mut self, message: Message) -> Next {
+        match self.porter.admit(message) {
+            Ok(hello) => {
+                self.wire.trust();
+                Next::Arrives(Arrival { hello, wire: self.wire })
+            }
+            Err(refusal) => show_out(self.wire, refusal),
+        }
+    }
+}
+
+fn show_out(mut wire: Wire, refusal: Refusal) -> Next {
+    tracing::warn!(peer = ?wire.peer(), ?refusal, "refused at the rendezvous");
+    wire.send(&Message::Refused(refusal));
+    wire.flush();
+    Next::Leaves
+}

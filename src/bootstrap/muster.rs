@@ -1,0 +1,123 @@
+//! Who has come to a meeting, and when it may begin: a state machine without sockets, told the time.
+//!
+//! ```text
+//!   first meeting   begins when all `size` ranks are here
+//!   rebuild         begins when everyone not known absent is here, or a short window after the second came
+//! ```
+//!
+//! The window is for ranks that died without anybody knowing. It opens with the second arrival: a rank alone
+//! never concludes that it is the only one left.
+
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
+
+/// The gathering of a world.
+#[derive(Debug)]
+pub(super) struct Muster {
+    size: u32,
+    window: Option<Duration>,
+    here: BTreeSet<u32>,
+    second: Option<Instant>,
+}
+
+impl Muster {
+    /// The first meeting of `size` ranks.
+    pub(super) fn first(size: u32) -> Self {
+        Muster { size, window: None, here: BTreeSet::new(), second: None }
+    }
+
+    /// The survivors of a world of `size` ranks meet again.
+    pub(super) fn again(size: u32, window: Duration) -> Self {
+        Muster { window: Some(window), ..Muster::first(size) }
+    }
+
+    /// A rank comes. False if it is here already or not of this world.
+    pub(super) fn join(&mut self, rank: u32, now: Instant) -> bool {
+        let joined = rank < self.size && self.here.insert(rank);
+        if joined && self.here.len() == 2 {
+            self.second = Some(now);
+        }
+        joined
+    }
+
+    /// A rank goes away before the meeting began.
+    pub(super) fn part(&mut self, rank: u32) {
+        self.here.remove(&rank);
+        if self.here.len() < 2 {
+            self.second = None;
+        }
+    }
+
+    /// Whether the meeting is over for all when one gives up: without that one it could never begin.
+    pub(super) fn needs_all(&self) -> bool {
+        self.window.is_none()
+    }
+
+    /// Who has not come, of those not known absent.
+    pub(super) fn missing(&self, absent: &[u32]) -> Vec<u32> {
+        (0..self.size).filter(|rank| !self.here.contains(rank) && !absent.contains(rank)).collect()
+    }
+
+    /// The members, ascending, if the meeting may begin.
+    pub(super) fn members(&self, absent: &[u32], now: Instant) -> Option<Vec<u32>> {
+        let all = match self.window {
+            None => self.here.len() == self.size as usize,
+            Some(_) => !self.here.is_empty() && self.missing(absent).is_empty(),
+        };
+        let closed = self.closes().is_some_and(|closes| now >= closes);
+        (all || closed).then(|| self.here.iter().copied().collect())
+    }
+
+    /// When the window closes.
+    pub(super) fn closes(&self) -> Option<Instant> {
+        Some(self.second? + self.window?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_meeting_waits_for_everyone() {
+        let now = Instant::now();
+        let mut muster = Muster::first(3);
+        assert!(muster.join(2, now) && muster.join(0, now));
+        assert!(!muster.join(2, now), "taken");
+        assert!(!muster.join(3, now), "out of range");
+        let later = now + Duration::from_secs(9999);
+        assert_eq!(muster.members(&[1], later), None, "even a rank known lost is waited for");
+        assert_eq!(muster.missing(&[]), [1]);
+        assert!(muster.join(1, now));
+        assert_eq!(muster.members(&[], now), Some(vec![0, 1, 2]));
+    }
+
+    #[test]
+    fn a_rebuild_begins_with_everyone_not_known_absent() {
+        let now = Instant::now();
+        let mut muster = Muster::again(4, Duration::from_secs(3));
+        muster.join(3, now);
+        muster.join(1, now);
+        assert_eq!(muster.members(&[2], now), None);
+        assert_eq!(muster.missing(&[2]), [0]);
+        assert_eq!(muster.members(&[2, 0], now), Some(vec![1, 3]));
+    }
+
+    #[test]
+    fn the_window_opens_with_the_second_arrival() {
+        let now = Instant::now();
+        let window = Duration::from_secs(3);
+        let mut muster = Muster::again(4, window);
+        muster.join(1, now);
+        let later = now + window * 9;
+        assert_eq!(muster.members(&[], later), None, "alone, it waits");
+        muster.join(2, later);
+        assert_eq!(muster.members(&[], later + window / 2), None);
+        assert_eq!(muster.members(&[], later + window), Some(vec![1, 2]));
+        muster.part(2);
+        assert_eq!(muster.members(&[], later + window), None, "alone again");
+        assert_eq!(muster.members(&[0, 2, 3], later), Some(vec![1]), "known to be the only one");
+    }
+}

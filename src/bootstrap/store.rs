@@ -1,0 +1,256 @@
+//! The key-value store and the collective steps of a world: a state machine without sockets, threads or time.
+//!
+//! ```text
+//!   request (rank, ticket) ──► Store ──► deliveries (rank, ticket, answer), at once or when the last one came
+//! ```
+//!
+//! A collective step succeeds for everybody or fails for everybody: when one participant gives up, the others
+//! learn who was missing instead of waiting for a step that cannot be completed any more. A step that failed
+//! is remembered until all its participants have been told.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::Arc,
+};
+
+use super::frame::MAX_FRAME;
+
+/// Room for everything in an answer that is not a blob.
+const OVERHEAD: usize = 64 << 10;
+
+/// The answer to a request.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Answer {
+    /// The value is set.
+    Done,
+    /// The value of a key.
+    Value(Arc<Vec<u8>>),
+    /// The blobs of all participants.
+    Gathered(Arc<Vec<Vec<u8>>>),
+    /// A participant gave up: these had not come.
+    Missing(Vec<u32>),
+    /// A rank left, so the step cannot be completed.
+    Left(u32),
+    /// Participants disagree about the step.
+    Disagree { rank: u32, seen: String, expected: String },
+    /// The blobs together, this many bytes, are too large for one answer.
+    TooLarge(u64),
+}
+
+/// An answer on its way.
+#[derive(Debug, PartialEq)]
+pub(super) struct Delivery {
+    pub rank: u32,
+    pub ticket: u64,
+    pub answer: Answer,
+}
+
+/// Whom to answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Caller {
+    pub rank: u32,
+    pub ticket: u64,
+}
+
+impl Caller {
+    fn deliver(self, answer: Answer) -> Delivery {
+        Delivery { rank: self.rank, ticket: self.ticket, answer }
+    }
+}
+
+/// A contribution to a step.
+#[derive(Debug)]
+struct Part {
+    caller: Caller,
+    blob: Vec<u8>,
+}
+
+/// A collective step that is not complete.
+#[derive(Debug)]
+struct Step {
+    parts: Vec<Option<Part>>,
+    /// Why it failed, and who has been told.
+    failed: Option<(Answer, BTreeSet<u32>)>,
+}
+
+impl Step {
+    fn missing(&self) -> Vec<u32> {
+        (0u32..).zip(&self.parts).filter(|(_, part)| part.is_none()).map(|(index, _)| index).collect()
+    }
+
+    /// Fails for all who wait; the rest is told when it comes.
+    fn fail(&mut self, answer: Answer) -> Vec<Delivery> {
+        let mut told = BTreeSet::new();
+        let mut deliveries = Vec::new();
+        for (index, part) in (0u32..).zip(&mut self.parts) {
+            if let Some(part) = part.take() {
+                told.insert(index);
+                deliveries.push(part.caller.deliver(answer.clone()));
+            }
+        }
+        self.failed = Some((answer, told));
+        deliveries
+    }
+}
+
+/// The store of one world.
+#[derive(Debug)]
+pub(super) struct Store {
+    size: u32,
+    values: HashMap<String, Arc<Vec<u8>>>,
+    readers: HashMap<String, Vec<Caller>>,
+    steps: HashMap<String, Step>,
+    left: BTreeSet<u32>,
+}
+
+impl Store {
+    /// The empty store of a world of `size` ranks.
+    pub(super) fn new(size: u32) -> Self {
+        Store {
+            size,
+            values: HashMap::new(),
+            readers: HashMap::new(),
+            steps: HashMap::new(),
+            left: BTreeSet::new(),
+        }
+    }
+
+    /// Sets a value, which may wake its readers.
+    pub(super) fn set(&mut self, caller: Caller, key: String, value: Vec<u8>) -> Vec<Delivery> {
+        let value = Arc::new(value);
+        let readers = self.readers.remove(&key).unwrap_or_default();
+        let mut deliveries: Vec<_> =
+            readers.into_iter().map(|reader| reader.deliver(Answer::Value(value.clone()))).collect();
+        self.values.insert(key, value);
+        deliveries.push(caller.deliver(Answer::Done));
+        deliveries
+    }
+
+    /// Asks for a value, now or when it is set.
+    pub(super) fn get(&mut self, caller: Caller, key: String) -> Vec<Delivery> {
+        if let Some(value) = self.values.get(&key) {
+            return vec![caller.deliver(Answer::Value(value.clone()))];
+        }
+        self.readers.entry(key).or_default().push(caller);
+        Vec::new()
+    }
+
+    /// Takes part in a collective step.
+    pub(super) fn gather(
+        &mut self,
+        caller: Caller,
+        key: String,
+        index: u32,
+        count: u32,
+        blob: Vec<u8>,
+    ) -> Vec<Delivery> {
+        if count > self.size || index >= count {
+            let (seen, expected) =
+                (format!("index {index} of {count}"), format!("at most {} ranks", self.size));
+            return vec![caller.deliver(Answer::Disagree { rank: caller.rank, seen, expected })];
+        }
+        let step = self
+            .steps
+            .entry(key.clone())
+            .or_insert_with(|| Step { parts: (0..count).map(|_| None).collect(), failed: None });
+        if let Some((answer, told)) = &mut step.failed {
+            let answer = answer.clone();
+            told.insert(index);
+            if told.len() >= step.parts.len() {
+                self.steps.remove(&key);
+            }
+            return vec![caller.deliver(answer)];
+        }
+        let expected = step.parts.len() as u32;
+        if count != expected {
+            let answer = Answer::Disagree {
+                rank: caller.rank,
+                seen: format!("{count} participants"),
+                expected: format!("{expected} participants"),
+            };
+            let mut deliveries = step.fail(answer.clone());
+            deliveries.push(caller.deliver(answer));
+            return deliveries;
+        }
+        let slot = &mut step.parts[index as usize];
+        if let Some(first) = slot {
+            let answer = Answer::Disagree {
+                rank: caller.rank,
+                seen: format!("participant {index}"),
+                expected: format!("another one: rank {} is that", first.caller.rank),
+            };
+            let mut deliveries = step.fail(answer.clone());
+            deliveries.push(caller.deliver(answer));
+            return deliveries;
+        }
+        *slot = Some(Part { caller, blob });
+        match step.missing() {
+            missing if missing.is_empty() => self.complete(&key),
+            _ => self.fail_hopeless(),
+        }
+    }
+
+    /// A caller waits no longer.
+    pub(super) fn withdraw(&mut self, caller: Caller) -> Vec<Delivery> {
+        let mut waited = false;
+        self.readers.retain(|_, readers| {
+            waited |= readers.contains(&caller);
+            readers.retain(|reader| *reader != caller);
+            !readers.is_empty()
+        });
+        if waited {
+            return vec![caller.deliver(Answer::Missing(Vec::new()))];
+        }
+        let waits = |step: &&mut Step| step.parts.iter().flatten().any(|part| part.caller == caller);
+        match self.steps.values_mut().find(waits) {
+            Some(step) => {
+                let missing = step.missing();
+                step.fail(Answer::Missing(missing))
+            }
+            // The answer is on its way already.
+            None => Vec::new(),
+        }
+    }
+
+    /// A rank leaves in peace. Steps that need it fail.
+    pub(super) fn leave(&mut self, rank: u32) -> Vec<Delivery> {
+        self.left.insert(rank);
+        self.readers.retain(|_, readers| {
+            readers.retain(|reader| reader.rank != rank);
+            !readers.is_empty()
+        });
+        self.fail_hopeless()
+    }
+
+    fn complete(&mut self, key: &str) -> Vec<Delivery> {
+        let parts = self.steps.remove(key).map(|step| step.parts).unwrap_or_default();
+        let (callers, blobs): (Vec<_>, Vec<_>) =
+            parts.into_iter().flatten().map(|part| (part.caller, part.blob)).unzip();
+        let bytes: usize = blobs.iter().map(|blob| blob.len() + 4).sum();
+        let answer = match bytes + OVERHEAD > MAX_FRAME {
+            true => Answer::TooLarge(bytes as u64),
+            false => Answer::Gathered(Arc::new(blobs)),
+        };
+        callers.into_iter().map(|caller| caller.deliver(answer.clone())).collect()
+    }
+
+    /// Fails the steps for which too few ranks are left.
+    fn fail_hopeless(&mut self) -> Vec<Delivery> {
+        let (size, left) = (self.size as usize, &self.left);
+        let mut deliveries = Vec::new();
+        for step in self.steps.values_mut().filter(|step| step.failed.is_none()) {
+            let gone = |rank: &&u32| step.parts.iter().flatten().all(|part| part.caller.rank != **rank);
+            let gone: Vec<u32> = left.iter().filter(gone).copied().collect();
+            if let Some(&rank) = gone.first()
+                && size - gone.len() < step.parts.len()
+            {
+                deliveries.extend(step.fail(Answer::Left(rank)));
+            }
+        }
+        deliveries
+    }
+}
+
+#[cfg(test)]
+#[path = "store_tests.rs"]
+mod tests;

@@ -1,0 +1,250 @@
+//! Ranks that are threads of one process: the same store, under a mutex instead of a coordinator.
+//!
+//! The liveness of a thread is the life of its hub: dropped, it has left; dropped while its thread unwinds, it is
+//! lost. Deadlines, cancel and rebuild are as between processes, so that a test with threads tests the same
+//! behaviour.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Condvar, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{
+    Hub,
+    client::refused,
+    clocks::Clocks,
+    health::{Health, lock},
+    muster::Muster,
+    store::{Answer, Caller, Delivery, Store},
+};
+use crate::error::{BootstrapError, Cause, Loss};
+
+/// The hubs of a world whose `n` ranks are threads of this process, in order of rank.
+pub fn threads(n: u32, clocks: Clocks) -> Vec<Box<dyn Hub>> {
+    let world = World::new(n, 0, clocks);
+    (0..n).map(|rank| Box::new(ThreadHub { rank, world: world.clone() }) as Box<dyn Hub>).collect()
+}
+
+/// What the hubs of one epoch share.
+struct World {
+    size: u32,
+    epoch: u16,
+    clocks: Clocks,
+    healths: Vec<Arc<Health>>,
+    tickets: AtomicU64,
+    inner: Mutex<Inner>,
+    changed: Condvar,
+}
+
+struct Inner {
+    store: Store,
+    answers: HashMap<u64, Answer>,
+    muster: Muster,
+    /// Why the world is dead, if one of the hubs said so. Known here before any rank hears of it, so that what
+    /// the first to hear does next (it may leave) cannot overtake the news.
+    dead: Option<Cause>,
+    /// The next epoch and its members, once the survivors have met.
+    next: Option<(Arc<World>, Vec<u32>)>,
+}
+
+impl World {
+    fn new(size: u32, epoch: u16, clocks: Clocks) -> Arc<Self> {
+        let healths: Vec<_> = (0..size).map(|_| Arc::new(Health::new())).collect();
+        let muster = Muster::again(size, clocks.liveness * 2);
+        let inner =
+            Inner { store: Store::new(size), answers: HashMap::new(), muster, dead: None, next: None };
+        let (tickets, inner, changed) = (AtomicU64::new(0), Mutex::new(inner), Condvar::new());
+        let world = Arc::new(World { size, epoch, clocks, healths, tickets, inner, changed });
+        for health in &world.healths {
+            let sleeper = Arc::downgrade(&world);
+            health.on_failure(move |_| {
+                if let Some(world) = sleeper.upgrade() {
+                    // With the lock nobody is between looking and falling asleep.
+                    drop(lock(&world.inner));
+                    world.changed.notify_all();
+                }
+            });
+        }
+        world
+    }
+
+    fn deliver(&self, inner: &mut Inner, deliveries: Vec<Delivery>) {
+        inner.answers.extend(deliveries.into_iter().map(|delivery| (delivery.ticket, delivery.answer)));
+        self.changed.notify_all();
+    }
+
+    /// Ends the world for all ranks, with the same cause.
+    fn fail(&self, cause: Cause) {
+        let cause = lock(&self.inner).dead.get_or_insert(cause).clone();
+        for health in &self.healths {
+            health.fail(cause.clone());
+        }
+    }
+
+    fn note_absent(&self, rank: u32) {
+        self.healths.iter().for_each(|health| health.note_absent(rank));
+    }
+
+    fn lose(&self, rank: u32) {
+        self.note_absent(rank);
+        self.fail(Cause::Lost { rank, how: Loss::Closed });
+    }
+}
+
+struct ThreadHub {
+    rank: u32,
+    world: Arc<World>,
+}
+
+impl ThreadHub {
+    fn request(
+        &self,
+        deadline: Duration,
+        ask: impl FnOnce(&mut Store, Caller) -> Vec<Delivery>,
+    ) -> Result<Answer, BootstrapError> {
+        let world = &*self.world;
+        let caller = Caller { rank: self.rank, ticket: world.tickets.fetch_add(1, Ordering::Relaxed) };
+        let until = Instant::now() + deadline;
+        let mut inner = lock(&world.inner);
+        self.health().check()?;
+        let deliveries = ask(&mut inner.store, caller);
+        world.deliver(&mut inner, deliveries);
+        loop {
+            if let Some(answer) = inner.answers.remove(&caller.ticket) {
+                return Ok(answer);
+            }
+            self.health().check()?;
+            if let Some(cause) = &inner.dead {
+                return Err(cause.clone().into());
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let deliveries = inner.store.withdraw(caller);
+                world.deliver(&mut inner, deliveries);
+                continue;
+            }
+            inner = world.changed.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Hub for ThreadHub {
+    fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    fn size(&self) -> u32 {
+        self.world.size
+    }
+
+    fn epoch(&self) -> u16 {
+        self.world.epoch
+    }
+
+    fn set(&self, key: &str, value: &[u8]) -> Result<(), BootstrapError> {
+        let (start, deadline) = (Instant::now(), self.world.clocks.deadline);
+        match self.request(deadline, |store, caller| store.set(caller, key.to_owned(), value.to_vec()))? {
+            Answer::Done => Ok(()),
+            other => Err(refused(self.health(), other, key, start.elapsed())),
+        }
+    }
+
+    fn get(&self, key: &str, deadline: Duration) -> Result<Vec<u8>, BootstrapError> {
+        let start = Instant::now();
+        match self.request(deadline, |store, caller| store.get(caller, key.to_owned()))? {
+            Answer::Value(value) => Ok(Arc::unwrap_or_clone(value)),
+            other => Err(refused(self.health(), other, key, start.elapsed())),
+        }
+    }
+
+    fn gather(
+        &self,
+        key: &str,
+        index: u32,
+        count: u32,
+        blob: &[u8],
+        deadline: Duration,
+    ) -> Result<Vec<Vec<u8>>, BootstrapError> {
+        let start = Instant::now();
+        let ask =
+            |store: &mut Store, caller| store.gather(caller, key.to_owned(), index, count, blob.to_vec());
+        match self.request(deadline, ask)? {
+            Answer::Gathered(blobs) => Ok(Arc::unwrap_or_clone(blobs)),
+            other => Err(refused(self.health(), other, key, start.elapsed())),
+        }
+    }
+
+    fn health(&self) -> &Arc<Health> {
+        &self.world.healths[self.rank as usize]
+    }
+
+    fn cancel(&self, cause: Cause) {
+        self.world.fail(cause);
+    }
+
+    fn rebuild(&self, deadline: Duration) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError> {
+        match self.health().check() {
+            Err(cause @ (Cause::Evicted { .. } | Cause::LauncherGone { .. })) => return Err(cause.into()),
+            Err(_) => {}
+            Ok(()) => self.cancel(Cause::Cancelled { by: self.rank }),
+        }
+        let world = &*self.world;
+        let epoch = world.epoch.wrapping_add(1);
+        let start = Instant::now();
+        let until = start + deadline;
+        let mut inner = lock(&world.inner);
+        inner.muster.join(self.rank, start);
+        world.changed.notify_all();
+        loop {
+            let now = Instant::now();
+            let absent = self.health().absent();
+            if inner.next.is_none()
+                && let Some(members) = inner.muster.members(&absent, now)
+            {
+                inner.next = Some((World::new(members.len() as u32, epoch, world.clocks), members));
+                world.changed.notify_all();
+            }
+            if let Some((next, members)) = &inner.next {
+                let Some(rank) = members.iter().position(|&old| old == self.rank) else {
+                    return Err(Cause::Evicted { rank: self.rank, epoch }.into());
+                };
+                let hub = ThreadHub { rank: rank as u32, world: next.clone() };
+                return Ok((Box::new(hub), members.clone()));
+            }
+            if now >= until {
+                inner.muster.part(self.rank);
+                let coordinator = (0..world.size).find(|rank| !absent.contains(rank)).unwrap_or(self.rank);
+                return Err(BootstrapError::RebuildFailed { epoch, coordinator, waited: now - start });
+            }
+            let left = inner.muster.closes().into_iter().fold(until, Instant::min) - now;
+            inner = world.changed.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn abandon(self: Box<Self>) {
+        self.world.lose(self.rank);
+    }
+}
+
+impl Drop for ThreadHub {
+    fn drop(&mut self) {
+        let absent = self.health().is_absent(self.rank);
+        if absent {
+            return;
+        }
+        if thread::panicking() {
+            return self.world.lose(self.rank);
+        }
+        self.world.note_absent(self.rank);
+        let mut inner = lock(&self.world.inner);
+        if inner.dead.is_none() {
+            let deliveries = inner.store.leave(self.rank);
+            self.world.deliver(&mut inner, deliveries);
+        }
+    }
+}

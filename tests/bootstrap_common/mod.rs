@@ -1,0 +1,99 @@
+//! What the tests of the bootstrap room share: worlds over real sockets, in threads of one process.
+#![allow(dead_code, reason = "each test program uses a part of this")]
+
+use std::{
+    net::TcpListener,
+    sync::{Arc, Condvar, Mutex},
+    thread,
+    time::Duration,
+};
+
+use sidelane::{
+    bootstrap::{Clocks, Hub, Identity, Launcher, Secret, connect},
+    error::Cause,
+};
+
+/// Longer than anything takes that works.
+pub const LONG: Duration = Duration::from_secs(20);
+/// A loss must be named within this.
+pub const SOON: Duration = Duration::from_secs(2);
+
+/// Where the ranks of a test meet. Ports were free a moment ago; should somebody take one, there is another, and
+/// the job's name tells the tests apart.
+#[derive(Clone)]
+pub struct Place {
+    pub job: String,
+    pub ports: Vec<u16>,
+}
+
+pub fn place() -> Place {
+    let listeners: Vec<_> = (0..3).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
+    let ports: Vec<_> = listeners.iter().map(|listener| listener.local_addr().unwrap().port()).collect();
+    Place { job: format!("test at {ports:?}"), ports }
+}
+
+pub fn clocks() -> Clocks {
+    Clocks { rendezvous: LONG, ..Clocks::default() }
+}
+
+pub fn identity(rank: u32, size: u32, place: &Place) -> Identity {
+    Identity {
+        rank,
+        size,
+        local_rank: Some(rank),
+        local_size: Some(size),
+        job: place.job.clone(),
+        source: Launcher::Sidelane,
+        master_addr: "127.0.0.1".into(),
+        ports: place.ports.clone(),
+        launcher_pipe: None,
+        insecure: false,
+    }
+}
+
+/// Runs `work` for each item in a thread of its own and returns the results in order.
+pub fn each<T: Send, R: Send>(items: Vec<T>, work: impl Fn(T) -> R + Sync) -> Vec<R> {
+    thread::scope(|scope| {
+        let threads: Vec<_> = items.into_iter().map(|item| scope.spawn(|| work(item))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+pub fn world(size: u32) -> Vec<Box<dyn Hub>> {
+    let place = place();
+    let secret = Secret::random().unwrap();
+    let hubs = each((0..size).collect(), |rank| {
+        connect(&identity(rank, size, &place), Some(secret.clone()), clocks()).unwrap()
+    });
+    assert!(hubs.iter().zip(0..).all(|(hub, rank)| (hub.rank(), hub.size(), hub.epoch()) == (rank, size, 0)));
+    hubs
+}
+
+/// Something that happens once or several times, and that others wait for.
+#[derive(Default)]
+pub struct Signal {
+    count: Mutex<u32>,
+    changed: Condvar,
+}
+
+impl Signal {
+    pub fn raise(&self) {
+        *self.count.lock().unwrap() += 1;
+        self.changed.notify_all();
+    }
+
+    pub fn wait_for(&self, count: u32) {
+        let guard = self.count.lock().unwrap();
+        let waited = self.changed.wait_timeout_while(guard, LONG, |seen| *seen < count).unwrap();
+        assert!(*waited.0 >= count, "the signal did not come");
+    }
+}
+
+/// Waits until this hub's world is dead, and says why.
+pub fn death(hub: &dyn Hub) -> Cause {
+    let signal = Arc::new(Signal::default());
+    let tell = signal.clone();
+    hub.health().on_failure(move |_| tell.raise());
+    signal.wait_for(1);
+    hub.health().cause().expect("a world that has failed has a cause")
+}
