@@ -5,6 +5,7 @@ pub mod dtype;
 pub mod error;
 pub mod gate;
 pub mod plan;
+pub mod rows;
 pub mod schedule;
 pub mod topology;
 

@@ -1,0 +1,60 @@
+//! What the tests of the vector loops share: guarded targets, repeatable values, strategies.
+
+use proptest::prelude::*;
+use sidelane::rows::Stores;
+
+/// A target between guard bytes, at a chosen distance from an alignment of 64.
+pub struct Guarded {
+    bytes: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+const GUARD: u8 = 0xa5;
+
+impl Guarded {
+    pub fn new(len: usize, misaligned_by: usize) -> Self {
+        let bytes = vec![GUARD; len + 3 * 64];
+        let start = 64 + bytes.as_ptr().addr().wrapping_neg() % 64 + misaligned_by % 64;
+        Guarded { bytes, start, len }
+    }
+
+    pub fn holding(content: &[u8], misaligned_by: usize) -> Self {
+        let mut guarded = Guarded::new(content.len(), misaligned_by);
+        guarded.bytes[guarded.start..][..content.len()].copy_from_slice(content);
+        guarded
+    }
+
+    pub fn ptr(&mut self) -> *mut u8 {
+        self.bytes[self.start..].as_mut_ptr()
+    }
+
+    /// The content, once the guards are seen to be untouched.
+    pub fn content(&self) -> &[u8] {
+        let (before, rest) = self.bytes.split_at(self.start);
+        let (content, after) = rest.split_at(self.len);
+        assert!(before.iter().chain(after).all(|&byte| byte == GUARD), "wrote outside the target");
+        content
+    }
+}
+
+/// A small generator (splitmix64): values come from a seed, so that a failure can be repeated.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+}
+
+pub fn stores() -> impl Strategy<Value = Stores> {
+    prop::sample::select(&[Stores::Cached, Stores::Streaming][..])
+}
+
+/// Half of the targets aligned, so that streaming is met, the others anywhere.
+pub fn misalignment() -> impl Strategy<Value = usize> {
+    prop_oneof![Just(0), 0usize..64]
+}
