@@ -4,6 +4,7 @@ pub mod bootstrap;
 pub mod dtype;
 pub mod error;
 pub mod gate;
+pub mod memory;
 pub mod plan;
 pub mod rows;
 pub mod schedule;

@@ -1,0 +1,151 @@
+//! The offset allocator: which bytes of a space are free. Pure.
+//!
+//! Free ranges are kept sorted by offset and joined with their neighbours; an allocation takes the first that fits.
+//! Two equal sequences of calls give equal offsets.
+
+/// All sizes and offsets are multiples of this: a cache line, and the widest vector store.
+pub const GRAIN: u64 = 64;
+
+/// Free and used bytes of a space.
+#[derive(Clone, Debug)]
+pub struct Extents {
+    total: u64,
+    used: u64,
+    peak: u64,
+    /// (offset, length), ascending, never empty, never touching.
+    free: Vec<(u64, u64)>,
+}
+
+impl Extents {
+    /// A space of `total` bytes, all free.
+    pub fn new(total: u64) -> Self {
+        let total = total / GRAIN * GRAIN;
+        let mut free = Vec::with_capacity(64);
+        if total > 0 {
+            free.push((0, total));
+        }
+        Extents { total, used: 0, peak: 0, free }
+    }
+
+    /// Takes `len` bytes, rounded up; the offset, or the largest length that could have been had.
+    pub fn take(&mut self, len: u64) -> Result<u64, u64> {
+        let len = Self::round(len);
+        if len == 0 {
+            return Ok(0);
+        }
+        let Some(index) = self.free.iter().position(|&(_, free)| free >= len) else {
+            return Err(self.largest());
+        };
+        let (offset, free) = self.free[index];
+        if free == len {
+            self.free.remove(index);
+        } else {
+            self.free[index] = (offset + len, free - len);
+        }
+        self.count(len);
+        Ok(offset)
+    }
+
+    /// Takes the largest free range: (offset, length), (0, 0) if there is none.
+    pub fn take_largest(&mut self) -> (u64, u64) {
+        let Some(index) = (0..self.free.len()).max_by_key(|&i| (self.free[i].1, u64::MAX - self.free[i].0))
+        else {
+            return (0, 0);
+        };
+        let range = self.free.remove(index);
+        self.count(range.1);
+        range
+    }
+
+    /// Gives `len` bytes (rounded up) at `offset` back.
+    pub fn give(&mut self, offset: u64, len: u64) {
+        let len = Self::round(len);
+        if len == 0 {
+            return;
+        }
+        self.used -= len;
+        let index = self.free.partition_point(|&(free, _)| free < offset);
+        self.free.insert(index, (offset, len));
+        if self.free.get(index + 1).is_some_and(|&(next, _)| next == offset + len) {
+            self.free[index].1 += self.free.remove(index + 1).1;
+        }
+        if index > 0 && self.free[index - 1].0 + self.free[index - 1].1 == offset {
+            self.free[index - 1].1 += self.free.remove(index).1;
+        }
+    }
+
+    /// Length of the largest free range.
+    pub fn largest(&self) -> u64 {
+        self.free.iter().map(|&(_, len)| len).max().unwrap_or(0)
+    }
+
+    /// Bytes of the space.
+    pub fn total(&self) -> u64 {
+        self.total
+    }
+
+    /// Bytes taken.
+    pub fn used(&self) -> u64 {
+        self.used
+    }
+
+    /// Most bytes ever taken at once.
+    pub fn peak(&self) -> u64 {
+        self.peak
+    }
+
+    /// `len` as it is taken.
+    pub fn round(len: u64) -> u64 {
+        len.next_multiple_of(GRAIN)
+    }
+
+    fn count(&mut self, len: u64) {
+        self.used += len;
+        self.peak = self.peak.max(self.used);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn extents_never_overlap_and_all_come_back(steps in prop::collection::vec((0u64..3000, any::<prop::sample::Index>()), 0..80)) {
+            let mut space = Extents::new(64 * 1024);
+            let mut held: Vec<(u64, u64)> = Vec::new();
+            for (len, pick) in steps {
+                if len % 3 == 0 && !held.is_empty() {
+                    let (offset, len) = held.swap_remove(pick.index(held.len()));
+                    space.give(offset, len);
+                } else if let Ok(offset) = space.take(len) {
+                    let len = Extents::round(len);
+                    prop_assert!(offset % GRAIN == 0 && offset + len <= space.total());
+                    for &(other, size) in &held {
+                        prop_assert!(offset + len <= other || other + size <= offset || len == 0 || size == 0);
+                    }
+                    held.push((offset, len));
+                }
+                prop_assert_eq!(space.used(), held.iter().map(|&(_, len)| len).sum::<u64>());
+            }
+            for (offset, len) in held {
+                space.give(offset, len);
+            }
+            prop_assert_eq!((space.largest(), space.used()), (space.total(), 0));
+        }
+    }
+
+    #[test]
+    fn the_first_fit_is_taken_and_the_largest_announced() {
+        let mut space = Extents::new(1024);
+        let a = space.take(128).unwrap();
+        let b = space.take(64).unwrap();
+        space.take(256).unwrap();
+        space.give(a, 128);
+        assert_eq!(space.take(100), Ok(0), "rounded up to the hole of 128");
+        assert_eq!(space.take_largest(), (448, 576));
+        space.give(b, 64);
+        assert_eq!(space.take(65), Err(64), "only the hole of 64 is left");
+    }
+}

@@ -1,0 +1,66 @@
+//! The heap of a rank and those of its neighbours.
+
+use std::sync::Arc;
+
+use super::{Mapped, PageReport, Pool, Segment, Symmetric, shared_huge_bytes};
+use crate::error::MemoryError;
+
+/// How a heap is divided. Bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeapSizes {
+    /// Symmetric part: control windows and callers' windows (`SIDELANE_SYMMETRIC`).
+    pub symmetric: u64,
+    /// The whole heap; what is not symmetric is the pool (`SIDELANE_HEAP`).
+    pub total: u64,
+}
+
+/// One rank's heap, with the heaps of its node mapped beside it.
+#[derive(Debug)]
+pub struct Heap {
+    rank: u32,
+    mapped: Arc<Mapped>,
+    symmetric: Arc<Symmetric>,
+    pool: Arc<Pool>,
+}
+
+impl Heap {
+    /// Maps the heaps of all ranks that are present (`segments`, by rank) and touches this rank's own, so that no
+    /// call pays for first page faults.
+    ///
+    /// # Errors
+    /// [`MemoryError::System`], [`MemoryError::WrongSize`] if a neighbour's segment is not `sizes.total` long.
+    pub fn new(rank: u32, sizes: HeapSizes, segments: &[Option<Segment>]) -> Result<Self, MemoryError> {
+        for (peer, segment) in segments.iter().enumerate() {
+            if let Some(seen) = segment.as_ref().map(Segment::len).filter(|&len| len != sizes.total) {
+                return Err(MemoryError::WrongSize { rank: peer as u32, seen, expected: sizes.total });
+            }
+        }
+        let present: Vec<Option<&Segment>> = segments.iter().map(Option::as_ref).collect();
+        let mapped = Arc::new(Mapped::new(&present)?);
+        mapped.populate(rank, 0, sizes.total)?;
+        let symmetric = sizes.symmetric.next_multiple_of(4096).min(sizes.total);
+        let pool = Pool::new(rank, Arc::clone(&mapped), rank, symmetric);
+        let symmetric = Symmetric::new(rank, Arc::clone(&mapped), symmetric);
+        Ok(Heap { rank, mapped, symmetric, pool })
+    }
+
+    /// The mapping of all reachable heaps, by rank.
+    pub fn mapped(&self) -> &Arc<Mapped> {
+        &self.mapped
+    }
+
+    /// This rank's receive pool.
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+
+    /// This rank's symmetric part.
+    pub fn symmetric(&self) -> &Arc<Symmetric> {
+        &self.symmetric
+    }
+
+    /// What the kernel granted for this process's shared memory.
+    pub fn pages(&self) -> PageReport {
+        PageReport { bytes: self.mapped.len_of(self.rank), huge: shared_huge_bytes() }
+    }
+}

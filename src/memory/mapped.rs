@@ -1,0 +1,162 @@
+//! The segments of several ranks in one reservation of address space.
+
+use std::ptr::NonNull;
+
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+use super::Segment;
+use crate::error::MemoryError;
+
+/// One mapped region per member, at equal distances. Members out of reach have length 0.
+#[derive(Debug)]
+pub struct Mapped {
+    base: NonNull<u8>,
+    stride: usize,
+    lens: Vec<u64>,
+}
+
+// SAFETY: the mapping is plain shared memory owned by this value; nothing in it depends on the thread, and every
+// access to its bytes goes through raw pointers whose users answer for their order.
+unsafe impl Send for Mapped {}
+// SAFETY: as above: `&Mapped` only hands out raw pointers.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    /// Maps the segments that are present, in order.
+    ///
+    /// # Errors
+    /// [`MemoryError::System`] if address space or a mapping is refused.
+    pub fn new(segments: &[Option<&Segment>]) -> Result<Self, MemoryError> {
+        let lens: Vec<u64> = segments.iter().map(|s| s.map_or(0, Segment::len)).collect();
+        // Huge pages need addresses at multiples of their size.
+        let stride = lens.iter().max().map_or(0, |&len| len as usize).next_multiple_of(2 << 20);
+        let total = (stride * segments.len()).max(1);
+        let failed = |call, bytes| {
+            move |e: rustix::io::Errno| MemoryError::System { call, bytes, errno: e.raw_os_error() }
+        };
+        // SAFETY: a fresh anonymous reservation without access rights; it replaces nothing.
+        let base = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                total,
+                ProtFlags::empty(),
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        }
+        .map_err(failed("mmap", total as u64))?;
+        let mapped = Mapped { base: NonNull::new(base.cast()).unwrap_or(NonNull::dangling()), stride, lens };
+        for (index, segment) in segments.iter().enumerate() {
+            let Some(segment) = segment.filter(|s| !s.is_empty()) else { continue };
+            let len = segment.len() as usize;
+            // SAFETY: the target range lies inside our own reservation, `len <= stride`, and nothing uses it yet.
+            unsafe {
+                rustix::mm::mmap(
+                    mapped.base.as_ptr().add(index * stride).cast(),
+                    len,
+                    ProtFlags::READ | ProtFlags::WRITE,
+                    MapFlags::SHARED | MapFlags::FIXED,
+                    segment,
+                    0,
+                )
+            }
+            .map_err(failed("mmap(MAP_FIXED)", len as u64))?;
+            // SAFETY: advice on the range just mapped; it changes no contents. Refusal is not an error.
+            let _ = unsafe {
+                rustix::mm::madvise(
+                    mapped.base.as_ptr().add(index * stride).cast(),
+                    len,
+                    Advice::LinuxHugepage,
+                )
+            };
+        }
+        Ok(mapped)
+    }
+
+    /// Number of members, reachable or not.
+    pub fn members(&self) -> usize {
+        self.lens.len()
+    }
+
+    /// Bytes mapped of a member; 0 where it is out of reach.
+    pub fn len_of(&self, member: u32) -> u64 {
+        self.lens.get(member as usize).copied().unwrap_or(0)
+    }
+
+    /// Address of `len` bytes at `offset` of a member's segment.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`] if any of them lies outside.
+    pub fn at(&self, member: u32, offset: u64, len: u64) -> Result<NonNull<u8>, MemoryError> {
+        let size = self.len_of(member);
+        if offset.checked_add(len).is_none_or(|end| end > size) {
+            return Err(MemoryError::OutOfBounds { peer: member, offset, len, size });
+        }
+        // SAFETY: inside the reservation: member < members and offset <= size <= stride.
+        Ok(unsafe { self.base.add(member as usize * self.stride + offset as usize) })
+    }
+
+    /// Copies `out.len()` elements from a member's bytes at `offset`.
+    ///
+    /// The caller answers for order: whoever wrote them must have signalled before.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`].
+    pub fn read<T: bytemuck::Pod>(&self, member: u32, offset: u64, out: &mut [T]) -> Result<(), MemoryError> {
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(out);
+        let from = self.at(member, offset, bytes.len() as u64)?;
+        // SAFETY: `at` checked the source; the destination is an exclusive slice of the same length.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), bytes.as_mut_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    /// Copies elements to a member's bytes at `offset`. The caller answers for the licence to write there.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`].
+    pub fn write<T: bytemuck::Pod>(&self, member: u32, offset: u64, from: &[T]) -> Result<(), MemoryError> {
+        let bytes: &[u8] = bytemuck::cast_slice(from);
+        let to = self.at(member, offset, bytes.len() as u64)?;
+        // SAFETY: `at` checked the destination; the source is a slice of the same length, and a caller's slice cannot
+        // overlap the mapping except through extents it owns exclusively.
+        unsafe { std::ptr::copy(bytes.as_ptr(), to.as_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    /// Touches a range so that no later access pays for its first page fault. Where the kernel cannot do it in one
+    /// call (before 5.14), each page is touched by reading and writing back a byte.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`]; [`MemoryError::System`] if memory has run out.
+    pub fn populate(&self, member: u32, offset: u64, len: u64) -> Result<(), MemoryError> {
+        let page = rustix::param::page_size() as u64;
+        let (start, end) = (offset / page * page, offset + len);
+        let at = self.at(member, start, end - start)?;
+        // SAFETY: advice on a range of our own mapping; contents stay as they are.
+        match unsafe {
+            rustix::mm::madvise(at.as_ptr().cast(), (end - start) as usize, Advice::LinuxPopulateWrite)
+        } {
+            Ok(()) => Ok(()),
+            Err(rustix::io::Errno::INVAL) => {
+                for step in (0..end - start).step_by(page as usize) {
+                    // SAFETY: inside the range checked above; an atomic add of 0 changes nothing others see.
+                    unsafe { std::sync::atomic::AtomicU8::from_ptr(at.as_ptr().add(step as usize)) }
+                        .fetch_add(0, std::sync::atomic::Ordering::Relaxed);
+                }
+                Ok(())
+            }
+            Err(e) => Err(MemoryError::System {
+                call: "madvise(MADV_POPULATE_WRITE)",
+                bytes: len,
+                errno: e.raw_os_error(),
+            }),
+        }
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        let total = (self.stride * self.lens.len()).max(1);
+        // SAFETY: the reservation made in `new`; whoever took pointers into it holds this value alive.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), total) };
+    }
+}

@@ -1,0 +1,36 @@
+//! Memory that other ranks can reach.
+//!
+//! Every rank owns one *heap*: a sealed memfd, registered once. The ranks of a node map each other's heaps into one
+//! reservation of address space, so that an address is arithmetic: `base + index * stride + offset`.
+//!
+//! ```text
+//!   reservation of rank 1      | heap of 0        | heap of 1 (own)  | heap of 2        |
+//!                              ^ base             ^ base + stride
+//!   one heap                   | symmetric: control windows, callers' windows | pool: rows, outputs, staging |
+//! ```
+//!
+//! *Symmetric* memory is allocated collectively and keeps flags and what every rank has alike. The *pool* is local:
+//! a rank announces what is free with its counts, others write there, and it trims the extent to the exact size.
+//! So nobody reserves for the worst case, and ranks may free in any order.
+//!
+//! This room maps and hands out; it never decides who may write. Its addresses are always checked against the
+//! mapping before a pointer leaves it.
+
+// Mapping memory and viewing it as typed slices cannot be said in safe Rust.
+#![allow(unsafe_code)]
+
+mod extents;
+mod heap;
+mod mapped;
+mod pages;
+mod pool;
+mod segment;
+mod symmetric;
+
+pub use extents::Extents;
+pub use heap::{Heap, HeapSizes};
+pub use mapped::Mapped;
+pub use pages::{PageReport, shared_huge_bytes};
+pub use pool::{Extent, Licence, Pool, PoolReport};
+pub use segment::Segment;
+pub use symmetric::{Symmetric, SymmetricExtent};

@@ -1,0 +1,259 @@
+//! The receive pool of a rank: rows that arrive, combine buffers, staging.
+//!
+//! The pool is local. What others may write to is *announced*: the largest free extent is reserved, its place and
+//! size go out with the counts, and once the counts of all are known it is trimmed to what is needed.
+//!
+//! ```text
+//!   announce          | used |.............. announced ..............|
+//!   trim              | used | landed rows |......... free ..........|
+//!   retire            | used | (offered, not all peers have read it) |    free when its licence is granted
+//! ```
+
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::{Extents, Mapped};
+use crate::error::MemoryError;
+
+/// Knows whether all readers of a retired extent have finished.
+pub trait Licence: Send + Sync {
+    /// Whether everybody has read what was offered in the call of this value.
+    fn granted(&self, value: u64) -> bool;
+}
+
+/// The pool of one rank. Shared by all who receive on it; locked for a few instructions at a time, never while
+/// waiting.
+pub struct Pool {
+    rank: u32,
+    mapped: Arc<Mapped>,
+    member: u32,
+    /// First byte of the pool in the heap.
+    start: u64,
+    state: Mutex<State>,
+}
+
+struct State {
+    extents: Extents,
+    retired: Vec<Retired>,
+    live: usize,
+}
+
+struct Retired {
+    offset: u64,
+    len: u64,
+    licence: Arc<dyn Licence>,
+    value: u64,
+}
+
+/// What a pool holds. All sizes in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolReport {
+    /// Size of the pool.
+    pub total: u64,
+    /// Taken: rows, outputs and staging alive, and what is retired.
+    pub used: u64,
+    /// Most ever taken at once.
+    pub peak: u64,
+    /// Largest extent that could be announced now.
+    pub largest_free: u64,
+    /// Extents alive.
+    pub live: usize,
+    /// Extents given back whose readers have not all finished.
+    pub retired: usize,
+}
+
+impl Pool {
+    /// The bytes from `start` to the end of `member`'s segment.
+    pub(super) fn new(rank: u32, mapped: Arc<Mapped>, member: u32, start: u64) -> Arc<Self> {
+        let extents = Extents::new(mapped.len_of(member) - start);
+        let state = Mutex::new(State { extents, retired: Vec::with_capacity(64), live: 0 });
+        Arc::new(Pool { rank, mapped, member, start, state })
+    }
+
+    /// Reserves `len` bytes.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfSpace`].
+    pub fn take(self: &Arc<Self>, len: u64) -> Result<Extent, MemoryError> {
+        let mut state = self.state();
+        state.reap();
+        let offset = state.extents.take(len).map_err(|free| MemoryError::OutOfSpace {
+            rank: self.rank,
+            asked: len,
+            free,
+            total: state.extents.total(),
+            space: "pool",
+            setting: "SIDELANE_HEAP",
+        })?;
+        state.live += 1;
+        Ok(Extent { pool: Arc::clone(self), offset, len: Extents::round(len) })
+    }
+
+    /// Reserves the largest free extent, for others to write to. It may be empty.
+    pub fn announce(self: &Arc<Self>) -> Extent {
+        let mut state = self.state();
+        state.reap();
+        let (offset, len) = state.extents.take_largest();
+        state.live += 1;
+        Extent { pool: Arc::clone(self), offset, len }
+    }
+
+    /// Gives an extent back once all its readers have finished. Nobody waits for that: whoever next asks for memory
+    /// looks whether the licence is there.
+    pub fn retire(&self, mut extent: Extent, licence: &Arc<dyn Licence>, value: u64) {
+        let (offset, len) = (extent.offset, std::mem::take(&mut extent.len));
+        self.state().retired.push(Retired { offset, len, licence: Arc::clone(licence), value });
+    }
+
+    /// First byte of the pool in its rank's heap.
+    pub fn start(&self) -> u64 {
+        self.start
+    }
+
+    /// Size of the pool, in bytes.
+    pub fn total(&self) -> u64 {
+        self.state().extents.total()
+    }
+
+    /// What the pool holds now.
+    pub fn report(&self) -> PoolReport {
+        let mut state = self.state();
+        state.reap();
+        PoolReport {
+            total: state.extents.total(),
+            used: state.extents.used(),
+            peak: state.extents.peak(),
+            largest_free: state.extents.largest(),
+            live: state.live,
+            retired: state.retired.len(),
+        }
+    }
+
+    /// Fills everything that is free with one byte: tests use it to show that pads and sums never rest on what lay
+    /// there before.
+    pub fn poison(&self, byte: u8) {
+        let mut state = self.state();
+        state.reap();
+        let mut copy = state.extents.clone();
+        loop {
+            let (offset, len) = copy.take_largest();
+            if len == 0 {
+                return;
+            }
+            if let Ok(at) = self.mapped.at(self.member, self.start + offset, len) {
+                // SAFETY: a free extent of our own pool, checked by `at`; the lock keeps it free meanwhile.
+                unsafe { std::ptr::write_bytes(at.as_ptr(), byte, len as usize) };
+            }
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // The state is consistent between any two statements that can panic: a poisoned lock is still usable.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn reap(&mut self) {
+        let extents = &mut self.extents;
+        self.retired.retain(|r| {
+            let granted = r.licence.granted(r.value);
+            if granted {
+                extents.give(r.offset, r.len);
+            }
+            !granted
+        });
+    }
+}
+
+impl std::fmt::Debug for Pool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pool").field("rank", &self.rank).field("report", &self.report()).finish()
+    }
+}
+
+/// Reserved bytes of a pool; given back when dropped.
+#[derive(Debug)]
+pub struct Extent {
+    pool: Arc<Pool>,
+    offset: u64,
+    len: u64,
+}
+
+impl Extent {
+    /// First byte, counted from the start of the pool.
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// Bytes reserved.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The pool it is of.
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+
+    /// Gives back everything behind the first `len` bytes.
+    pub fn trim(&mut self, len: u64) {
+        let keep = Extents::round(len).min(self.len);
+        self.pool.state().extents.give(self.offset + keep, self.len - keep);
+        self.len = keep;
+    }
+
+    /// `count` elements from byte `offset` on.
+    ///
+    /// The library hands out an extent only when everybody who was licensed to write to it has signalled, and
+    /// licenses nobody while it is handed out: so the slice is nobody else's.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`], [`MemoryError::Misaligned`].
+    pub fn slice<T: bytemuck::Pod>(&self, offset: u64, count: usize) -> Result<&[T], MemoryError> {
+        let at = self.at::<T>(offset, count)?;
+        // SAFETY: `at` checked bounds and alignment; T is plain data; no writer is licensed (see above).
+        Ok(unsafe { std::slice::from_raw_parts(at.as_ptr(), count) })
+    }
+
+    /// As [`Extent::slice`], to write to.
+    ///
+    /// # Errors
+    /// As [`Extent::slice`].
+    pub fn slice_mut<T: bytemuck::Pod>(
+        &mut self,
+        offset: u64,
+        count: usize,
+    ) -> Result<&mut [T], MemoryError> {
+        let at = self.at::<T>(offset, count)?;
+        // SAFETY: as in `slice`; the extent is borrowed exclusively, and peers read it only after it was offered,
+        // which takes it away from its holder.
+        Ok(unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), count) })
+    }
+
+    fn at<T>(&self, offset: u64, count: usize) -> Result<NonNull<T>, MemoryError> {
+        let len = (count as u64).saturating_mul(size_of::<T>() as u64);
+        if offset.checked_add(len).is_none_or(|end| end > self.len) {
+            return Err(MemoryError::OutOfBounds { peer: self.pool.rank, offset, len, size: self.len });
+        }
+        let at = self.pool.mapped.at(self.pool.member, self.pool.start + self.offset + offset, len)?;
+        let address = at.as_ptr() as usize;
+        if !address.is_multiple_of(align_of::<T>()) {
+            return Err(MemoryError::Misaligned { address, align: align_of::<T>() });
+        }
+        Ok(at.cast())
+    }
+}
+
+impl Drop for Extent {
+    fn drop(&mut self) {
+        let mut state = self.pool.state();
+        state.live -= 1;
+        state.extents.give(self.offset, self.len);
+    }
+}

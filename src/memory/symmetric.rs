@@ -1,0 +1,68 @@
+//! The symmetric part of a heap: control windows and callers' windows.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::{Extents, Mapped};
+use crate::error::MemoryError;
+
+/// The allocator of one rank's symmetric bytes. Collective callers take the same sizes in the same order.
+#[derive(Debug)]
+pub struct Symmetric {
+    rank: u32,
+    mapped: Arc<Mapped>,
+    extents: Mutex<Extents>,
+}
+
+impl Symmetric {
+    /// The first `len` bytes of `rank`'s heap.
+    pub(super) fn new(rank: u32, mapped: Arc<Mapped>, len: u64) -> Arc<Self> {
+        Arc::new(Symmetric { rank, mapped, extents: Mutex::new(Extents::new(len)) })
+    }
+
+    /// Takes `len` bytes, zeroed.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfSpace`].
+    pub fn take(self: &Arc<Self>, len: u64) -> Result<SymmetricExtent, MemoryError> {
+        let mut extents = self.extents.lock().unwrap_or_else(PoisonError::into_inner);
+        let offset = extents.take(len).map_err(|free| MemoryError::OutOfSpace {
+            rank: self.rank,
+            asked: len,
+            free,
+            total: extents.total(),
+            space: "symmetric heap",
+            setting: "SIDELANE_SYMMETRIC",
+        })?;
+        drop(extents);
+        let at = self.mapped.at(self.rank, offset, len)?;
+        // SAFETY: freshly taken bytes of our own heap, checked by `at`; no peer knows of them yet.
+        unsafe { std::ptr::write_bytes(at.as_ptr(), 0, len as usize) };
+        Ok(SymmetricExtent { space: Arc::clone(self), offset, len })
+    }
+}
+
+/// Symmetric bytes, given back when dropped.
+#[derive(Debug)]
+pub struct SymmetricExtent {
+    space: Arc<Symmetric>,
+    offset: u64,
+    len: u64,
+}
+
+impl SymmetricExtent {
+    /// First byte, counted from the start of the heap.
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// The mapping of the heaps.
+    pub fn mapped(&self) -> &Arc<Mapped> {
+        &self.space.mapped
+    }
+}
+
+impl Drop for SymmetricExtent {
+    fn drop(&mut self) {
+        self.space.extents.lock().unwrap_or_else(PoisonError::into_inner).give(self.offset, self.len);
+    }
+}
