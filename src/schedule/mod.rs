@@ -32,5 +32,5 @@ pub use direct::{Direct, Route};
 pub use fill::{At, Parts, Tables};
 pub use op::{Flag, Item, Level, Op, Skeleton, Slot, Stage};
 pub use operands::{
-    Operand, Operands, Place, SpanCopy, Sum, Tag, WindowId, chunk_bytes, chunk_weights_offset,
+    Operand, Operands, Place, Refusal, SpanCopy, Sum, Tag, WindowId, chunk_bytes, chunk_weights_offset,
 };

@@ -105,6 +105,15 @@ pub struct Stage {
     pub items: Vec<Item>,
 }
 
+impl Stage {
+    /// What a rank can do at once, and what begins with its first wait: the halves of a call that is started now and
+    /// finished later.
+    pub fn halves(&self) -> (&[Item], &[Item]) {
+        let first = self.items.iter().position(|item| matches!(item.op, Op::Wait { .. }));
+        self.items.split_at(first.unwrap_or(self.items.len()))
+    }
+}
+
 /// The part of a schedule that does not change from call to call: what one rank does.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Skeleton {

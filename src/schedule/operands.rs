@@ -130,20 +130,65 @@ pub fn chunk_bytes(rows: u32, row_bytes: u64) -> u64 {
 pub struct Tag {
     /// Which call.
     pub kind: CallKind,
-    /// Whether the sender refused its own input: nothing may move on any rank.
-    pub refused: bool,
+    /// Whether the sender can go on; if not, nothing may move on any rank.
+    pub refusal: Refusal,
     /// Digest of the options of this call.
     pub options: u32,
-    /// Number of the dispatch whose layout is used; the call's own number for a dispatch.
+    /// Number of the dispatch whose layout is used; the call's own number for a dispatch. With [`Refusal::Space`]: the
+    /// bytes asked for.
     pub handle: u64,
     /// First byte in the sender's pool window: a licence to write there (cached dispatch, chunks that are put home)
-    /// or the chunk to read (shared memory).
+    /// or the chunk to read (shared memory). With [`Refusal::Space`]: the bytes that were free.
     pub base: u64,
+}
+
+/// Why a rank cannot take part in a call that it has entered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Refusal {
+    /// It can.
+    #[default]
+    None = 0,
+    /// Its caller's input is wrong.
+    Input = 1,
+    /// Its pool has no room.
+    Space = 2,
+}
+
+impl Refusal {
+    /// The refusal of this number; an unknown one counts as wrong input.
+    pub fn from_code(code: u8) -> Refusal {
+        match code {
+            0 => Refusal::None,
+            2 => Refusal::Space,
+            _ => Refusal::Input,
+        }
+    }
+}
+
+impl Tag {
+    /// As three words, for a flag line or a wire.
+    pub fn to_words(self) -> [u64; 3] {
+        let head =
+            u64::from(self.kind as u16) | u64::from(self.refusal as u8) << 16 | u64::from(self.options) << 32;
+        [head, self.handle, self.base]
+    }
+
+    /// From three words. Anything unknown reads as a kind or refusal that no correct rank agrees with.
+    pub fn from_words([head, handle, base]: [u64; 3]) -> Self {
+        Tag {
+            kind: CallKind::from_code(head as u16),
+            refusal: Refusal::from_code((head >> 16) as u8),
+            options: (head >> 32) as u32,
+            handle,
+            base,
+        }
+    }
 }
 
 impl Default for Tag {
     fn default() -> Self {
-        Tag { kind: CallKind::Unknown, refused: false, options: 0, handle: 0, base: 0 }
+        Tag { kind: CallKind::Unknown, refusal: Refusal::None, options: 0, handle: 0, base: 0 }
     }
 }
 

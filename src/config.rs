@@ -1,0 +1,100 @@
+//! The settings of a world: one table, read from the environment once.
+//!
+//! | variable | meaning | default |
+//! |---|---|---|
+//! | `SIDELANE_HEAP` | bytes of each rank's heap; suffixes K, M, G | 256M |
+//! | `SIDELANE_SYMMETRIC` | of these, for control and callers' windows | 32M |
+//! | `SIDELANE_CACHE` | size from which rows are written past the cache | last-level cache, as the system tells |
+//! | `SIDELANE_SIMD` | `portable`, `avx2` or `avx512` | the best there is |
+//! | `SIDELANE_DEADLINE_MS` | how long a live but silent rank is waited for | 600000 |
+//! | `SIDELANE_RENDEZVOUS_MS` | how long ranks are waited for at start | 60000 |
+//! | `SIDELANE_SECRET`, `SIDELANE_SECRET_FILE` | the job's secret | none: loopback only |
+//! | `SIDELANE_INSECURE` | `1`: listen beyond this machine without a secret | 0 |
+//! | `SIDELANE_PORT` | the rendezvous port | `MASTER_PORT` + 1 upwards |
+//! | `SIDELANE_NODE` | splits one machine into load domains: ranks with equal values share memory | empty |
+
+use crate::error::BootstrapError;
+
+/// Sizes of a world's memory. Bytes; they must be equal on all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Config {
+    /// The heap of each rank.
+    pub heap: u64,
+    /// Its symmetric part: control and callers' windows. The rest is the receive pool.
+    pub symmetric: u64,
+    /// A call that writes more than this on one node writes past the cache.
+    pub cache: u64,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config { heap: 256 << 20, symmetric: 32 << 20, cache: last_level_cache() }
+    }
+}
+
+impl Config {
+    /// The defaults, changed by what `lookup` knows.
+    ///
+    /// # Errors
+    /// [`BootstrapError::BadVariable`].
+    pub fn from_vars(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self, BootstrapError> {
+        let mut config = Config::default();
+        for (name, field) in [
+            ("SIDELANE_HEAP", &mut config.heap),
+            ("SIDELANE_SYMMETRIC", &mut config.symmetric),
+            ("SIDELANE_CACHE", &mut config.cache),
+        ] {
+            if let Some(value) = lookup(name) {
+                let expected = "bytes, or a number with K, M or G";
+                *field = parse_bytes(&value).ok_or(BootstrapError::BadVariable { name, value, expected })?;
+            }
+        }
+        if config.symmetric > config.heap {
+            let value = config.symmetric.to_string();
+            let expected = "at most SIDELANE_HEAP";
+            return Err(BootstrapError::BadVariable { name: "SIDELANE_SYMMETRIC", value, expected });
+        }
+        Ok(config)
+    }
+
+    /// From this process's environment.
+    ///
+    /// # Errors
+    /// As [`Config::from_vars`].
+    pub fn from_env() -> Result<Self, BootstrapError> {
+        Self::from_vars(&|name| std::env::var(name).ok())
+    }
+}
+
+fn parse_bytes(text: &str) -> Option<u64> {
+    let text = text.trim();
+    let (digits, shift) = match text.as_bytes().last()? {
+        b'K' | b'k' => (&text[..text.len() - 1], 10),
+        b'M' | b'm' => (&text[..text.len() - 1], 20),
+        b'G' | b'g' => (&text[..text.len() - 1], 30),
+        _ => (text, 0),
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+fn last_level_cache() -> u64 {
+    let size = |level: u32| {
+        std::fs::read_to_string(format!("/sys/devices/system/cpu/cpu0/cache/index{level}/size")).ok()
+    };
+    size(3).or_else(|| size(2)).and_then(|text| parse_bytes(&text)).unwrap_or(16 << 20)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_with_suffixes_and_checked() {
+        let config = Config::from_vars(&|name| (name == "SIDELANE_HEAP").then(|| "2G".to_owned())).unwrap();
+        assert_eq!(config.heap, 2 << 30);
+        let seen = Config::from_vars(&|name| (name == "SIDELANE_HEAP").then(|| "12 apples".to_owned()));
+        assert!(matches!(seen, Err(BootstrapError::BadVariable { name: "SIDELANE_HEAP", .. })));
+        let seen = Config::from_vars(&|name| (name == "SIDELANE_SYMMETRIC").then(|| "1024G".to_owned()));
+        assert!(matches!(seen, Err(BootstrapError::BadVariable { name: "SIDELANE_SYMMETRIC", .. })));
+    }
+}

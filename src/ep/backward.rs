@@ -1,0 +1,133 @@
+//! Gradients: the transposes of dispatch and combine.
+
+use super::call::options;
+use super::combine::Return;
+use super::handle::Kept;
+use super::{Contribution, ExpertOutput, ExpertParallel, ExpertRows, Handle};
+use crate::dtype::Element;
+use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::rows::Arithmetic;
+use crate::schedule::Parts;
+
+impl ExpertParallel {
+    /// Gradient of [`ExpertParallel::dispatch`]: sums row gradients to their tokens (`[tokens, hidden]`), in the order of
+    /// combine; with `row_weight_gradients` (one per received row) also brings those home, `[tokens, top_k]`, zero for
+    /// dropped choices. Collective.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::combine`].
+    pub fn dispatch_backward<'a, E: Element>(
+        &mut self,
+        row_gradients: impl Into<Contribution<'a>>,
+        row_weight_gradients: Option<&[f32]>,
+        handle: &Handle,
+    ) -> Result<(Vec<E>, Option<Vec<f32>>), Error> {
+        let mut tokens = vec![E::zeroed(); handle.tokens() as usize * self.spec.hidden];
+        let mut weights = vec![0.0; row_weight_gradients.map_or(0, |_| self.choices(handle))];
+        self.dispatch_backward_into(row_gradients, row_weight_gradients, handle, &mut tokens, &mut weights)?;
+        Ok((tokens, row_weight_gradients.map(|_| weights)))
+    }
+
+    /// As [`ExpertParallel::dispatch_backward`], into tensors of the caller's. Without `row_weight_gradients`, `weights`
+    /// is empty.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::combine`].
+    pub fn dispatch_backward_into<'a, E: Element>(
+        &mut self,
+        row_gradients: impl Into<Contribution<'a>>,
+        row_weight_gradients: Option<&[f32]>,
+        handle: &Handle,
+        tokens: &mut [E],
+        weights: &mut [f32],
+    ) -> Result<(), Error> {
+        let checked = super::buffers::check_tensor(
+            "token gradients",
+            tokens,
+            handle.tokens(),
+            (self.spec.hidden, self.spec.dtype),
+        )
+        .and_then(|()| self.check_weights(row_weight_gradients, weights, handle));
+        let parts = Parts { rows: true, weights: row_weight_gradients.is_some() };
+        let call = Return { kind: CallKind::DispatchBackward, parts, weighted: false, keep: false };
+        weights.fill(0.0);
+        let started = self.start_return(call, row_gradients.into(), row_weight_gradients, handle, checked)?;
+        self.finish_return(started, handle, bytemuck::cast_slice_mut(tokens), weights)
+    }
+
+    fn check_weights(&self, rows: Option<&[f32]>, weights: &[f32], handle: &Handle) -> Result<(), Error> {
+        let expected = rows.map_or(0, |_| self.choices(handle));
+        let wrong = |what, seen, rows| PlanError::WrongShape { what, seen, rows, columns: 1 };
+        if weights.len() != expected {
+            return Err(wrong("weight gradients", weights.len(), expected).into());
+        }
+        let landed = handle.rows() as usize;
+        match rows {
+            Some(rows) if rows.len() != landed => {
+                Err(wrong("row weight gradients", rows.len(), landed).into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn choices(&self, handle: &Handle) -> usize {
+        handle.tokens() as usize * self.spec.top_k as usize
+    }
+
+    /// Gradient of [`ExpertParallel::combine`]: brings token gradients (`[tokens, hidden]`) to the rows that were
+    /// summed. If the combine was weighted, rows are multiplied with their weight, and the weight gradients `<y, g>`
+    /// come home, `[tokens, top_k]`, zero for dropped choices. Collective.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::dispatch_cached`]; [`CallError::NotKept`] if a weighted combine of this handle has not been
+    /// made before.
+    pub fn combine_backward<E: Element>(
+        &mut self,
+        gradients: &[E],
+        handle: &Handle,
+    ) -> Result<(ExpertRows, Option<Vec<f32>>), Error> {
+        if !self.spec.weighted {
+            let rows = self.cached(CallKind::CombineBackward, 0, gradients, handle)?;
+            return Ok((rows, None));
+        }
+        let mut rows = self.cached(CallKind::CombineBackward, options::WEIGHTED, gradients, handle)?;
+        let (output, checked) = match self.weight_gradients(&mut rows, handle) {
+            Ok(output) => (output.into(), Ok(())),
+            Err(error) => (Contribution::Elsewhere { bytes: &[], dtype: self.spec.dtype }, Err(error)),
+        };
+        let parts = Parts { rows: false, weights: true };
+        let call = Return { kind: CallKind::WeightsHome, parts, weighted: true, keep: true };
+        let mut weights = vec![0.0; self.choices(handle)];
+        let started = self.start_return(call, output, None, handle, checked)?;
+        self.finish_return(started, handle, &mut [], &mut weights)?;
+        Ok((rows, Some(weights)))
+    }
+
+    /// Multiplies gradient rows with their weights, after `<y, g>` has been taken of each; leaves these behind the rows
+    /// of the kept output.
+    fn weight_gradients(
+        &mut self,
+        gradients: &mut ExpertRows,
+        handle: &Handle,
+    ) -> Result<ExpertOutput, Error> {
+        let inner = handle.inner();
+        let Some(Kept { extent, .. }) = inner.kept.take() else {
+            return Err(CallError::NotKept { missing: "the output of a weighted combine" }.into());
+        };
+        let mut output =
+            ExpertOutput::new(extent, inner.layout.landed, inner.row_bytes, inner.number, inner.instance);
+        let dtype = Arithmetic::try_from(self.spec.dtype)?;
+        let row_bytes = inner.row_bytes as usize;
+        let mut products = std::mem::take(&mut self.products);
+        products.clear();
+        let rows = output.rows_mut::<u8>()?.chunks_exact(row_bytes);
+        let grads = gradients.rows_mut::<u8>()?.chunks_exact_mut(row_bytes);
+        for ((y, g), &weight) in rows.zip(grads).zip(&inner.layout.row_weights) {
+            products.push(self.lanes.rows.dot_rows(dtype, y, g));
+            self.lanes.rows.scale_row(dtype, g, weight);
+        }
+        output.weights_mut()?.copy_from_slice(&products);
+        self.products = products;
+        Ok(output)
+    }
+}

@@ -1,0 +1,150 @@
+//! What experts read and write.
+
+use crate::dtype::{Dtype, Element};
+use crate::error::{Error, MemoryError};
+use crate::memory::Extent;
+use crate::schedule::chunk_weights_offset;
+
+/// Received rows, expert-major: (local expert, source rank, token), `[rows, hidden]`, pad rows zero.
+///
+/// They lie in the receive pool and go back to it when this is dropped.
+#[derive(Debug)]
+pub struct ExpertRows {
+    pub(super) extent: Extent,
+    pub(super) rows: u32,
+    pub(super) row_bytes: u64,
+}
+
+impl ExpertRows {
+    /// Number of rows, pads counted.
+    pub fn len(&self) -> u32 {
+        self.rows
+    }
+
+    /// Whether no row came.
+    pub fn is_empty(&self) -> bool {
+        self.rows == 0
+    }
+
+    /// The rows, `[len, hidden]`.
+    ///
+    /// # Errors
+    /// [`MemoryError::Misaligned`] cannot happen for rows of whole elements; it is reported rather than assumed away.
+    pub fn rows<E: Element>(&self) -> Result<&[E], MemoryError> {
+        self.extent.slice(0, elements::<E>(self.rows, self.row_bytes))
+    }
+
+    /// The rows, to change in place.
+    ///
+    /// # Errors
+    /// As [`ExpertRows::rows`].
+    pub fn rows_mut<E: Element>(&mut self) -> Result<&mut [E], MemoryError> {
+        self.extent.slice_mut(0, elements::<E>(self.rows, self.row_bytes))
+    }
+
+    /// A copy outside the pool, for callers who want the pool's memory back at once.
+    ///
+    /// # Errors
+    /// As [`ExpertRows::rows`].
+    pub fn to_vec<E: Element>(&self) -> Result<Vec<E>, MemoryError> {
+        self.rows::<E>().map(<[E]>::to_vec)
+    }
+}
+
+/// What experts write: one row per received row, and, where a gradient asks for it, one `f32` per row behind them.
+///
+/// It lies where peers can read it, so combine copies nothing.
+#[derive(Debug)]
+pub struct ExpertOutput {
+    pub(super) extent: Extent,
+    rows: u32,
+    row_bytes: u64,
+    pub(super) number: u64,
+    pub(super) instance: u64,
+}
+
+impl ExpertOutput {
+    pub(super) fn new(extent: Extent, rows: u32, row_bytes: u64, number: u64, instance: u64) -> Self {
+        ExpertOutput { extent, rows, row_bytes, number, instance }
+    }
+
+    /// Number of rows, pads counted. What pad rows hold is never read.
+    pub fn len(&self) -> u32 {
+        self.rows
+    }
+
+    /// Whether there is no row.
+    pub fn is_empty(&self) -> bool {
+        self.rows == 0
+    }
+
+    /// The rows, `[len, hidden]`, to write to.
+    ///
+    /// # Errors
+    /// As [`ExpertRows::rows`].
+    pub fn rows_mut<E: Element>(&mut self) -> Result<&mut [E], MemoryError> {
+        self.extent.slice_mut(0, elements::<E>(self.rows, self.row_bytes))
+    }
+
+    /// One `f32` per row, to write to.
+    ///
+    /// # Errors
+    /// As [`ExpertRows::rows`].
+    pub fn weights_mut(&mut self) -> Result<&mut [f32], MemoryError> {
+        self.extent.slice_mut(chunk_weights_offset(self.rows, self.row_bytes), self.rows as usize)
+    }
+}
+
+/// What a combine or a gradient is given: the output buffer of a handle, or any tensor, which is copied once.
+#[derive(Debug)]
+pub enum Contribution<'a> {
+    /// The buffer of [`Handle::output`](super::Handle::output): nothing is copied.
+    Output(ExpertOutput),
+    /// Rows elsewhere: copied into a buffer first, and counted in the report.
+    Elsewhere {
+        /// The rows.
+        bytes: &'a [u8],
+        /// Their type.
+        dtype: Dtype,
+    },
+}
+
+impl From<ExpertOutput> for Contribution<'_> {
+    fn from(output: ExpertOutput) -> Self {
+        Contribution::Output(output)
+    }
+}
+
+impl<'a, E: Element> From<&'a [E]> for Contribution<'a> {
+    fn from(rows: &'a [E]) -> Self {
+        Contribution::Elsewhere { bytes: bytemuck::cast_slice(rows), dtype: E::DTYPE }
+    }
+}
+
+impl<'a, E: Element> From<&'a Vec<E>> for Contribution<'a> {
+    fn from(rows: &'a Vec<E>) -> Self {
+        rows.as_slice().into()
+    }
+}
+
+fn elements<E: Element>(rows: u32, row_bytes: u64) -> usize {
+    (u64::from(rows) * row_bytes) as usize / size_of::<E>()
+}
+
+/// Checks an input or output tensor of `rows` rows.
+pub(super) fn check_tensor<E: Element>(
+    what: &'static str,
+    tensor: &[E],
+    rows: u32,
+    (hidden, dtype): (usize, Dtype),
+) -> Result<(), Error> {
+    use crate::error::PlanError;
+    if E::DTYPE != dtype {
+        return Err(PlanError::WrongDtype { what, seen: E::DTYPE, expected: dtype }.into());
+    }
+    if tensor.len() != rows as usize * hidden {
+        let (seen, rows, columns) = (tensor.len(), rows as usize, hidden);
+        return Err(PlanError::WrongShape { what, seen, rows, columns }.into());
+    }
+    Ok(())
+}

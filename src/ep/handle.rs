@@ -1,0 +1,167 @@
+//! The layout of one dispatch, kept for everything that follows it.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use crossbeam::queue::ArrayQueue;
+
+use super::ExpertOutput;
+use crate::error::Error;
+use crate::exec::Moved;
+use crate::memory::{Extent, Licence, Pool};
+use crate::plan::Layout;
+use crate::schedule::{Sum, chunk_bytes};
+
+/// What a handle holds. Its tables are used again by later dispatches.
+#[derive(Debug, Default)]
+pub(super) struct Inner {
+    pub layout: Layout,
+    /// Routing weights `[tokens, top_k]`; empty unless combines are weighted.
+    pub weights: Vec<f32>,
+    pub row_bytes: u64,
+    pub instance: u64,
+    /// The call that made it.
+    pub number: u64,
+    pub report: Report,
+    pub pool: Option<Arc<Pool>>,
+    /// The buffer of a call that was refused: it goes back to the caller.
+    pub refused: RefCell<Option<Extent>>,
+    /// The output that the gradient of a weighted combine needs.
+    pub kept: RefCell<Option<Kept>>,
+}
+
+/// A chunk that outlives the call in which peers were offered it.
+pub(super) struct Kept {
+    pub extent: Extent,
+    pub licence: Arc<dyn Licence>,
+    /// The call that offered it last.
+    pub value: u64,
+}
+
+impl std::fmt::Debug for Kept {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Kept").field("extent", &self.extent).field("value", &self.value).finish()
+    }
+}
+
+impl Inner {
+    /// The terms of this placement, with chunks at `bases`; multiplied with the routing weights if `weighted`.
+    pub fn sum<'a>(&'a self, bases: &'a [u64], weighted: bool) -> Sum<'a> {
+        let layout = &self.layout;
+        Sum {
+            terms: &layout.terms,
+            starts: &layout.term_starts,
+            choices: &layout.choices,
+            groups: &layout.groups,
+            group_starts: &layout.group_starts,
+            held_by: &layout.held_by,
+            bases,
+            chunk_rows: &layout.chunk_rows,
+            weights: if weighted { &self.weights } else { &[] },
+        }
+    }
+
+    /// Size of this rank's chunk.
+    pub fn chunk_bytes(&self) -> u64 {
+        chunk_bytes(self.layout.landed, self.row_bytes)
+    }
+}
+
+/// How the bytes of a dispatch went. No GPU kernel runs on the host lanes, so `kernels` is empty there.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Report {
+    /// Per lane: how many ranks are reached over it.
+    pub lanes: Vec<LaneUse>,
+    /// What this rank moved.
+    pub moved: Moved,
+    /// GPU kernels that ran between packed and landed.
+    pub kernels: Vec<&'static str>,
+}
+
+/// A lane and how many ranks it reaches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LaneUse {
+    /// `own`, `shm` or `loop`.
+    pub lane: &'static str,
+    /// Ranks.
+    pub ranks: u32,
+}
+
+/// The placement of one dispatch. Combine, cached dispatch and the gradients follow it; several may be alive.
+#[derive(Debug)]
+pub struct Handle {
+    inner: Option<Box<Inner>>,
+    spare: Arc<ArrayQueue<Box<Inner>>>,
+}
+
+impl Handle {
+    pub(super) fn new(inner: Box<Inner>, spare: Arc<ArrayQueue<Box<Inner>>>) -> Self {
+        Handle { inner: Some(inner), spare }
+    }
+
+    pub(super) fn inner(&self) -> &Inner {
+        // Taken only when dropped.
+        self.inner
+            .as_deref()
+            .unwrap_or_else(|| unreachable!("a handle holds its placement until it is dropped"))
+    }
+
+    /// Rows of each local expert.
+    pub fn tokens_per_expert(&self) -> &[i64] {
+        &self.inner().layout.tokens_per_expert
+    }
+
+    /// Rows of each local expert, pad counted: the segments of the row buffer.
+    pub fn padded_tokens_per_expert(&self) -> &[i64] {
+        &self.inner().layout.padded_per_expert
+    }
+
+    /// Routing weight of each received row; 0 for pad rows.
+    pub fn row_weights(&self) -> &[f32] {
+        &self.inner().layout.row_weights
+    }
+
+    /// Rows received, pads counted.
+    pub fn rows(&self) -> u32 {
+        self.inner().layout.landed
+    }
+
+    /// Tokens dispatched by this rank.
+    pub fn tokens(&self) -> u32 {
+        self.inner().layout.tokens
+    }
+
+    /// A buffer of the received rows' shape that combine takes without a copy: experts write into it. Its contents are
+    /// undefined. After a combine that was refused, this is the buffer of that combine, as it was.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError).
+    pub fn output(&self) -> Result<ExpertOutput, Error> {
+        let inner = self.inner();
+        let extent = match (inner.refused.take(), &inner.pool) {
+            (Some(extent), _) => extent,
+            (None, Some(pool)) => pool.take(inner.chunk_bytes())?,
+            (None, None) => unreachable!("every dispatch leaves its pool in the handle"),
+        };
+        Ok(ExpertOutput::new(extent, inner.layout.landed, inner.row_bytes, inner.number, inner.instance))
+    }
+
+    /// How the bytes of the dispatch went.
+    pub fn report(&self) -> &Report {
+        &self.inner().report
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        if let Some(inner) = self.inner.take() {
+            drop(inner.refused.take());
+            if let Some(Kept { extent, licence, value }) = inner.kept.take() {
+                let pool = Arc::clone(extent.pool());
+                pool.retire(extent, &licence, value);
+            }
+            // A full queue means that enough memory is kept for later.
+            let _ = self.spare.push(inner);
+        }
+    }
+}

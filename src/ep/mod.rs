@@ -1,0 +1,41 @@
+//! Expert parallelism: dispatch, combine, and their gradients.
+//!
+//! ```text
+//!   tokens [T, H] --dispatch--> rows of my experts --experts--> outputs --combine--> tokens [T, H]
+//!                     |                                            ^
+//!                     +--> Handle: the placement ------------------+   combine, cached dispatch, both backwards
+//! ```
+//!
+//! A call on the host, in the caller's thread:
+//!
+//! ```text
+//!   start    licence: peers have read what I offered last; announce free memory; publish counts and weights; signal
+//!   finish   everybody's publication is here: check that all make the same call, place, put rows, wait for mine
+//! ```
+//!
+//! | forward | backward |
+//! |---|---|
+//! | [`dispatch`](ExpertParallel::dispatch) | [`dispatch_backward`](ExpertParallel::dispatch_backward): sum of row gradients, row-weight gradients to `[T, K]` |
+//! | [`combine`](ExpertParallel::combine) | [`combine_backward`](ExpertParallel::combine_backward): token gradients to rows along the cached layout |
+//! | weighted combine | the same, times the row weight; weight gradients `<y, g>` to `[T, K]` |
+//! | dropped choice, pad row | zero |
+//!
+//! All calls of one [`ExpertParallel`] are collective over its group and come in the same order on all ranks. A rank
+//! whose input is refused still enters the call, so that all ranks get an error and nothing moves anywhere.
+
+mod backward;
+mod buffers;
+mod builder;
+mod call;
+mod combine;
+mod dispatch;
+mod handle;
+mod parallel;
+mod publication;
+
+pub use buffers::{Contribution, ExpertOutput, ExpertRows};
+pub use builder::ExpertParallelBuilder;
+pub use combine::PendingCombine;
+pub use dispatch::PendingDispatch;
+pub use handle::{Handle, LaneUse, Report};
+pub use parallel::ExpertParallel;

@@ -1,0 +1,233 @@
+//! The object that calls are made on, and what it keeps from call to call.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crossbeam::queue::ArrayQueue;
+
+use super::builder::Spec;
+use super::handle::Inner;
+use super::publication::Publication;
+use super::{ExpertParallelBuilder, Handle};
+use crate::error::{Cause, Error, LaneError, PlanError};
+use crate::exec::Host;
+use crate::lane::{Lanes, Part, Port, Window};
+use crate::memory::{Extent, Licence, Pool};
+use crate::plan::{Counts, ExpertMap, Frame, Sizes, Sorted};
+use crate::rows::Stores;
+use crate::schedule::{Control, Direct, Flag, Route, Skeleton, Tables, WindowId};
+use crate::world::{Group, Shared, SymmetricRange};
+
+/// Handles whose memory is kept for the next dispatches.
+const SPARE_HANDLES: usize = 64;
+
+/// MoE dispatch and combine over a group of ranks.
+///
+/// ```
+/// use half::bf16;
+/// use sidelane::{Dtype, World, gate::Routing};
+///
+/// let ranks = World::threads(2)?.into_iter().map(|world| {
+///     std::thread::spawn(move || -> sidelane::Result<()> {
+///         let mut ep = sidelane::ExpertParallel::builder(&world.all()?)?
+///             .experts(4).top_k(2).hidden(8).dtype(Dtype::Bf16).build()?;
+///         let x = vec![bf16::ONE; 3 * 8];                                   // 3 tokens of 8 elements
+///         let routing = Routing::new(2, vec![0, 3, 1, 2, 3, 0], vec![0.5; 6])?;
+///         let (rows, handle) = ep.dispatch(&x, &routing)?;                  // rows of this rank's two experts
+///         let mut y = handle.output()?;
+///         y.rows_mut::<bf16>()?.copy_from_slice(rows.rows::<bf16>()?);      // experts that change nothing
+///         let out = ep.combine::<bf16>(y, &handle)?;
+///         assert_eq!(out, vec![bf16::from_f32(2.0); 3 * 8]);                // each token came back from 2 experts
+///         Ok(())
+///     })
+/// });
+/// for rank in ranks.collect::<Vec<_>>() {
+///     rank.join().unwrap()?;
+/// }
+/// # Ok::<(), sidelane::Error>(())
+/// ```
+pub struct ExpertParallel {
+    pub(super) shared: Arc<Shared>,
+    pub(super) lanes: Arc<Lanes>,
+    pub(super) port: Arc<Port>,
+    pub(super) control: Control,
+    pub(super) spec: Spec,
+    pub(super) skeletons: Arc<Skeletons>,
+    pub(super) host: Host,
+    pub(super) tables: Tables,
+    pub(super) sorted: Sorted,
+    pub(super) counts: Counts,
+    pub(super) sizes: Sizes,
+    pub(super) publication: Publication,
+    /// Scratch for weight gradients.
+    pub(super) products: Vec<f32>,
+    /// Per rank: where rows or chunks land there.
+    pub(super) landing: Vec<u64>,
+    /// Calls made, with the epoch in the high bits: the generation of the running call.
+    pub(super) calls: u64,
+    /// Dispatches with counts made: their parity picks the publication.
+    pub(super) dispatches: u64,
+    pub(super) last_return: u64,
+    pub(super) licence: Arc<dyn Licence>,
+    /// Tells handles of different instances apart, within this process.
+    pub(super) instance: u64,
+    pub(super) spare: Arc<ArrayQueue<Box<Inner>>>,
+}
+
+/// The programs of this rank.
+#[derive(Debug)]
+pub(super) struct Skeletons {
+    pub dispatch: Skeleton,
+    pub cached: Skeleton,
+    pub ret: Skeleton,
+}
+
+impl ExpertParallel {
+    /// Starts to describe one.
+    ///
+    /// # Errors
+    /// [`PlanError`] if the group is empty.
+    pub fn builder(group: &Group) -> Result<ExpertParallelBuilder<'_>, PlanError> {
+        ExpertParallelBuilder::new(group)
+    }
+
+    pub(super) fn new(group: &Group, spec: Spec, route: Route) -> Result<Self, Error> {
+        let lanes = group.lanes()?;
+        let (me, ranks) = (group.rank(), group.size());
+        let max_entries = u64::from(spec.max_tokens) * u64::from(spec.top_k);
+        let control = Control::new(ranks, spec.map.slots(), max_entries);
+        let range = group.take_symmetric(control.bytes())?;
+        let windows = vec![pool_window(group), range.window()];
+        let port = Arc::new(Port::new(Arc::clone(&lanes), windows, WindowId::CONTROL));
+        let Route::Direct = route;
+        let direct = Direct::new(&lanes.nodes, me);
+        let skeletons =
+            Skeletons { dispatch: direct.dispatch(), cached: direct.cached_dispatch(), ret: direct.ret() };
+        let readers = (0..ranks).filter(|&r| r != me && lanes.nodes.same_node(me, r)).collect();
+        let licence = Arc::new(Readers { port: Arc::clone(&port), readers, _range: range });
+        static INSTANCES: AtomicU64 = AtomicU64::new(0);
+        Ok(ExpertParallel {
+            host: Host::new(spec.dtype, group.shared.recorder.clone()),
+            tables: Tables::new(ranks),
+            sorted: Sorted::default(),
+            counts: Counts::default(),
+            sizes: Sizes::default(),
+            publication: Publication::new(spec.map.slots()),
+            products: Vec::new(),
+            landing: vec![0; ranks as usize],
+            calls: u64::from(group.shared.hub.epoch()) << 48,
+            dispatches: 0,
+            last_return: 0,
+            instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
+            spare: Arc::new(ArrayQueue::new(SPARE_HANDLES)),
+            shared: Arc::clone(&group.shared),
+            lanes,
+            port,
+            control,
+            spec,
+            skeletons: Arc::new(skeletons),
+            licence,
+        })
+    }
+
+    /// This rank's position in the group.
+    pub fn rank(&self) -> u32 {
+        self.lanes.rank
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> u32 {
+        self.lanes.ranks()
+    }
+
+    /// Where experts live.
+    pub fn expert_map(&self) -> &ExpertMap {
+        &self.spec.map
+    }
+
+    /// Elements of a row.
+    pub fn hidden(&self) -> usize {
+        self.spec.hidden
+    }
+
+    /// Choices per token.
+    pub fn top_k(&self) -> u32 {
+        self.spec.top_k
+    }
+
+    /// The pool rows are received in.
+    pub fn pool(&self) -> &Arc<Pool> {
+        self.shared.heap.pool()
+    }
+
+    pub(super) fn frame(&self) -> Frame<'_> {
+        Frame {
+            map: &self.spec.map,
+            nodes: &self.lanes.nodes,
+            me: self.lanes.rank,
+            align: self.spec.align,
+            order: self.spec.order,
+        }
+    }
+
+    /// How to store what this rank writes in a call: past the cache if the ranks of this node together write more than
+    /// it holds, so that each target line is not read first only to be thrown out again.
+    pub(super) fn stores(&self, bytes: u64) -> Stores {
+        let neighbours = self.lanes.nodes.members(self.lanes.nodes.node_of(self.lanes.rank)).len() as u64;
+        let cache = self.shared.options.config.cache;
+        if bytes * neighbours > cache + cache / 2 { Stores::Streaming } else { Stores::Cached }
+    }
+
+    /// A lane error ends the world: peers must not wait for a rank that has given up.
+    pub(super) fn fail(&self, error: Error) -> Error {
+        if let Error::Lane(LaneError::Deadline { peer, waited, .. }) = error {
+            let rank = self.lanes.world_ranks.get(peer as usize).copied().unwrap_or(peer);
+            self.shared.hub.cancel(Cause::Stalled { rank, by: self.shared.hub.rank(), waited });
+        }
+        error
+    }
+
+    /// Memory of an old handle, or new memory.
+    pub(super) fn spare_handle(&self) -> Box<Inner> {
+        self.spare.pop().unwrap_or_default()
+    }
+
+    pub(super) fn handle_of(&self, inner: Box<Inner>) -> Handle {
+        Handle::new(inner, Arc::clone(&self.spare))
+    }
+
+    /// Gives a chunk that peers were offered in the running call back to the pool, once they have read it.
+    pub(super) fn retire(&self, chunk: Extent) {
+        self.pool().retire(chunk, &self.licence, self.calls);
+    }
+}
+
+impl std::fmt::Debug for ExpertParallel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ExpertParallel").field("rank", &self.rank()).field("spec", &self.spec).finish()
+    }
+}
+
+/// The pools of all members as a window: each from its start to the end of its heap.
+fn pool_window(group: &Group) -> Window {
+    let heap = &group.shared.heap;
+    let (offset, len) = (heap.pool().start(), heap.pool().total());
+    let parts = group.ranks().iter().map(|&member| Part { member, region: 0, offset, len }).collect();
+    Window { mapped: Arc::clone(heap.mapped()), parts }
+}
+
+/// The words by which this rank's neighbours say that they have read what it offered.
+struct Readers {
+    port: Arc<Port>,
+    readers: Vec<u32>,
+    /// The control window outlives the instance until the last licence has come.
+    _range: SymmetricRange,
+}
+
+impl Licence for Readers {
+    fn granted(&self, value: u64) -> bool {
+        self.readers
+            .iter()
+            .all(|&reader| self.port.flag(reader, Flag::Read).is_ok_and(|flag| flag.value() >= value))
+    }
+}

@@ -1,0 +1,169 @@
+//! The host stepper: one thread, launch order, one operation after another.
+//!
+//! Launch order puts a rank's own puts and signals before its waits, so stepping in it cannot deadlock: it is the
+//! case of a single queue, which `prove` checks for every schedule. While a wait lasts, the rails are received.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::{Event, Recorder};
+use crate::dtype::Dtype;
+use crate::error::Error;
+use crate::lane::{Io, Port, Reach, RowSource, Scratch};
+use crate::rows::{Arithmetic, Stores};
+use crate::schedule::{Flag, Item, Op, Operand, Operands};
+
+/// What a host executor has moved since it was asked last.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Moved {
+    /// Bytes copied or put within the node, own rows included.
+    pub local_bytes: u64,
+    /// Bytes put to other nodes.
+    pub rail_bytes: u64,
+    /// Rows copied, zeros included.
+    pub rows: u64,
+    /// Signals raised.
+    pub signals: u64,
+    /// Bytes read by sums.
+    pub summed_bytes: u64,
+}
+
+/// Steps schedules for one owner.
+#[derive(Debug)]
+pub struct Host {
+    dtype: Dtype,
+    recorder: Option<Arc<Recorder>>,
+    scratch: Scratch,
+    moved: Moved,
+}
+
+impl Host {
+    /// An executor for rows of this type. A recorder, if any, sees every operation.
+    pub fn new(dtype: Dtype, recorder: Option<Arc<Recorder>>) -> Self {
+        Host { dtype, recorder, scratch: Scratch::default(), moved: Moved::default() }
+    }
+
+    /// What has been moved since the last call of this function.
+    pub fn take_moved(&mut self) -> Moved {
+        std::mem::take(&mut self.moved)
+    }
+
+    /// Runs operations (a stage, or part of one) in order, to the end.
+    ///
+    /// # Errors
+    /// Whatever the lanes report; the call is then incomplete and its world is to be cancelled.
+    pub fn run(
+        &mut self,
+        port: &Port,
+        items: &[Item],
+        operands: &Operands<'_>,
+        io: &mut Io<'_>,
+        stores: Stores,
+    ) -> Result<(), Error> {
+        for item in items {
+            let start = self.recorder.as_ref().map(|_| Instant::now());
+            let bytes = self.step(port, &item.op, operands, io, stores)?;
+            if let (Some(recorder), Some(start)) = (&self.recorder, start) {
+                recorder.record(Event::new(item, bytes, start));
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs one operation; returns the bytes it moved or read.
+    fn step(
+        &mut self,
+        port: &Port,
+        op: &Op,
+        operands: &Operands<'_>,
+        io: &mut Io<'_>,
+        stores: Stores,
+    ) -> Result<u64, Error> {
+        match *op {
+            Op::Put { to, slot } => self.put(port, to, operands.table[slot.0 as usize], operands, io, stores),
+            Op::PutRows { to, slot } => {
+                self.put_rows(port, to, operands.table[slot.0 as usize], operands, io, stores)
+            }
+            Op::Signal { to, flag, level } => {
+                let tag = (flag == Flag::Entry).then(|| operands.tags.get(to as usize)).flatten();
+                port.signal(to, flag, operands.value(level), tag)?;
+                self.moved.signals += 1;
+                Ok(0)
+            }
+            Op::Wait { from, flag, level } => port.wait(from, flag, operands.value(level)).map(|()| 0),
+            Op::Reduce { slot } => self.reduce(port, operands.table[slot.0 as usize], operands, io, stores),
+        }
+    }
+
+    fn put(
+        &mut self,
+        port: &Port,
+        to: u32,
+        operand: Operand,
+        operands: &Operands<'_>,
+        io: &Io<'_>,
+        stores: Stores,
+    ) -> Result<u64, Error> {
+        let Operand::Spans { first, count } = operand else { return Ok(0) };
+        let mut bytes = 0;
+        for span in &operands.spans[first as usize..(first + count) as usize] {
+            port.put(to, span, io.input, stores)?;
+            bytes += span.len;
+        }
+        self.count(port, to, bytes);
+        Ok(bytes)
+    }
+
+    fn put_rows(
+        &mut self,
+        port: &Port,
+        to: u32,
+        operand: Operand,
+        operands: &Operands<'_>,
+        io: &Io<'_>,
+        stores: Stores,
+    ) -> Result<u64, Error> {
+        let Operand::Rows { first, count, to: window, base } = operand else { return Ok(0) };
+        let source = RowSource { input: io.input, row_bytes: operands.row_bytes, rows: operands.rows };
+        let mut rows = 0;
+        for &run in &operands.runs[first as usize..(first + count) as usize] {
+            port.put_run(to, (window, base), run, source, stores)?;
+            rows += u64::from(run.count) + u64::from(run.pad);
+        }
+        self.moved.rows += rows;
+        self.count(port, to, rows * operands.row_bytes);
+        Ok(rows * operands.row_bytes)
+    }
+
+    fn reduce(
+        &mut self,
+        port: &Port,
+        operand: Operand,
+        operands: &Operands<'_>,
+        io: &mut Io<'_>,
+        stores: Stores,
+    ) -> Result<u64, Error> {
+        let terms = operands.sum.terms.len() as u64;
+        let bytes = match operand {
+            Operand::SumRows => {
+                let dtype = Arithmetic::try_from(self.dtype)?;
+                port.sum_rows(operands, dtype, io, &mut self.scratch, stores)?;
+                terms * operands.row_bytes
+            }
+            Operand::FetchWeights => {
+                port.fetch_weights(operands, io, &mut self.scratch)?;
+                terms * 4
+            }
+            _ => 0,
+        };
+        self.moved.summed_bytes += bytes;
+        Ok(bytes)
+    }
+
+    fn count(&mut self, port: &Port, to: u32, bytes: u64) {
+        match port.lanes().reach[to as usize] {
+            Reach::Rail(_) => self.moved.rail_bytes += bytes,
+            Reach::Own | Reach::Load => self.moved.local_bytes += bytes,
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! A flag word and the cache line it has to itself.
+//!
+//! ```text
+//!   byte 0    value: epoch in the high 16 bits, call number below; one writer, only grows
+//!   byte 8    number of threads that sleep on it
+//!   byte 16   tag for even values      kind and refusal, options | handle | base
+//!   byte 40   tag for odd values
+//! ```
+//!
+//! The tag is written before the value and read after it. Two tags are enough: a writer can be one call ahead of a
+//! reader, never two, because each call waits for everybody's entry.
+
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::time::Duration;
+
+use rustix::thread::futex;
+
+use crate::schedule::Tag;
+
+/// View of one flag line in mapped memory.
+#[derive(Clone, Copy, Debug)]
+pub struct FlagLine<'a> {
+    words: &'a [AtomicU64; 8],
+}
+
+impl<'a> FlagLine<'a> {
+    /// A line at this address.
+    ///
+    /// # Safety
+    /// 64 bytes, aligned to 8, mapped for `'a`, used as a flag line by everybody who maps them.
+    pub unsafe fn new(at: NonNull<u8>) -> Self {
+        // SAFETY: by the contract above; atomics may be shared with other processes.
+        FlagLine { words: unsafe { at.cast().as_ref() } }
+    }
+
+    /// The current value, with everything its writer did before.
+    pub fn value(self) -> u64 {
+        self.words[0].load(Ordering::Acquire)
+    }
+
+    /// Raises the value, tag first, and wakes who sleeps on it. For the word's only writer.
+    pub fn raise(self, value: u64, tag: Option<&Tag>) {
+        if let Some(tag) = tag {
+            for (word, value) in self.words[tag_at(value)..].iter().zip(tag.to_words()) {
+                word.store(value, Ordering::Relaxed);
+            }
+        }
+        self.words[0].store(value, Ordering::Release);
+        // Orders the store before the look at the sleepers; `sleep` has the other half.
+        fence(Ordering::SeqCst);
+        if self.sleepers().load(Ordering::Relaxed) != 0 {
+            let _ = futex::wake(self.low_half(), futex::Flags::empty(), u32::MAX >> 1);
+        }
+    }
+
+    /// The tag that came with this value.
+    pub fn tag(self, value: u64) -> Tag {
+        let at = tag_at(value);
+        Tag::from_words(std::array::from_fn(|i| self.words[at + i].load(Ordering::Relaxed)))
+    }
+
+    /// Sleeps until the value is no longer `seen`, or for `slice`.
+    pub fn sleep(self, seen: u64, slice: Duration) {
+        self.sleepers().fetch_add(1, Ordering::SeqCst);
+        if self.value() == seen {
+            let slice =
+                futex::Timespec { tv_sec: slice.as_secs() as i64, tv_nsec: slice.subsec_nanos().into() };
+            let _ = futex::wait(self.low_half(), futex::Flags::empty(), seen as u32, Some(&slice));
+        }
+        self.sleepers().fetch_sub(1, Ordering::Relaxed);
+    }
+
+    fn sleepers(self) -> &'a AtomicU32 {
+        half(&self.words[1], 0)
+    }
+
+    /// A futex is 32 bits wide: the half that changes with every value.
+    fn low_half(self) -> &'a AtomicU32 {
+        half(&self.words[0], if cfg!(target_endian = "little") { 0 } else { 1 })
+    }
+}
+
+fn tag_at(value: u64) -> usize {
+    2 + 3 * (value & 1) as usize
+}
+
+fn half(word: &AtomicU64, index: usize) -> &AtomicU32 {
+    // SAFETY: an aligned 8-byte word holds two aligned 4-byte words; both views are atomic.
+    unsafe { &*(word.as_ptr().cast::<AtomicU32>().add(index)) }
+}

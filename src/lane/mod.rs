@@ -1,0 +1,33 @@
+//! Lanes: the ways bytes move, and what a signal means on each.
+//!
+//! | lane | between | put | signal | wait |
+//! |---|---|---|---|---|
+//! | shm | ranks of a node | copy into the peer's mapped heap | fence after streaming stores, store-release, wake if a waiter is counted | pause, yield, futex |
+//! | loop | "nodes" of one machine | records in a ring that only the pair has mapped, with credits | a record behind the puts | as shm |
+//!
+//! A [`Port`] is what an executor holds: the windows of one owner (an `ExpertParallel`, a caller's window) and a lane
+//! to every rank of the group. Whatever the lane, the contract is one: a signal is visible only after all earlier
+//! puts of its track, every access is checked against its window before it is posted, and every wait ends, with the
+//! value or with a typed error.
+//!
+//! ```text
+//!   exec --> Port --+-- same node --> shm:  Mapped (heaps of the node)
+//!                   +-- other node --> loop: Link (ring, credits) ... Card (the thread that receives)
+//! ```
+
+// Stores into memory that other processes map cannot be said in safe Rust.
+#![allow(unsafe_code)]
+
+mod flag;
+mod group;
+mod port;
+mod rail;
+mod sum;
+mod wait;
+
+pub use flag::FlagLine;
+pub use group::{Lanes, Reach};
+pub use port::{Io, Part, Port, RowSource, Window};
+pub use rail::{Card, Link, Region, Regions, ring_bytes};
+pub use sum::Scratch;
+pub use wait::{Interrupted, Patience, Waiter};

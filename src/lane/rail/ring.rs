@@ -1,0 +1,205 @@
+//! One direction of a pair: a ring of records with one producer and one consumer, who may be other processes.
+//!
+//! ```text
+//!   line 0   head: bytes ever written        line 2   bell: the consumer sleeps and wants to be woken
+//!   line 1   tail: bytes ever consumed       line 4   capacity bytes of records
+//!
+//!   record   | kind, region | offset | len (signal: has a tag) | value | tag (3 words) | - |  payload, padded to 64
+//! ```
+//!
+//! Positions count bytes since the beginning and never wrap; their remainder is the place. A record never straddles
+//! the end: a *skip* fills what is left.
+
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, Ordering, fence};
+
+use crate::lane::FlagLine;
+use crate::schedule::Tag;
+
+/// Largest payload of a record.
+pub const CHUNK: usize = 64 << 10;
+/// Bytes of records in flight in one direction.
+const CAPACITY: usize = 1 << 20;
+const DATA: usize = 256;
+/// Bytes of a record's header.
+pub const HEADER: usize = 64;
+
+/// Bytes of the segment of a pair: two rings.
+pub const fn ring_bytes() -> u64 {
+    2 * (DATA + CAPACITY) as u64
+}
+
+/// What a record asks the receiver to do.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Record {
+    /// Write the payload of `len` bytes.
+    Put {
+        /// Region of the receiver.
+        region: u32,
+        /// First byte in it.
+        offset: u64,
+        /// Bytes of payload.
+        len: u64,
+    },
+    /// Write `len` zeros.
+    Zero {
+        /// Region of the receiver.
+        region: u32,
+        /// First byte in it.
+        offset: u64,
+        /// Bytes.
+        len: u64,
+    },
+    /// Raise a flag.
+    Signal {
+        /// Region of the receiver.
+        region: u32,
+        /// The flag line's first byte in it.
+        offset: u64,
+        /// Its new value.
+        value: u64,
+        /// What comes with it.
+        tag: Option<Tag>,
+    },
+    /// Nothing: the rest of the ring up to its end.
+    Skip {
+        /// Bytes, this header counted.
+        len: u64,
+    },
+}
+
+impl Record {
+    fn words(self) -> [u64; 8] {
+        let head = |kind: u64, region: u32| kind | u64::from(region) << 32;
+        match self {
+            Record::Put { region, offset, len } => [head(1, region), offset, len, 0, 0, 0, 0, 0],
+            Record::Zero { region, offset, len } => [head(2, region), offset, len, 0, 0, 0, 0, 0],
+            Record::Signal { region, offset, value, tag } => {
+                let [a, b, c] = tag.unwrap_or_default().to_words();
+                [head(3, region), offset, tag.is_some().into(), value, a, b, c, 0]
+            }
+            Record::Skip { len } => [head(4, 0), 0, len, 0, 0, 0, 0, 0],
+        }
+    }
+
+    fn from_words(w: [u64; 8]) -> Option<Record> {
+        let (kind, region, offset, len) = (w[0] as u32, (w[0] >> 32) as u32, w[1], w[2]);
+        Some(match kind {
+            1 => Record::Put { region, offset, len },
+            2 => Record::Zero { region, offset, len },
+            3 => {
+                let tag = (len != 0).then(|| Tag::from_words([w[4], w[5], w[6]]));
+                Record::Signal { region, offset, value: w[3], tag }
+            }
+            4 => Record::Skip { len },
+            _ => return None,
+        })
+    }
+
+    /// Bytes of payload that follow the header.
+    fn payload(self) -> usize {
+        match self {
+            Record::Put { len, .. } => len as usize,
+            _ => 0,
+        }
+    }
+}
+
+/// View of one ring in mapped memory. Whoever holds it keeps the mapping alive.
+#[derive(Clone, Copy, Debug)]
+pub struct Ring {
+    at: NonNull<u8>,
+}
+
+// SAFETY: a ring is shared memory whose protocol (one producer, one consumer, published by release stores) is what
+// makes it usable from several threads and processes; `Link` keeps each end behind a lock.
+unsafe impl Send for Ring {}
+
+impl Ring {
+    /// The ring at `at`.
+    ///
+    /// # Safety
+    /// Half of [`ring_bytes`], aligned to 64, mapped as long as the ring is used.
+    pub unsafe fn new(at: NonNull<u8>) -> Self {
+        Ring { at }
+    }
+
+    /// Bytes from the first ring of a pair to the second.
+    pub const STRIDE: u64 = ring_bytes() / 2;
+
+    /// The producer's position.
+    pub fn head(&self) -> FlagLine<'_> {
+        // SAFETY: line 0 of a mapped ring.
+        unsafe { FlagLine::new(self.at) }
+    }
+
+    /// The consumer's position.
+    pub fn tail(&self) -> FlagLine<'_> {
+        // SAFETY: line 1 of a mapped ring.
+        unsafe { FlagLine::new(self.at.add(64)) }
+    }
+
+    fn bell(&self) -> &AtomicU32 {
+        // SAFETY: line 2 of a mapped ring, used as an atomic by both sides.
+        unsafe { self.at.add(128).cast().as_ref() }
+    }
+
+    /// Consumer: asks to be woken. Look at the ring once more afterwards.
+    pub fn arm(&self) {
+        self.bell().store(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+    }
+
+    /// Producer, after publishing: whether the consumer sleeps and must be woken now.
+    pub fn should_ring(&self) -> bool {
+        fence(Ordering::SeqCst);
+        self.bell().load(Ordering::Relaxed) != 0 && self.bell().swap(0, Ordering::SeqCst) != 0
+    }
+
+    /// Bytes a record of this payload takes.
+    pub fn footprint(payload: usize) -> u64 {
+        (HEADER + payload.next_multiple_of(64)) as u64
+    }
+
+    /// Bytes of padding before a record of `bytes` that is to begin at `head`.
+    pub fn skip(head: u64, bytes: u64) -> u64 {
+        let left = CAPACITY as u64 - head % CAPACITY as u64;
+        if left < bytes { left } else { 0 }
+    }
+
+    /// The tail that must be reached before bytes up to `end` may be written.
+    pub fn needed_tail(end: u64) -> u64 {
+        end.saturating_sub(CAPACITY as u64)
+    }
+
+    /// Producer: writes a record at `head` and returns where its payload goes.
+    pub fn write(&self, head: u64, record: Record) -> *mut u8 {
+        let at = self.data(head);
+        // SAFETY: the producer has credit for the record, which does not straddle the end; headers are aligned to 64.
+        unsafe { at.cast::<[u64; 8]>().write(record.words()) };
+        // SAFETY: the payload follows its header inside the ring.
+        unsafe { at.add(HEADER) }
+    }
+
+    /// Consumer: the record at `tail`, where its payload is, and where the next begins. `None` if it makes no sense
+    /// with `available` bytes published.
+    pub fn read(&self, tail: u64, available: u64) -> Option<(Record, *const u8, u64)> {
+        let at = self.data(tail);
+        // SAFETY: a published record begins here: aligned, inside the ring.
+        let record = Record::from_words(unsafe { at.cast::<[u64; 8]>().read() })?;
+        let bytes = match record {
+            Record::Skip { len } => len,
+            _ if record.payload() > CHUNK => return None,
+            _ => Ring::footprint(record.payload()),
+        };
+        let fits = bytes <= available && bytes > 0 && Ring::skip(tail, bytes) == 0;
+        // SAFETY: inside the ring, as just checked.
+        fits.then(|| (record, unsafe { at.add(HEADER) }.cast_const(), tail + bytes))
+    }
+
+    fn data(&self, position: u64) -> *mut u8 {
+        let offset = (position % CAPACITY as u64) as usize / 64 * 64;
+        // SAFETY: DATA + offset is inside the mapped ring.
+        unsafe { self.at.as_ptr().add(DATA + offset) }
+    }
+}

@@ -1,0 +1,103 @@
+//! How a rank waits: pause, then yield, then sleep. Every wait ends.
+//!
+//! On an idle core the value comes while pausing (tens of nanoseconds). With more ranks than cores the one that is
+//! awaited needs the core: yielding hands it over for less than a wake-up costs. Sleeping is for long waits, and in
+//! slices, so that a dead world is noticed even if nobody wakes the sleeper.
+
+use std::time::{Duration, Instant};
+
+use super::FlagLine;
+use crate::bootstrap::Health;
+use crate::error::{Cause, Loss};
+
+/// Bounds of the three steps.
+const PAUSES: u32 = 50;
+const YIELDS: u32 = 400;
+/// The longest time in which a waiter does not look whether the world is alive.
+const SLICE: Duration = Duration::from_millis(10);
+
+/// How long to wait, and what ends it early.
+#[derive(Clone, Copy, Debug)]
+pub struct Patience<'a> {
+    /// Ends the wait when the world has died.
+    pub health: &'a Health,
+    /// The rank (of the world) that is awaited: ends the wait when it has left.
+    pub awaited: u32,
+    /// Ends the wait when the awaited rank is alive but silent for so long.
+    pub deadline: Duration,
+}
+
+/// Why a wait ended without its value.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Interrupted {
+    /// The world died.
+    Dead(Cause),
+    /// The deadline passed.
+    Late {
+        /// Time waited.
+        waited: Duration,
+    },
+}
+
+/// State of one wait: which step of the ladder it is on.
+#[derive(Debug)]
+pub struct Waiter<'a> {
+    patience: Patience<'a>,
+    turns: u32,
+    since: Option<Instant>,
+}
+
+impl<'a> Waiter<'a> {
+    /// A wait that has not begun to wait.
+    pub fn new(patience: Patience<'a>) -> Self {
+        Waiter { patience, turns: 0, since: None }
+    }
+
+    /// One turn: returns at once while pausing, after a moment later on. `sleep` is called on the last step with the
+    /// longest time to sleep, and should return early when there is news.
+    ///
+    /// # Errors
+    /// [`Interrupted`] if the world died or the deadline passed.
+    pub fn turn(&mut self, sleep: impl FnOnce(Duration)) -> Result<(), Interrupted> {
+        self.turns = self.turns.saturating_add(1);
+        if self.turns <= PAUSES {
+            std::hint::spin_loop();
+            return Ok(());
+        }
+        self.patience.health.check().map_err(Interrupted::Dead)?;
+        if self.turns <= PAUSES + YIELDS {
+            std::thread::yield_now();
+            return Ok(());
+        }
+        if self.patience.health.is_absent(self.patience.awaited) {
+            return Err(Interrupted::Dead(Cause::Lost { rank: self.patience.awaited, how: Loss::Closed }));
+        }
+        let waited = self.since.get_or_insert_with(Instant::now).elapsed();
+        if waited >= self.patience.deadline {
+            return Err(Interrupted::Late { waited });
+        }
+        sleep(SLICE.min(self.patience.deadline - waited));
+        Ok(())
+    }
+}
+
+/// Waits until a flag has at least `value`; `progress` is called on every turn.
+///
+/// # Errors
+/// The value last seen, and [`Interrupted`].
+pub(super) fn until(
+    flag: FlagLine<'_>,
+    value: u64,
+    patience: Patience<'_>,
+    mut progress: impl FnMut(),
+) -> Result<(), (u64, Interrupted)> {
+    let mut waiter = Waiter::new(patience);
+    loop {
+        let seen = flag.value();
+        if seen >= value {
+            return Ok(());
+        }
+        progress();
+        waiter.turn(|slice| flag.sleep(seen, slice)).map_err(|why| (seen, why))?;
+    }
+}

@@ -1,0 +1,233 @@
+//! Groups: ordered ranks, and the steps they take together.
+
+use std::collections::HashSet;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use super::{Shared, Window};
+use crate::bootstrap::exchange_fds;
+use crate::error::{BootstrapError, Error, LaneError, MemoryError, PlanError};
+use crate::lane::{self, Lanes, Link, Part, Reach};
+use crate::memory::{Mapped, Segment, SymmetricExtent};
+use crate::topology::NodeMap;
+
+/// Ordered ranks of a world. Positions in this order are the ranks of everything that is built on the group.
+#[derive(Debug)]
+pub struct Group {
+    pub(crate) shared: Arc<Shared>,
+    ranks: Vec<u32>,
+    me: u32,
+    name: String,
+    steps: AtomicU64,
+    lanes: OnceLock<Arc<Lanes>>,
+}
+
+impl Group {
+    pub(super) fn new(shared: Arc<Shared>, ranks: &[u32]) -> Result<Self, Error> {
+        let bad = |rank: u32, expected| PlanError::BadParameter {
+            parameter: "group rank",
+            seen: rank.into(),
+            expected,
+        };
+        let mut seen = HashSet::new();
+        for &rank in ranks {
+            if rank >= shared.hub.size() {
+                return Err(bad(rank, "below the size of the world").into());
+            }
+            if !seen.insert(rank) {
+                return Err(bad(rank, "each rank once").into());
+            }
+        }
+        let own = shared.hub.rank();
+        let Some(me) = ranks.iter().position(|&r| r == own) else {
+            return Err(bad(own, "this rank must be a member").into());
+        };
+        let listed = ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+        let name = format!("group/{listed}/{}", shared.count_group(ranks));
+        let (steps, lanes) = (AtomicU64::new(0), OnceLock::new());
+        Ok(Group { shared, ranks: ranks.to_vec(), me: me as u32, name, steps, lanes })
+    }
+
+    /// This rank's position.
+    pub fn rank(&self) -> u32 {
+        self.me
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> u32 {
+        self.ranks.len() as u32
+    }
+
+    /// The members' ranks in the world, in order.
+    pub fn ranks(&self) -> &[u32] {
+        &self.ranks
+    }
+
+    /// Which members share memory.
+    pub fn nodes(&self) -> NodeMap {
+        self.shared.nodes.subset(&self.ranks)
+    }
+
+    /// Exchanges small blobs: what each member contributes, in order. Goes through the rendezvous, not the lanes.
+    ///
+    /// # Errors
+    /// [`BootstrapError::Deadline`] naming who did not come, or the world's cause of death.
+    pub fn gather(&self, blob: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
+        let key = self.step();
+        let deadline = self.shared.options.clocks.deadline;
+        Ok(self.shared.hub.gather(&key, self.me, self.size(), blob, deadline)?)
+    }
+
+    /// Memory of `len` bytes at every member, for one-sided puts. Collective.
+    ///
+    /// # Errors
+    /// [`MemoryError::SizesDiffer`] if members ask for different sizes, [`MemoryError::OutOfSpace`] on every member
+    /// if one of them has no room.
+    pub fn window(&self, len: u64) -> Result<Window, Error> {
+        Window::symmetric(self, len)
+    }
+
+    /// Makes a caller's own memory a window: `memory` is a memfd, sealed against shrinking, that the caller has mapped
+    /// (a shared tensor, for example). Collective; sizes must be equal.
+    ///
+    /// # Errors
+    /// [`MemoryError::NotSealed`], [`MemoryError::SizesDiffer`], [`MemoryError::OutOfSpace`] for its flags.
+    pub fn register(&self, memory: OwnedFd) -> Result<Window, Error> {
+        Window::registered(self, memory)
+    }
+
+    /// The lanes to all members. Collective the first time: wires to other nodes are laid then.
+    pub(crate) fn lanes(&self) -> Result<Arc<Lanes>, Error> {
+        if let Some(lanes) = self.lanes.get() {
+            return Ok(Arc::clone(lanes));
+        }
+        let nodes = self.nodes();
+        self.lay_wires(&nodes)?;
+        let reach = self.ranks.iter().zip(0..).map(|(&rank, position)| self.reach(rank, position, &nodes));
+        let lanes = Lanes {
+            rank: self.me,
+            world_ranks: self.ranks.clone(),
+            reach: reach.collect::<Result<_, _>>()?,
+            nodes,
+            rows: self.shared.rows,
+            health: Arc::clone(self.shared.hub.health()),
+            deadline: self.shared.options.clocks.deadline,
+        };
+        Ok(Arc::clone(self.lanes.get_or_init(|| Arc::new(lanes))))
+    }
+
+    fn reach(&self, rank: u32, position: u32, nodes: &NodeMap) -> Result<Reach, Error> {
+        if position == self.me {
+            return Ok(Reach::Own);
+        }
+        if nodes.same_node(self.me, position) {
+            return Ok(Reach::Load);
+        }
+        let link = self.shared.card.as_ref().and_then(|card| card.link_to(rank));
+        let missing = LaneError::NoLane { rank: self.me, peer: position, missing: "a wire" };
+        Ok(Reach::Rail(link.ok_or(missing)?))
+    }
+
+    /// Gives every pair of members on different nodes, that has none yet, a segment of its own. The lower rank of the
+    /// world makes it.
+    fn lay_wires(&self, nodes: &NodeMap) -> Result<(), Error> {
+        let Some(card) = &self.shared.card else { return Ok(()) };
+        let own = self.shared.hub.rank();
+        let mut made: Vec<Option<Segment>> = Vec::new();
+        let mut wanted = Vec::new();
+        for (&rank, position) in self.ranks.iter().zip(0..) {
+            let far = !nodes.same_node(self.me, position);
+            if far && !self.shared.same_machine(rank) {
+                return Err(BootstrapError::Unreachable { me: own, rank }.into());
+            }
+            let want = far && card.link_to(rank).is_none();
+            let make = want && own < rank;
+            made.push(make.then(|| Segment::create("sidelane-wire", lane::ring_bytes())).transpose()?);
+            wanted.push(want);
+        }
+        let offer = |peer: usize| {
+            wanted[peer].then(|| {
+                let wire = made[peer].as_ref().map(AsFd::as_fd);
+                [Some(card.bell()), wire].into_iter().flatten().collect::<Vec<BorrowedFd<'_>>>()
+            })
+        };
+        let key = self.step();
+        let deadline = self.shared.options.clocks.rendezvous;
+        let received =
+            exchange_fds(self.shared.hub.as_ref(), &key, &self.ranks, self.me as usize, &offer, deadline)?;
+        for ((mut fds, wire), &rank) in received.into_iter().map(Vec::into_iter).zip(made).zip(&self.ranks) {
+            let Some(bell) = fds.next() else { continue };
+            let wire = match (wire, fds.next()) {
+                (Some(own), _) => own,
+                (None, Some(theirs)) => Segment::adopt(theirs, rank)?,
+                (None, None) => {
+                    return Err(LaneError::NoLane {
+                        rank: own,
+                        peer: rank,
+                        missing: "the segment of the wire",
+                    }
+                    .into());
+                }
+            };
+            let mapped = Arc::new(Mapped::new(&[Some(&wire)])?);
+            mapped.populate(0, 0, wire.len())?;
+            card.attach(Arc::new(Link::new(rank, own < rank, mapped, bell, Arc::clone(card.regions()))?));
+        }
+        Ok(())
+    }
+
+    /// Takes symmetric bytes at every member; all succeed or all give them back. Collective.
+    pub(crate) fn take_symmetric(&self, len: u64) -> Result<SymmetricRange, Error> {
+        let taken = self.shared.heap.symmetric().take(len);
+        let said = match &taken {
+            Ok(extent) => [len, 1, extent.offset(), 0],
+            Err(MemoryError::OutOfSpace { free, total, .. }) => [len, 0, *free, *total],
+            Err(_) => [len, 0, 0, 0],
+        };
+        let call = self.steps.load(Ordering::Relaxed);
+        let mut parts = Vec::new();
+        for (blob, (&member, rank)) in
+            self.gather(bytemuck::cast_slice(&said))?.iter().zip(self.ranks.iter().zip(0..))
+        {
+            let [seen, granted, offset, total] = bytemuck::try_pod_read_unaligned::<[u64; 4]>(blob)
+                .map_err(|_| BootstrapError::Malformed { peer: format!("rank {member}") })?;
+            if seen != len {
+                return Err(MemoryError::SizesDiffer { call, me: self.me, rank, seen, expected: len }.into());
+            }
+            if granted == 0 {
+                let (space, setting) = ("symmetric heap", "SIDELANE_SYMMETRIC");
+                return Err(MemoryError::OutOfSpace {
+                    rank,
+                    asked: len,
+                    free: offset,
+                    total,
+                    space,
+                    setting,
+                }
+                .into());
+            }
+            parts.push(Part { member, region: 0, offset, len });
+        }
+        Ok(SymmetricRange { extent: taken?, parts })
+    }
+
+    /// The name of the next collective step: the same on all members, as they take the same steps.
+    pub(crate) fn step(&self) -> String {
+        format!("{}/{}", self.name, self.steps.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// Symmetric bytes at every member of a group; this rank's are given back when dropped.
+#[derive(Debug)]
+pub(crate) struct SymmetricRange {
+    extent: SymmetricExtent,
+    parts: Vec<Part>,
+}
+
+impl SymmetricRange {
+    /// As a window of the lanes.
+    pub(crate) fn window(&self) -> lane::Window {
+        lane::Window { mapped: Arc::clone(self.extent.mapped()), parts: self.parts.clone() }
+    }
+}

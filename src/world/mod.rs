@@ -1,0 +1,25 @@
+//! Worlds, groups, and the one-sided face.
+//!
+//! A [`World`] is all ranks of a job, as one of them sees it: who they are, which of them share memory, its heap, its
+//! health. A [`Group`] is some of them in an order of their own; everything collective is built on a group. A
+//! [`Window`] is memory that the ranks of a group write to each other directly.
+//!
+//! ```text
+//!   World::from_env / World::threads
+//!      |  rendezvous, node map, heaps mapped, card started        (once per epoch)
+//!      +-- group(&ranks)                                          (any number, interleaved)
+//!             +-- window(len)       put, put_signal, signal, wait_until, quiet
+//!             +-- ExpertParallel    dispatch, combine
+//!   a rank is lost --> every wait ends with the cause --> rebuild --> a World of the survivors, next epoch
+//! ```
+
+mod group;
+mod setup;
+mod window;
+
+pub use group::Group;
+pub use setup::{Options, World};
+pub use window::Window;
+
+pub(crate) use group::SymmetricRange;
+pub(crate) use setup::Shared;

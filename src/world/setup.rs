@@ -1,0 +1,282 @@
+//! Building a world, and building it again.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use super::Group;
+use crate::bootstrap::{self, Clocks, Health, Hub, Identity, Location, Secret};
+use crate::config::Config;
+use crate::error::{BootstrapError, Cause, Error, MemoryError};
+use crate::exec::Recorder;
+use crate::lane::{Card, Region};
+use crate::memory::{Heap, HeapSizes, Pool, Segment};
+use crate::rows::{Rows, Simd};
+use crate::topology::NodeMap;
+
+/// How a world is built.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// Sizes of memory.
+    pub config: Config,
+    /// How long to wait for what.
+    pub clocks: Clocks,
+    /// Keep the last so many operations of each rank for a timeline; 0 keeps none and costs nothing.
+    pub record: usize,
+}
+
+impl Options {
+    /// From the environment: see [`config`](crate::config).
+    ///
+    /// # Errors
+    /// [`BootstrapError::BadVariable`].
+    pub fn from_env() -> Result<Self, BootstrapError> {
+        Ok(Options { config: Config::from_env()?, clocks: Clocks::from_env()?, record: 0 })
+    }
+}
+
+/// All ranks of a job, as one of them sees it.
+#[derive(Debug)]
+pub struct World {
+    shared: Arc<Shared>,
+    /// For each rank its rank in the world before the rebuild; identity in a first world.
+    previous: Vec<u32>,
+}
+
+/// What groups, windows and calls share. The world lives until the last of them is gone.
+pub(crate) struct Shared {
+    pub(crate) hub: Box<dyn Hub>,
+    pub(crate) options: Options,
+    pub(crate) nodes: NodeMap,
+    pub(crate) heap: Heap,
+    /// Receives from other nodes; there is none where there is only one node.
+    pub(crate) card: Option<Card>,
+    pub(crate) rows: Rows,
+    pub(crate) recorder: Option<Arc<Recorder>>,
+    /// How many groups of the same ranks were made before: part of a group's name.
+    pub(crate) groups: Mutex<HashMap<Vec<u32>, u32>>,
+    machines: Vec<Location>,
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("World")
+            .field("rank", &self.hub.rank())
+            .field("size", &self.hub.size())
+            .field("epoch", &self.hub.epoch())
+            .finish()
+    }
+}
+
+impl World {
+    /// Joins the job that the environment describes (`sidelane launch`, torchrun, SLURM, Open MPI).
+    ///
+    /// # Errors
+    /// [`BootstrapError`] if the ranks do not meet, [`MemoryError`] if the heap cannot be had.
+    pub fn from_env() -> Result<Self, Error> {
+        Self::from_env_with(Options::from_env()?)
+    }
+
+    /// As [`World::from_env`], with options of the caller's.
+    ///
+    /// # Errors
+    /// As [`World::from_env`].
+    pub fn from_env_with(options: Options) -> Result<Self, Error> {
+        let identity = Identity::from_env()?;
+        let hub = bootstrap::connect(&identity, Secret::from_env()?, options.clocks)?;
+        Self::build(hub, options, &Location::here()?, None)
+    }
+
+    /// A world of `n` ranks that are threads of this process, all on one node. Give each to its thread.
+    ///
+    /// # Errors
+    /// As [`World::from_env`].
+    pub fn threads(n: u32) -> Result<Vec<Self>, Error> {
+        let config = Config { heap: 32 << 20, symmetric: 8 << 20, ..Config::default() };
+        Self::threads_with(&vec![0; n as usize], &Options { config, ..Options::default() })
+    }
+
+    /// A world of threads: rank r acts as if it ran on node `nodes[r]`. Ranks of different nodes share no memory but
+    /// the wire between them.
+    ///
+    /// # Errors
+    /// As [`World::from_env`].
+    pub fn threads_with(nodes: &[u32], options: &Options) -> Result<Vec<Self>, Error> {
+        let hubs = bootstrap::threads(nodes.len() as u32, options.clocks);
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = hubs
+                .into_iter()
+                .zip(nodes)
+                .map(|(hub, node)| {
+                    let options = options.clone();
+                    scope.spawn(move || {
+                        let place = Location::in_node(&node.to_string())?;
+                        Self::build(hub, options, &place, None)
+                    })
+                })
+                .collect();
+            ranks
+                .into_iter()
+                .map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+                .collect()
+        })
+    }
+
+    fn build(
+        hub: Box<dyn Hub>,
+        options: Options,
+        place: &Location,
+        previous: Option<Vec<u32>>,
+    ) -> Result<Self, Error> {
+        let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
+        let rows = Rows::new(Simd::from_env()?);
+        let labels = hub.gather("world/place", rank, size, &place.to_bytes(), deadline)?;
+        let machines: Vec<Location> = labels
+            .iter()
+            .zip(0..)
+            .map(|(label, r)| Location::from_bytes(r, label))
+            .collect::<Result<_, _>>()?;
+        let nodes = NodeMap::from_labels(&machines);
+        let heap = Self::map_heaps(hub.as_ref(), &options, &nodes)?;
+        let card = match nodes.nodes() {
+            1 => None,
+            _ => Some(Card::start(rank, Arc::clone(hub.health()))?),
+        };
+        if let Some(card) = &card {
+            card.regions().add(Region { mapped: Arc::clone(heap.mapped()), member: rank });
+        }
+        let recorder = (options.record > 0).then(|| Arc::new(Recorder::new(options.record)));
+        let shared =
+            Shared { hub, options, nodes, heap, card, rows, recorder, groups: Mutex::default(), machines };
+        let previous = previous.unwrap_or_else(|| (0..size).collect());
+        Ok(World { shared: Arc::new(shared), previous })
+    }
+
+    fn map_heaps(hub: &dyn Hub, options: &Options, nodes: &NodeMap) -> Result<Heap, Error> {
+        let rank = hub.rank();
+        let sizes = HeapSizes { symmetric: options.config.symmetric, total: options.config.heap };
+        let own = Segment::create("sidelane-heap", sizes.total)?;
+        let members: Vec<u32> = (0..hub.size()).collect();
+        let offer = |peer: usize| nodes.same_node(rank, peer as u32).then(|| vec![own.as_fd()]);
+        let received = bootstrap::exchange_fds(
+            hub,
+            "world/heaps",
+            &members,
+            rank as usize,
+            &offer,
+            options.clocks.rendezvous,
+        )?;
+        let mut segments: Vec<Option<Segment>> = received
+            .into_iter()
+            .zip(0..)
+            .map(|(fds, peer): (Vec<OwnedFd>, u32)| {
+                fds.into_iter().next().map(|fd| Segment::adopt(fd, peer)).transpose()
+            })
+            .collect::<Result<_, MemoryError>>()?;
+        segments[rank as usize] = Some(own);
+        Ok(Heap::new(rank, sizes, &segments)?)
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> u32 {
+        self.shared.hub.rank()
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> u32 {
+        self.shared.hub.size()
+    }
+
+    /// How often the world was rebuilt. It stands in the high bits of every generation.
+    pub fn epoch(&self) -> u16 {
+        self.shared.hub.epoch()
+    }
+
+    /// Which ranks share memory.
+    pub fn nodes(&self) -> &NodeMap {
+        &self.shared.nodes
+    }
+
+    /// For each rank, its rank in the world before the rebuild.
+    pub fn previous_ranks(&self) -> &[u32] {
+        &self.previous
+    }
+
+    /// Whether the world is alive.
+    pub fn health(&self) -> &Health {
+        self.shared.hub.health()
+    }
+
+    /// This rank's receive pool.
+    pub fn pool(&self) -> &Arc<Pool> {
+        self.shared.heap.pool()
+    }
+
+    /// What the operating system granted for the heap.
+    pub fn pages(&self) -> crate::memory::PageReport {
+        self.shared.heap.pages()
+    }
+
+    /// Name of the instruction set in use.
+    pub fn simd(&self) -> &'static str {
+        self.shared.rows.simd().name()
+    }
+
+    /// The recorder of this rank's operations, if [`Options::record`] asked for one.
+    pub fn recorder(&self) -> Option<&Arc<Recorder>> {
+        self.shared.recorder.as_ref()
+    }
+
+    /// A group of these ranks, in this order. Collective among them: each must make the same groups of the same
+    /// ranks in the same order; other ranks take no part.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`](crate::error::PlanError::BadParameter) if a rank is out of range, named twice, or
+    /// this rank is not among them.
+    pub fn group(&self, ranks: &[u32]) -> Result<Group, Error> {
+        self.shared.hub.health().check()?;
+        Group::new(Arc::clone(&self.shared), ranks)
+    }
+
+    /// The group of all ranks.
+    ///
+    /// # Errors
+    /// As [`World::group`].
+    pub fn all(&self) -> Result<Group, Error> {
+        self.group(&(0..self.size()).collect::<Vec<_>>())
+    }
+
+    /// Ends the world on every rank: all waits and calls end with [`Cause::Cancelled`] that names this rank.
+    pub fn cancel(&self) {
+        self.shared.hub.cancel(Cause::Cancelled { by: self.rank() });
+    }
+
+    /// The survivors' next world: new segments, new connections, a new epoch. Collective among those that are left.
+    /// Handles and windows of the old world stay readable until they are dropped; late writes of a lost rank go to
+    /// segments that nobody reads any more.
+    ///
+    /// # Errors
+    /// [`BootstrapError::RebuildFailed`] if the survivors do not meet, [`Cause::Evicted`] if they have left this
+    /// rank behind.
+    pub fn rebuild(&self, deadline: Duration) -> Result<World, Error> {
+        let (hub, previous) = self.shared.hub.rebuild(deadline)?;
+        let place = &self.shared.machines[self.rank() as usize];
+        Self::build(hub, self.shared.options.clone(), place, Some(previous))
+    }
+}
+
+impl Shared {
+    /// Whether descriptors can be passed to a rank.
+    pub(crate) fn same_machine(&self, rank: u32) -> bool {
+        self.machines[rank as usize].same_machine(&self.machines[self.hub.rank() as usize])
+    }
+
+    /// How many groups of these ranks were made before this one.
+    pub(crate) fn count_group(&self, ranks: &[u32]) -> u32 {
+        let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = groups.entry(ranks.to_vec()).or_default();
+        *count += 1;
+        *count - 1
+    }
+}

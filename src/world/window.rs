@@ -1,0 +1,250 @@
+//! The one-sided face: memory that the ranks of a group write to each other.
+//!
+//! Each call is a schedule of one or two operations, run by the same executor as a dispatch; bounds are checked before
+//! anything is posted.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use super::Group;
+use super::group::SymmetricRange;
+use crate::bootstrap::exchange_fds;
+use crate::dtype::Dtype;
+use crate::error::{Error, MemoryError};
+use crate::exec::Host;
+use crate::lane::{self, Io, Lanes, Part, Port, Region};
+use crate::memory::{Mapped, Segment};
+use crate::rows::Stores;
+use crate::schedule::{Control, Flag, Item, Level, Op, Operand, Operands, Place, Slot, SpanCopy, WindowId};
+
+/// A window's bytes, and its flags, in the port's table.
+const DATA: WindowId = WindowId(0);
+const FLAGS: WindowId = WindowId(1);
+
+/// `len` bytes at every member of a group, and one signal word per pair of members.
+///
+/// **Bounds.** Every access is (peer, offset, length) and must lie inside the window; otherwise
+/// [`MemoryError::OutOfBounds`], and nothing is moved.
+///
+/// **Order.** Puts to one peer are visible to it after a later signal from the same rank to the same peer. Nothing
+/// else is ordered: a put alone may be seen in pieces.
+///
+/// **Licence.** Who may write where and when is the callers' agreement: a rank must not put into bytes that their
+/// owner may be reading, until the owner has signalled that it is done. The library does this by itself for dispatch
+/// and combine; here it cannot know.
+///
+/// ```
+/// use sidelane::World;
+/// let mut ranks = World::threads(2)?.into_iter();
+/// let (a, b) = (ranks.next().unwrap(), ranks.next().unwrap());
+/// let sender = std::thread::spawn(move || -> sidelane::Result<()> {
+///     let mut window = a.all()?.window(64)?;
+///     window.put_signal(1, 16, b"hello", 1)?;       // put, then raise my word at rank 1 to 1
+///     window.wait_until(1, 1)                        // its answer: my bytes have been read
+/// });
+/// let mut window = b.all()?.window(64)?;
+/// window.wait_until(0, 1)?;
+/// let mut seen = [0; 5];
+/// window.read(16, &mut seen)?;
+/// assert_eq!(&seen, b"hello");
+/// window.signal(0, 1)?;
+/// sender.join().unwrap()?;
+/// # Ok::<(), sidelane::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Window {
+    port: Port,
+    host: Host,
+    len: u64,
+    barriers: u64,
+    lanes: Arc<Lanes>,
+    _flags: SymmetricRange,
+    /// The bytes themselves: symmetric, or registered.
+    _data: Data,
+}
+
+#[derive(Debug)]
+enum Data {
+    Symmetric { _range: SymmetricRange },
+    Registered { region: Option<(Arc<lane::Regions>, u32)> },
+}
+
+impl Drop for Data {
+    fn drop(&mut self) {
+        if let Data::Registered { region: Some((regions, number)) } = self {
+            regions.remove(*number);
+        }
+    }
+}
+
+impl Window {
+    pub(super) fn symmetric(group: &Group, len: u64) -> Result<Self, Error> {
+        let lanes = group.lanes()?;
+        let range = group.take_symmetric(len)?;
+        let window = range.window();
+        Self::new(group, lanes, window, len, Data::Symmetric { _range: range })
+    }
+
+    pub(super) fn registered(group: &Group, memory: OwnedFd) -> Result<Self, Error> {
+        let lanes = group.lanes()?;
+        let own = Segment::adopt(memory, group.rank())?;
+        let len = own.len();
+        let said: Vec<u64> = group
+            .gather(&len.to_le_bytes())?
+            .iter()
+            .map(|blob| blob.as_slice().try_into().map_or(0, u64::from_le_bytes))
+            .collect();
+        if let Some((rank, &seen)) = (0..).zip(&said).find(|&(_, &seen)| seen != len) {
+            return Err(
+                MemoryError::SizesDiffer { call: 0, me: group.rank(), rank, seen, expected: len }.into()
+            );
+        }
+        let mapped = Arc::new(Self::map_neighbours(group, &lanes, own)?);
+        let regions = group.shared.card.as_ref().map(|card| Arc::clone(card.regions()));
+        let region = regions.map(|regions| {
+            let number = regions.add(Region { mapped: Arc::clone(&mapped), member: group.rank() });
+            (regions, number)
+        });
+        let number = region.as_ref().map_or(0, |&(_, number)| number);
+        let numbers = group.gather(&number.to_le_bytes())?;
+        let parts = numbers.iter().zip(0..).map(|(blob, member)| {
+            let region = blob.as_slice().try_into().map_or(0, u32::from_le_bytes);
+            Part { member, region, offset: 0, len }
+        });
+        let window = lane::Window { parts: parts.collect(), mapped };
+        Self::new(group, lanes, window, len, Data::Registered { region })
+    }
+
+    fn map_neighbours(group: &Group, lanes: &Lanes, own: Segment) -> Result<Mapped, Error> {
+        use std::os::fd::AsFd;
+        let me = group.rank();
+        let offer = |peer: usize| lanes.nodes.same_node(me, peer as u32).then(|| vec![own.as_fd()]);
+        let deadline = group.shared.options.clocks.rendezvous;
+        let (hub, key) = (group.shared.hub.as_ref(), group.step());
+        let received = exchange_fds(hub, &key, group.ranks(), me as usize, &offer, deadline)?;
+        let mut segments = Vec::new();
+        for (fds, peer) in received.into_iter().zip(0..) {
+            let segment = fds.into_iter().next().map(|fd| Segment::adopt(fd, peer)).transpose()?;
+            segments.push(segment.filter(|_| peer != me));
+        }
+        segments[me as usize] = Some(own);
+        Ok(Mapped::new(&segments.iter().map(Option::as_ref).collect::<Vec<_>>())?)
+    }
+
+    fn new(
+        group: &Group,
+        lanes: Arc<Lanes>,
+        data: lane::Window,
+        len: u64,
+        owner: Data,
+    ) -> Result<Self, Error> {
+        let flag_bytes = Control::flag(group.size(), Flag::Read, group.size());
+        let flags = group.take_symmetric(flag_bytes)?;
+        let port = Port::new(Arc::clone(&lanes), vec![data, flags.window()], FLAGS);
+        let host = Host::new(Dtype::Bytes, group.shared.recorder.clone());
+        Ok(Window { port, host, len, barriers: 0, lanes, _flags: flags, _data: owner })
+    }
+
+    /// Bytes at each member.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Writes `src` to `offset` of `peer`'s part. When it returns, `src` may be changed; the bytes may not have landed.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`], the world's cause of death, [`LaneError::Deadline`](crate::error::LaneError) if a
+    /// remote peer takes nothing.
+    pub fn put(&mut self, peer: u32, offset: u64, src: &[u8]) -> Result<(), Error> {
+        self.run(&[Op::Put { to: peer, slot: Slot(0) }], peer, offset, src, 0)
+    }
+
+    /// [`Window::put`], then [`Window::signal`].
+    ///
+    /// # Errors
+    /// As [`Window::put`].
+    pub fn put_signal(&mut self, peer: u32, offset: u64, src: &[u8], value: u64) -> Result<(), Error> {
+        let signal = Op::Signal { to: peer, flag: Flag::Landed, level: Level::Call };
+        self.run(&[Op::Put { to: peer, slot: Slot(0) }, signal], peer, offset, src, value)
+    }
+
+    /// Raises this rank's word at `peer` to `value`, after all earlier puts to it. Values must grow.
+    ///
+    /// # Errors
+    /// As [`Window::put`].
+    pub fn signal(&mut self, peer: u32, value: u64) -> Result<(), Error> {
+        self.run(&[Op::Signal { to: peer, flag: Flag::Landed, level: Level::Call }], peer, 0, &[], value)
+    }
+
+    /// Waits until the word that `peer` raises here is at least `value`. All that `peer` put here before that signal is
+    /// then visible.
+    ///
+    /// # Errors
+    /// [`LaneError::Deadline`](crate::error::LaneError), or the world's cause of death.
+    pub fn wait_until(&mut self, peer: u32, value: u64) -> Result<(), Error> {
+        self.run(&[Op::Wait { from: peer, flag: Flag::Landed, level: Level::Call }], peer, 0, &[], value)
+    }
+
+    /// Returns when everything this rank has put or signalled so far has landed at its peers.
+    ///
+    /// # Errors
+    /// As [`Window::put`].
+    pub fn quiet(&mut self) -> Result<(), Error> {
+        self.port.quiet()
+    }
+
+    /// Returns when all members are here. Everything they put before has landed then.
+    ///
+    /// # Errors
+    /// As [`Window::wait_until`].
+    pub fn barrier(&mut self) -> Result<(), Error> {
+        self.barriers += 1;
+        let value = self.barriers;
+        for peer in self.peers() {
+            self.run(&[Op::Signal { to: peer, flag: Flag::Entry, level: Level::Call }], peer, 0, &[], value)?;
+        }
+        for peer in self.peers() {
+            self.run(&[Op::Wait { from: peer, flag: Flag::Entry, level: Level::Call }], peer, 0, &[], value)?;
+        }
+        Ok(())
+    }
+
+    /// Copies bytes of this rank's own part.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`].
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), Error> {
+        Ok(self.port.read(self.lanes.rank, DATA, offset, into)?)
+    }
+
+    /// Writes bytes of this rank's own part.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`].
+    pub fn write(&mut self, offset: u64, from: &[u8]) -> Result<(), Error> {
+        Ok(self.port.write(DATA, offset, from)?)
+    }
+
+    fn peers(&self) -> impl Iterator<Item = u32> + use<> {
+        let (rank, ranks) = (self.lanes.rank, self.lanes.ranks());
+        (1..ranks).map(move |step| (rank + step) % ranks)
+    }
+
+    fn run(&mut self, ops: &[Op], peer: u32, offset: u64, src: &[u8], value: u64) -> Result<(), Error> {
+        self.lanes.health.check()?;
+        let len = src.len() as u64;
+        let spans = [SpanCopy { from: Place::Input, from_offset: 0, to: DATA, to_offset: offset, len }];
+        let table = [Operand::Spans { first: 0, count: 1 }];
+        let operands = Operands { table: &table, spans: &spans, call: value, ..Operands::default() };
+        let mut io = Io { input: src, ..Io::default() };
+        for &op in ops {
+            self.host.run(&self.port, &[Item { track: peer, op }], &operands, &mut io, Stores::Cached)?;
+        }
+        Ok(())
+    }
+}
