@@ -1,0 +1,201 @@
+//! Dispatch and combine between ranks that are threads, bit for bit against a naive reference.
+
+mod support;
+
+use half::{bf16, f16};
+use sidelane::gate::Routing;
+use sidelane::plan::{ExpertMap, Order};
+use sidelane::{Dtype, Element, ExpertParallel};
+use support::{To, Tokens, on_ranks, placement, small, tokens};
+
+/// One case of the table below.
+#[derive(Clone, Debug)]
+struct Case {
+    nodes: Vec<u32>,
+    counts: Vec<u32>,
+    experts: u32,
+    top_k: u32,
+    align: u32,
+    order: Order,
+    weighted: bool,
+    map: Option<ExpertMap>,
+}
+
+impl Case {
+    fn new(nodes: &[u32], counts: &[u32], experts: u32, top_k: u32) -> Case {
+        Case {
+            nodes: nodes.to_vec(),
+            counts: counts.to_vec(),
+            experts,
+            top_k,
+            align: 1,
+            order: Order::Expert,
+            weighted: false,
+            map: None,
+        }
+    }
+}
+
+const HIDDEN: usize = 24;
+
+fn cases() -> Vec<Case> {
+    let plain = Case::new(&[0, 0, 0, 0], &[5, 0, 17, 3], 6, 3);
+    let replicated = ExpertMap::from_slots(5, &[vec![4, 0], vec![1], vec![2, 4, 3], vec![0]]).unwrap();
+    vec![
+        Case::new(&[0], &[7], 3, 2),
+        plain.clone(),
+        Case { nodes: vec![0, 1, 0, 1], ..plain.clone() },
+        Case { nodes: vec![0, 1, 2, 3], ..plain.clone() },
+        Case { align: 16, ..plain.clone() },
+        Case { align: 4, nodes: vec![0, 0, 1, 1], order: Order::Rank, ..plain.clone() },
+        Case { order: Order::Rank, weighted: true, ..plain.clone() },
+        Case { weighted: true, nodes: vec![0, 1, 1, 1], ..plain.clone() },
+        Case { experts: 5, map: Some(replicated), nodes: vec![0, 0, 1, 1], align: 2, ..plain.clone() },
+        Case { counts: vec![0; 4], ..plain.clone() },
+        Case::new(&[0, 0, 0, 1, 1, 1, 1, 1], &[3, 9, 0, 1, 4, 2, 30, 8], 3, 1),
+    ]
+}
+
+/// Sums as the contract says: from +0 in f32, in order of experts (or of ranks, then experts), one rounding.
+fn combined<E: Element + Copy + Into<f32>>(
+    case: &Case,
+    map: &ExpertMap,
+    all: &[Tokens<E>],
+    rank: usize,
+) -> Vec<E>
+where
+    f32: To<E>,
+{
+    let k = case.top_k as usize;
+    let tokens = &all[rank];
+    let mut out = Vec::new();
+    for token in 0..case.counts[rank] as usize {
+        let mut terms: Vec<(u32, i32, usize)> = (token * k..(token + 1) * k)
+            .filter(|&choice| tokens.ids[choice] >= 0)
+            .map(|choice| {
+                let slot = map.slot_for(rank as u32, tokens.ids[choice] as u32);
+                let group = if case.order == Order::Rank { map.rank_of(slot) } else { 0 };
+                (group, tokens.ids[choice], choice)
+            })
+            .collect();
+        terms.sort_unstable();
+        for column in 0..HIDDEN {
+            let mut total = 0.0f32;
+            for group in terms.chunk_by(|a, b| a.0 == b.0) {
+                let mut partial = 0.0f32;
+                for &(_, expert, choice) in group {
+                    let y: f32 = expert_of(tokens.x[token * HIDDEN + column], expert).into();
+                    partial += if case.weighted { tokens.weights[choice] * y } else { y };
+                }
+                total += partial;
+            }
+            out.push(total.to());
+        }
+    }
+    out
+}
+
+/// What expert `id` does to an element.
+fn expert_of<E: Element + Into<f32>>(x: E, id: i32) -> E
+where
+    f32: To<E>,
+{
+    (x.into() * (id as f32 + 0.5)).to()
+}
+
+fn exchange<E: Element + Copy + PartialEq + std::fmt::Debug + Into<f32>>(dtype: Dtype, case: &Case)
+where
+    f32: To<E>,
+{
+    let map = case
+        .map
+        .clone()
+        .unwrap_or_else(|| ExpertMap::contiguous(case.experts, case.nodes.len() as u32).unwrap());
+    let all: Vec<Tokens<E>> = (0u64..)
+        .zip(&case.counts)
+        .map(|(rank, &count)| tokens(rank + 100, count, HIDDEN, case.top_k, case.experts))
+        .collect();
+    let expected = placement(&all, case.top_k, &map, case.align);
+    on_ranks(&case.nodes, &small(), |world| {
+        let me = world.rank() as usize;
+        let mut ep = ExpertParallel::builder(&world.all().unwrap())
+            .unwrap()
+            .expert_map(map.clone())
+            .top_k(case.top_k)
+            .hidden(HIDDEN)
+            .dtype(dtype)
+            .align(case.align)
+            .order(case.order)
+            .weighted(case.weighted)
+            .build()
+            .unwrap();
+        let mine = &all[me];
+        let routing = Routing::new(case.top_k, mine.ids.as_slice(), mine.weights.as_slice()).unwrap();
+        for round in 0..5 {
+            world.pool().poison(0xff);
+            let (rows, handle) = ep.dispatch(&mine.x, &routing).unwrap();
+            let seen = rows.rows::<E>().unwrap();
+            assert_eq!(rows.len() as usize, expected[me].len(), "rank {me}, {case:?}");
+            for (row, origin) in expected[me].iter().enumerate() {
+                let got = &seen[row * HIDDEN..][..HIDDEN];
+                match *origin {
+                    Some((source, token, choice)) => {
+                        assert_eq!(
+                            got,
+                            &all[source].x[token * HIDDEN..][..HIDDEN],
+                            "row {row} of rank {me}, {case:?}"
+                        );
+                        assert_eq!(handle.row_weights()[row], all[source].weights[choice]);
+                    }
+                    None => {
+                        assert!(
+                            got.iter().all(|&e| Into::<f32>::into(e).to_bits() == 0),
+                            "pad row {row} is zero"
+                        );
+                        assert_eq!(handle.row_weights()[row].to_bits(), 0);
+                    }
+                }
+            }
+            let mut y = handle.output().unwrap();
+            let out = y.rows_mut::<E>().unwrap();
+            let mut row = 0;
+            for (slot, &count) in map.slots_of(world.rank()).zip(handle.padded_tokens_per_expert()) {
+                for _ in 0..count as usize * HIDDEN {
+                    out[row] = expert_of(seen[row], map.expert_of(slot) as i32);
+                    row += 1;
+                }
+            }
+            let copied = out.to_vec();
+            drop(rows);
+            let result: Vec<E> = if round % 2 == 0 {
+                ep.combine(y, &handle).unwrap()
+            } else {
+                drop(y);
+                ep.combine(&copied, &handle).unwrap()
+            };
+            assert_eq!(result, combined(case, &map, &all, me), "rank {me}, round {round}, {case:?}");
+        }
+    });
+}
+
+#[test]
+fn every_row_lands_in_its_place_and_comes_home_in_bf16() {
+    cases().iter().for_each(exchange_as::<bf16>(Dtype::Bf16));
+}
+
+#[test]
+fn every_row_lands_in_its_place_and_comes_home_in_f32() {
+    cases().iter().for_each(exchange_as::<f32>(Dtype::F32));
+}
+
+#[test]
+fn every_row_lands_in_its_place_and_comes_home_in_f16() {
+    cases().iter().for_each(exchange_as::<f16>(Dtype::F16));
+}
+
+fn exchange_as<E: Element + Copy + PartialEq + std::fmt::Debug + Into<f32>>(dtype: Dtype) -> impl Fn(&Case)
+where
+    f32: To<E>,
+{
+    move |case| exchange::<E>(dtype, case)
+}

@@ -1,0 +1,99 @@
+//! Worlds of threads, random routings, and the naive reference that dispatch and combine are held against.
+#![allow(dead_code)] // each test file uses its part
+
+use rand::{Rng, RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use sidelane::config::Config;
+use sidelane::plan::ExpertMap;
+use sidelane::{Element, Options, World};
+
+/// Options for small worlds.
+pub fn small() -> Options {
+    let config = Config { heap: 16 << 20, symmetric: 4 << 20, ..Config::default() };
+    Options { config, ..Options::default() }
+}
+
+/// Runs `body` on every rank of a world of threads; rank r is on node `nodes[r]`. Results in order of rank.
+pub fn on_ranks<T: Send>(nodes: &[u32], options: &Options, body: impl Fn(World) -> T + Sync) -> Vec<T> {
+    let worlds = World::threads_with(nodes, options).expect("a world of threads");
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = worlds.into_iter().map(|world| scope.spawn(|| body(world))).collect();
+        ranks.into_iter().map(|rank| rank.join().expect("a rank panicked")).collect()
+    })
+}
+
+/// One rank's input.
+#[derive(Clone, Debug)]
+pub struct Tokens<E> {
+    pub x: Vec<E>,
+    pub ids: Vec<i32>,
+    pub weights: Vec<f32>,
+}
+
+/// Random tokens with distinct experts; one choice in eight is dropped.
+pub fn tokens<E: Element>(seed: u64, count: u32, hidden: usize, top_k: u32, experts: u32) -> Tokens<E>
+where
+    f32: To<E>,
+{
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let x = (0..count as usize * hidden).map(|_| (rng.random::<f32>() * 4.0 - 2.0).to()).collect();
+    let mut ids = Vec::new();
+    for _ in 0..count {
+        let mut all: Vec<i32> = (0..experts as i32).collect();
+        for k in 0..top_k as usize {
+            let pick = rng.random_range(k..all.len());
+            all.swap(k, pick);
+            ids.push(if rng.next_u32() % 8 == 0 { -1 } else { all[k] });
+        }
+    }
+    let weights = ids.iter().map(|_| rng.random::<f32>()).collect();
+    Tokens { x, ids, weights }
+}
+
+/// Rounding to an element type, and back.
+pub trait To<E> {
+    fn to(self) -> E;
+}
+impl To<f32> for f32 {
+    fn to(self) -> f32 {
+        self
+    }
+}
+impl To<half::bf16> for f32 {
+    fn to(self) -> half::bf16 {
+        half::bf16::from_f32(self)
+    }
+}
+impl To<half::f16> for f32 {
+    fn to(self) -> half::f16 {
+        half::f16::from_f32(self)
+    }
+}
+impl To<u8> for f32 {
+    fn to(self) -> u8 {
+        self.to_bits() as u8
+    }
+}
+
+/// Where a received row came from: (rank, token, choice); `None` is a pad row.
+pub type Origin = Option<(usize, usize, usize)>;
+
+/// The rows of every rank in visible order, found by sorting all (slot, source, token).
+pub fn placement<E>(ranks: &[Tokens<E>], top_k: u32, map: &ExpertMap, align: u32) -> Vec<Vec<Origin>> {
+    let mut rows: Vec<Vec<Origin>> = vec![Vec::new(); map.ranks() as usize];
+    for slot in 0..map.slots() {
+        let mut segment: Vec<Origin> = Vec::new();
+        for (source, tokens) in ranks.iter().enumerate() {
+            for (choice, &id) in tokens.ids.iter().enumerate() {
+                if id >= 0 && map.slot_for(source as u32, id as u32) == slot {
+                    segment.push(Some((source, choice / top_k as usize, choice)));
+                }
+            }
+        }
+        while !segment.len().is_multiple_of(align as usize) {
+            segment.push(None);
+        }
+        rows[map.rank_of(slot) as usize].extend(segment);
+    }
+    rows
+}
