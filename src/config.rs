@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | `SIDELANE_HEAP` | bytes of each rank's heap; suffixes K, M, G | 256M |
 //! | `SIDELANE_SYMMETRIC` | of these, for control and callers' windows | 32M |
-//! | `SIDELANE_CACHE` | size from which rows are written past the cache | last-level cache, as the system tells |
+//! | `SIDELANE_CACHE` | size of the cache that ranks share: calls that write more than a quarter of it write past it | last-level cache, as the system tells |
 //! | `SIDELANE_SIMD` | `portable`, `avx2` or `avx512` | the best there is |
 //! | `SIDELANE_DEADLINE_MS` | how long a live but silent rank is waited for | 600000 |
 //! | `SIDELANE_RENDEZVOUS_MS` | how long ranks are waited for at start | 60000 |
@@ -22,7 +22,7 @@ pub struct Config {
     pub heap: u64,
     /// Its symmetric part: control and callers' windows. The rest is the receive pool.
     pub symmetric: u64,
-    /// A call that writes more than this on one node writes past the cache.
+    /// The cache that the ranks of a node share.
     pub cache: u64,
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::buffers::check_tensor;
 use super::call::{ENTRY, ROWS};
-use super::handle::{Inner, LaneUse, Report};
+use super::handle::Inner;
 use super::{ExpertParallel, ExpertRows, Handle};
 use crate::dtype::Element;
 use crate::error::{CallError, CallKind, Error, PlanError};
@@ -135,7 +135,8 @@ impl ExpertParallel {
         announced.trim(u64::from(inner.layout.landed) * row_bytes);
         self.host.take_moved();
         self.put_rows(&inner, x)?;
-        inner.report = self.report();
+        inner.report.moved = self.host.take_moved();
+        inner.report.lanes.clone_from(&self.lane_use);
         let rows = ExpertRows { extent: announced, rows: inner.layout.landed, row_bytes };
         Ok((rows, self.handle_of(inner)))
     }
@@ -152,10 +153,6 @@ impl ExpertParallel {
             &mut Io { input: x, ..Io::default() },
             stores,
         )
-    }
-
-    fn report(&mut self) -> Report {
-        Report { moved: self.host.take_moved(), ..Report::default() }
     }
 
     /// Sends tokens along the layout of an earlier dispatch: no ids, no counts. Collective.
@@ -213,18 +210,6 @@ impl ExpertParallel {
             return Err(CallError::ForeignHandle { seen: inner.instance, expected: self.instance }.into());
         }
         Ok(())
-    }
-
-    /// The lanes of this group, and how many ranks each reaches.
-    pub fn lanes(&self) -> Vec<LaneUse> {
-        let mut uses: Vec<LaneUse> = Vec::new();
-        for lane in self.lanes.reach.iter().map(crate::lane::Reach::name) {
-            match uses.iter_mut().find(|used| used.lane == lane) {
-                Some(used) => used.ranks += 1,
-                None => uses.push(LaneUse { lane, ranks: 1 }),
-            }
-        }
-        uses
     }
 }
 

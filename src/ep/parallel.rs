@@ -8,10 +8,10 @@ use crossbeam::queue::ArrayQueue;
 use super::builder::Spec;
 use super::handle::Inner;
 use super::publication::Publication;
-use super::{ExpertParallelBuilder, Handle};
+use super::{ExpertParallelBuilder, Handle, LaneUse};
 use crate::error::{Cause, Error, LaneError, PlanError};
 use crate::exec::Host;
-use crate::lane::{Lanes, Part, Port, Window};
+use crate::lane::{Lanes, Part, Port, Reach, Window};
 use crate::memory::{Extent, Licence, Pool};
 use crate::plan::{Counts, ExpertMap, Frame, Sizes, Sorted};
 use crate::rows::Stores;
@@ -59,6 +59,8 @@ pub struct ExpertParallel {
     pub(super) counts: Counts,
     pub(super) sizes: Sizes,
     pub(super) publication: Publication,
+    /// The lanes, and how many ranks each reaches.
+    pub(super) lane_use: Vec<LaneUse>,
     /// Scratch for weight gradients.
     pub(super) products: Vec<f32>,
     /// Per rank: where rows or chunks land there.
@@ -113,6 +115,7 @@ impl ExpertParallel {
             counts: Counts::default(),
             sizes: Sizes::default(),
             publication: Publication::new(spec.map.slots()),
+            lane_use: count_lanes(&lanes),
             products: Vec::new(),
             landing: vec![0; ranks as usize],
             calls: u64::from(group.shared.hub.epoch()) << 48,
@@ -160,6 +163,11 @@ impl ExpertParallel {
         self.shared.heap.pool()
     }
 
+    /// The lanes of this group, and how many ranks each reaches.
+    pub fn lanes(&self) -> &[LaneUse] {
+        &self.lane_use
+    }
+
     pub(super) fn frame(&self) -> Frame<'_> {
         Frame {
             map: &self.spec.map,
@@ -170,12 +178,12 @@ impl ExpertParallel {
         }
     }
 
-    /// How to store what this rank writes in a call: past the cache if the ranks of this node together write more than
-    /// it holds, so that each target line is not read first only to be thrown out again.
+    /// How to store what this rank writes in a call. Past the cache once the ranks of this node together write a good
+    /// part of it: each line is then written without being read first. Small calls stay in the cache, where the
+    /// experts find them.
     pub(super) fn stores(&self, bytes: u64) -> Stores {
         let neighbours = self.lanes.nodes.members(self.lanes.nodes.node_of(self.lanes.rank)).len() as u64;
-        let cache = self.shared.options.config.cache;
-        if bytes * neighbours > cache + cache / 2 { Stores::Streaming } else { Stores::Cached }
+        if bytes * neighbours > self.shared.options.config.cache / 4 { Stores::Streaming } else { Stores::Cached }
     }
 
     /// A lane error ends the world: peers must not wait for a rank that has given up.
@@ -206,6 +214,17 @@ impl std::fmt::Debug for ExpertParallel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ExpertParallel").field("rank", &self.rank()).field("spec", &self.spec).finish()
     }
+}
+
+fn count_lanes(lanes: &Lanes) -> Vec<LaneUse> {
+    let mut uses: Vec<LaneUse> = Vec::new();
+    for lane in lanes.reach.iter().map(Reach::name) {
+        match uses.iter_mut().find(|used| used.lane == lane) {
+            Some(used) => used.ranks += 1,
+            None => uses.push(LaneUse { lane, ranks: 1 }),
+        }
+    }
+    uses
 }
 
 /// The pools of all members as a window: each from its start to the end of its heap.

@@ -19,6 +19,7 @@
 #![allow(unsafe_code)]
 
 mod flag;
+mod floor;
 mod group;
 mod port;
 mod rail;
@@ -26,6 +27,7 @@ mod sum;
 mod wait;
 
 pub use flag::FlagLine;
+pub use floor::Floor;
 pub use group::{Lanes, Reach};
 pub use port::{Io, Part, Port, RowSource, Window};
 pub use rail::{Card, Link, Region, Regions, ring_bytes};

@@ -1,0 +1,138 @@
+//! The yardstick: the bytes of a call moved by bare loops, nothing else.
+//!
+//! No counts, no placement, no flags, no checks per call: addresses are resolved once, then each run is gathered and
+//! each token summed. What a dispatch or combine takes beyond this is the library's own cost. Rows for ranks whose
+//! memory is not mapped are written to scratch of this rank: each byte is still read and written once.
+
+use super::Port;
+use crate::error::Error;
+use crate::plan::Layout;
+use crate::rows::{Arithmetic, Rows, Stores};
+use crate::schedule::{Sum, WindowId, chunk_bytes};
+
+/// A call's moves, ready to run. It holds addresses in windows: the port must outlive it, and whoever runs it must hold
+/// the extents it was built from.
+#[derive(Debug)]
+pub struct Floor {
+    kernels: Rows,
+    row_bytes: usize,
+    input_rows: usize,
+    runs: Vec<FloorRun>,
+    rows: Vec<u32>,
+    terms: Vec<*const u8>,
+    starts: Vec<u32>,
+    groups: Vec<u32>,
+    group_starts: Vec<u32>,
+}
+
+#[derive(Debug)]
+struct FloorRun {
+    to: *mut u8,
+    first: usize,
+    count: usize,
+    pad: usize,
+}
+
+// SAFETY: the pointers lead into mappings that belong to no thread.
+unsafe impl Send for Floor {}
+
+impl Port {
+    /// The moves of a dispatch along `layout` to `landing` (per rank, first byte in its pool), and of a sum of the chunks
+    /// that `sum` describes. `scratch` is a place in this rank's own pool for all rows that go to other nodes; the
+    /// chunks of other nodes' ranks must lie in this rank's pool (`sum.held_by`).
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`](crate::error::MemoryError) if any of it lies outside its window.
+    pub fn floor(
+        &self,
+        layout: &Layout,
+        row_bytes: u64,
+        landing: &[u64],
+        scratch: u64,
+        sum: &Sum<'_>,
+    ) -> Result<Floor, Error> {
+        let lanes = self.lanes();
+        let mut runs = Vec::new();
+        let mut spill = scratch;
+        for peer in 0..lanes.ranks() {
+            let range = layout.runs_to(peer);
+            for run in &layout.runs[range.start as usize..range.end as usize] {
+                let len = u64::from(run.count + run.pad) * row_bytes;
+                let (owner, offset) = if lanes.nodes.same_node(lanes.rank, peer) {
+                    (peer, landing[peer as usize] + u64::from(run.to_row) * row_bytes)
+                } else {
+                    spill += len;
+                    (lanes.rank, spill - len)
+                };
+                let to = self.range(owner, WindowId::POOL, offset, len)?.cast_mut();
+                runs.push(FloorRun {
+                    to,
+                    first: run.first as usize,
+                    count: run.count as usize,
+                    pad: run.pad as usize,
+                });
+            }
+        }
+        let mut terms = Vec::new();
+        for term in sum.terms {
+            let owner = term.owner as usize;
+            let chunk = chunk_bytes(sum.chunk_rows[owner], row_bytes);
+            let base = self.range(sum.held_by[owner], WindowId::POOL, sum.bases[owner], chunk)?;
+            // SAFETY: the whole chunk was checked, and the plan's rows lie inside it.
+            terms.push(unsafe { base.add(term.row as usize * row_bytes as usize) });
+        }
+        Ok(Floor {
+            kernels: lanes.rows,
+            row_bytes: row_bytes as usize,
+            input_rows: layout.tokens as usize,
+            runs,
+            rows: layout.rows.clone(),
+            terms,
+            starts: sum.starts.to_vec(),
+            groups: sum.groups.to_vec(),
+            group_starts: sum.group_starts.to_vec(),
+        })
+    }
+}
+
+impl Floor {
+    /// Gathers all runs from `input`, `[tokens, row]`. A shorter input moves nothing.
+    pub fn dispatch(&self, input: &[u8], stores: Stores) {
+        if input.len() < self.input_rows * self.row_bytes {
+            return;
+        }
+        for run in &self.runs {
+            // SAFETY: targets were checked when this was built; row indices are below the tokens, which `input` holds.
+            unsafe {
+                self.kernels.gather(
+                    run.to,
+                    input.as_ptr(),
+                    self.row_bytes,
+                    &self.rows[run.first..run.first + run.count],
+                    stores,
+                );
+                self.kernels.zero(run.to.add(run.count * self.row_bytes), run.pad * self.row_bytes, stores);
+            }
+        }
+        Rows::fence();
+    }
+
+    /// Sums all tokens into `output`, `[tokens, row]`. A shorter output is left as it is.
+    pub fn combine(&self, dtype: Arithmetic, output: &mut [u8], stores: Stores) {
+        if output.len() < (self.starts.len() - 1) * self.row_bytes {
+            return;
+        }
+        for (token, out) in output.chunks_exact_mut(self.row_bytes).enumerate().take(self.starts.len() - 1) {
+            let rows = &self.terms[self.starts[token] as usize..self.starts[token + 1] as usize];
+            let all = [rows.len() as u32];
+            let groups = match self.groups[..] {
+                [] => &all[..],
+                _ => &self.groups[self.group_starts[token] as usize..self.group_starts[token + 1] as usize],
+            };
+            let columns = self.row_bytes / dtype.size();
+            // SAFETY: terms were checked when this was built; `out` is one row.
+            unsafe { self.kernels.grouped_sum(dtype, out.as_mut_ptr(), rows, None, groups, columns, stores) };
+        }
+        Rows::fence();
+    }
+}
