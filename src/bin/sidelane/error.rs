@@ -4,20 +4,14 @@ use std::ffi::OsString;
 use std::io;
 use std::process::ExitCode;
 
+use crate::launch::ShapeError;
+
 /// Any error that ends the program.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
-    /// `--ranks-per-node 3,5` with another number of nodes.
-    #[error("--ranks-per-node names {listed} nodes, but --nodes is {nodes}")]
-    NodesDiffer { listed: usize, nodes: u32 },
-
-    /// A node without ranks, or no node at all.
-    #[error("{option} must be at least 1")]
-    Zero { option: &'static str },
-
-    /// More ranks than rank numbers.
-    #[error("{ranks} ranks are too many: at most {max}")]
-    TooManyRanks { ranks: u64, max: u32 },
+    /// The shape on the command line is none.
+    #[error(transparent)]
+    Shape(#[from] ShapeError),
 
     /// The machine refused what a job needs before any rank could start.
     #[error("cannot {what}: {source}")]
@@ -37,7 +31,7 @@ impl CliError {
     /// cannot be run, as shells have it; 1 for everything else.
     pub fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
-            CliError::NodesDiffer { .. } | CliError::Zero { .. } | CliError::TooManyRanks { .. } => 2,
+            CliError::Shape(_) => 2,
             CliError::Spawn { source, .. } if source.kind() == io::ErrorKind::NotFound => 127,
             CliError::Spawn { .. } => 126,
             CliError::Prepare { .. } | CliError::Output(_) => 1,

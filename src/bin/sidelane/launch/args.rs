@@ -1,11 +1,11 @@
-//! The command line of `launch`, and the shape of a job.
+//! The command line of `launch`, read into a job.
 
 use std::ffi::OsString;
 use std::time::Duration;
 
 use clap::Args;
 
-use super::Job;
+use super::{Job, node_sizes};
 use crate::error::CliError;
 
 const EXAMPLES: &str = "\
@@ -55,31 +55,6 @@ impl LaunchArgs {
     }
 }
 
-/// Number of ranks of each node.
-pub fn node_sizes(nodes: Option<u32>, ranks_per_node: &[u32]) -> Result<Vec<u32>, CliError> {
-    let sizes = match (nodes, ranks_per_node) {
-        (Some(0), _) => return Err(CliError::Zero { option: "--nodes" }),
-        (Some(nodes), [each]) => {
-            within_rank_numbers(u64::from(nodes) * u64::from(*each))?;
-            vec![*each; nodes as usize]
-        }
-        (Some(nodes), list) if nodes as usize != list.len() => {
-            return Err(CliError::NodesDiffer { listed: list.len(), nodes });
-        }
-        (_, list) => list.to_vec(),
-    };
-    if sizes.contains(&0) {
-        return Err(CliError::Zero { option: "--ranks-per-node" });
-    }
-    within_rank_numbers(sizes.iter().map(|&size| u64::from(size)).sum())?;
-    Ok(sizes)
-}
-
-fn within_rank_numbers(ranks: u64) -> Result<(), CliError> {
-    const MAX: u32 = 1 << 16;
-    if ranks > MAX.into() { Err(CliError::TooManyRanks { ranks, max: MAX }) } else { Ok(()) }
-}
-
 fn seconds(text: &str) -> Result<Duration, String> {
     const DAY: f64 = 86_400.0;
     let seconds = text.parse().ok().filter(|s| (0.0..=DAY).contains(s));
@@ -89,29 +64,6 @@ fn seconds(text: &str) -> Result<Duration, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn one_number_is_the_size_of_every_node() {
-        assert_eq!(node_sizes(Some(3), &[2]).unwrap(), [2, 2, 2]);
-        assert_eq!(node_sizes(None, &[8]).unwrap(), [8]);
-    }
-
-    #[test]
-    fn a_list_gives_nodes_of_different_size() {
-        assert_eq!(node_sizes(None, &[3, 5]).unwrap(), [3, 5]);
-        assert_eq!(node_sizes(Some(2), &[3, 5]).unwrap(), [3, 5]);
-        let error = node_sizes(Some(3), &[3, 5]).unwrap_err();
-        assert!(matches!(error, CliError::NodesDiffer { listed: 2, nodes: 3 }), "{error}");
-    }
-
-    #[test]
-    fn empty_nodes_and_absurd_worlds_are_refused() {
-        assert!(matches!(node_sizes(Some(0), &[4]), Err(CliError::Zero { option: "--nodes" })));
-        assert!(matches!(node_sizes(None, &[4, 0]), Err(CliError::Zero { option: "--ranks-per-node" })));
-        for (nodes, list) in [(Some(u32::MAX), vec![u32::MAX]), (None, vec![u32::MAX; 2])] {
-            assert!(matches!(node_sizes(nodes, &list), Err(CliError::TooManyRanks { .. })));
-        }
-    }
 
     #[test]
     fn grace_is_read_in_seconds() {

@@ -10,11 +10,13 @@ mod environment;
 mod job;
 mod lifeline;
 mod ranks;
+mod shape;
 mod signals;
 mod tag;
 
 pub use args::LaunchArgs;
 pub use job::{Job, Outcome};
+pub use shape::{ShapeError, node_sizes};
 
 use std::process::ExitCode;
 
