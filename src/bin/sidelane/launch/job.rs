@@ -85,7 +85,11 @@ impl Job {
             }
             let ending = outcome.failed.is_some() || outcome.stopped.is_some();
             if ending && deadline.is_none() && ranks.running() > 0 {
-                eprintln!("sidelane: {} still running, killed after {:?}", ranks.running(), self.grace);
+                eprintln!(
+                    "sidelane: ranks still running: {}, to be killed in {:?}",
+                    ranks.running(),
+                    self.grace
+                );
                 deadline = Some(Instant::now() + self.grace);
             }
         }
