@@ -1,0 +1,118 @@
+use clap::Parser;
+
+use super::*;
+
+#[derive(Parser)]
+struct Line {
+    #[command(flatten)]
+    args: BenchArgs,
+}
+
+fn resolve(words: &str) -> Result<Config, ConfigError> {
+    let words = std::iter::once("bench").chain(words.split_whitespace());
+    Config::resolve(&Line::try_parse_from(words).unwrap_or_else(|error| panic!("{error}")).args)
+}
+
+/// A routing file of four experts, top-2, removed at the end.
+struct File(PathBuf);
+
+impl File {
+    fn new(name: &str, meta: bool) -> Self {
+        let path = std::env::temp_dir().join(format!("sidelane-config-{}-{name}.jsonl", std::process::id()));
+        let meta = if meta { "{\"type\":\"meta\",\"num_experts\":4,\"top_k\":2}\n" } else { "" };
+        let token = "{\"topk_ids\":[3,0],\"topk_weights\":[0.5,0.5]}\n";
+        std::fs::write(&path, format!("{meta}{token}")).unwrap();
+        File(path)
+    }
+
+    fn resolve(&self, words: &str) -> Result<Config, ConfigError> {
+        resolve(&format!("--routing {} {words}", self.0.display()))
+    }
+}
+
+impl Drop for File {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+#[test]
+fn the_main_job_is_eight_ranks_of_one_node() {
+    let config = resolve("").unwrap();
+    assert_eq!((config.nodes, config.ranks(), config.experts, config.top_k), (1, 8, 64, 8));
+    assert_eq!(config.row_bytes(), 4096);
+    assert_eq!(config.rounds, 300);
+}
+
+#[test]
+fn small_shapes_run_enough_rounds_for_p99_and_large_ones_end_in_time() {
+    assert_eq!(resolve("--tokens 64").unwrap().rounds, 1000);
+    assert_eq!(resolve("--tokens 65536 --hidden 7168").unwrap().rounds, 10);
+    assert_eq!(resolve("--backward").unwrap().rounds, 100);
+    assert_eq!(resolve("--rounds 7").unwrap().rounds, 7);
+}
+
+#[test]
+fn the_routing_file_decides_what_no_option_says() {
+    let file = File::new("decides", true);
+    let config = file.resolve("").unwrap();
+    assert_eq!((config.experts, config.top_k), (4, 2));
+    assert!(file.resolve("--experts 4 --top-k 2").is_ok());
+}
+
+#[test]
+fn a_file_that_contradicts_the_options_is_refused() {
+    let file = File::new("contradicts", true);
+    for (words, key) in [("--experts 64", "num_experts"), ("--top-k 8", "top_k")] {
+        let error = file.resolve(words).unwrap_err();
+        let ConfigError::Recorded { source: RecordedError::Contradiction { what, .. }, .. } = error else {
+            panic!("{error}")
+        };
+        assert_eq!(what, key);
+    }
+}
+
+#[test]
+fn a_file_without_meta_takes_the_experts_of_the_options_or_the_default() {
+    let file = File::new("plain", false);
+    assert_eq!(file.resolve("").unwrap().experts, 64);
+    assert_eq!(file.resolve("--experts 5").unwrap().experts, 5);
+    let error = file.resolve("--experts 3").unwrap_err();
+    assert!(error.to_string().contains("line 1: expert 3 is out of range"), "{error}");
+}
+
+#[test]
+fn a_misspelt_pattern_is_a_missing_file_whose_error_lists_the_patterns() {
+    let error = resolve("--routing unifrom").unwrap_err();
+    assert!(matches!(error, ConfigError::Unreadable { .. }));
+    assert!(["unifrom", "uniform", "zipf:S", "incast"].iter().all(|word| error.to_string().contains(word)));
+}
+
+#[test]
+fn impossible_conditions_are_refused() {
+    let error = resolve("--hidden 7").unwrap_err();
+    assert_eq!(error.to_string(), "a row of 7 x bf16 has 14 bytes: it must be a multiple of 16");
+    assert!(matches!(resolve("--experts 4"), Err(ConfigError::TopK { top_k: 8, experts: 4 })));
+    assert!(matches!(resolve("--nodes 3 --ranks-per-node 1,2"), Err(ConfigError::Shape(_))));
+    for option in ["--tokens", "--hidden", "--experts", "--top-k", "--align", "--rounds"] {
+        let error = resolve(&format!("{option} 0")).unwrap_err();
+        assert!(matches!(error, ConfigError::Zero { option: named } if named == option), "{error}");
+    }
+}
+
+#[test]
+fn a_configuration_survives_the_way_to_a_rank() {
+    let config = resolve("--nodes 2 --ranks-per-node 3,5 --order rank --dtype f32 --routing incast").unwrap();
+    let json = serde_json::to_string(&config).unwrap();
+    assert!(json.contains(r#""layout":"expert-major""#), "{json}");
+    assert_eq!(serde_json::from_str::<Config>(&json).unwrap(), config);
+}
+
+#[test]
+fn ranks_of_one_file_read_on_where_the_last_one_ended() {
+    let file = File::new("ranks", true);
+    let config = file.resolve("--tokens 3").unwrap();
+    let router = Router::open(&config.routing).unwrap();
+    let routing = router.routing(&config, 1).unwrap();
+    assert_eq!((routing.tokens(), routing.experts_of(2)), (3, &[3, 0][..]));
+}

@@ -1,0 +1,90 @@
+use std::collections::BTreeSet;
+
+use serde_json::Value;
+
+use super::super::args::{Layout, Order, Route};
+use super::*;
+use sidelane::dtype::Dtype;
+
+const DOCUMENT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/bench-json.md"));
+
+/// A report in which every key is present.
+pub fn sample() -> Report {
+    let pass = Pass::of_rounds(
+        &[6200.0, 6000.0, 6400.0],
+        &[5580.0, 5400.0, 5760.0],
+        Volume { landed: 134_217_728, rail: 33_554_432 },
+    );
+    Report {
+        config: Conditions {
+            config: Config {
+                nodes: 2,
+                ranks_per_node: vec![4, 4],
+                tokens: 512,
+                hidden: 2048,
+                dtype: Dtype::Bf16,
+                top_k: 8,
+                experts: 64,
+                order: Order::Expert,
+                layout: Layout::ExpertMajor,
+                route: Route::Direct,
+                align: 1,
+                backward: true,
+                routing: "zipf:1.0".parse().unwrap(),
+                rounds: 3,
+                seed: 0,
+            },
+            cores: 2,
+            huge_pages_granted: false,
+        },
+        verified: true,
+        rows_verified: 32768,
+        memcpy_gbps: 9.1,
+        lanes: Lanes { local: Some("shm".into()), rail: Some("loop".into()) },
+        dispatch: pass,
+        combine: pass,
+        dispatch_backward: Some(pass),
+        combine_backward: Some(pass),
+    }
+}
+
+/// Dotted paths of all keys; the passes share theirs.
+fn keys(value: &Value, path: &str, into: &mut BTreeSet<String>) {
+    const PASSES: [&str; 4] = ["dispatch", "combine", "dispatch_backward", "combine_backward"];
+    for (key, value) in value.as_object().into_iter().flatten() {
+        let full = format!("{path}{key}");
+        let below = if PASSES.contains(&key.as_str()) { "PASS." } else { &format!("{full}.") };
+        keys(value, below, into);
+        into.insert(full);
+    }
+}
+
+#[test]
+fn the_document_names_exactly_the_keys_of_the_json() {
+    let mut written = BTreeSet::new();
+    keys(&serde_json::from_str(&sample().json()).unwrap(), "", &mut written);
+    let rows = DOCUMENT.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
+    let documented: BTreeSet<String> = rows.map(|(key, _)| key.to_owned()).collect();
+    assert_eq!(documented, written);
+}
+
+#[test]
+fn a_report_survives_json() {
+    let report = sample();
+    assert_eq!(serde_json::from_str::<Report>(&report.json()).unwrap(), report);
+}
+
+#[test]
+fn without_backward_its_keys_are_absent() {
+    let report = Report { dispatch_backward: None, combine_backward: None, ..sample() };
+    assert!(!report.json().contains("_backward\":"));
+    assert_eq!(report.passes().iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["dispatch", "combine"]);
+}
+
+#[test]
+fn speed_and_share_follow_from_times_and_bytes() {
+    let pass = Pass::of_rounds(&[200.0; 5], &[100.0; 5], Volume { landed: 2_000_000, rail: 0 });
+    assert_eq!((pass.gbps, pass.floor_gbps()), (10.0, 20.0));
+    assert_eq!((pass.share_low, pass.share_of_floor, pass.share_high), (0.5, 0.5, 0.5));
+    assert_eq!(pass.p99_us, None);
+}

@@ -1,0 +1,112 @@
+//! Where routing comes from: a pattern that every rank can draw, or a file that every rank can read.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use sidelane::error::PlanError;
+use sidelane::gate::{Pattern, PatternError, Recorded, Routing, synthetic};
+
+use super::config::{Config, ConfigError};
+
+/// What `--routing` names.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Source {
+    Pattern(Pattern),
+    File(PathBuf),
+}
+
+impl FromStr for Source {
+    type Err = PatternError;
+
+    /// Whatever does not look like a pattern is a file.
+    fn from_str(text: &str) -> Result<Self, PatternError> {
+        match text.parse() {
+            Ok(pattern) => Ok(Source::Pattern(pattern)),
+            Err(error) if text.is_empty() || text.starts_with("zipf:") => Err(error),
+            Err(_) => Ok(Source::File(text.into())),
+        }
+    }
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Source::Pattern(pattern) => pattern.fmt(f),
+            Source::File(path) => path.display().fmt(f),
+        }
+    }
+}
+
+impl TryFrom<String> for Source {
+    type Error = PatternError;
+
+    fn try_from(text: String) -> Result<Self, PatternError> {
+        text.parse()
+    }
+}
+
+impl From<Source> for String {
+    fn from(source: Source) -> String {
+        source.to_string()
+    }
+}
+
+/// A source that is ready to answer.
+pub enum Router {
+    Drawn(Pattern),
+    Recorded(Recorded),
+}
+
+impl Router {
+    /// Reads the file, if it is one.
+    pub fn open(source: &Source) -> Result<Self, ConfigError> {
+        match source {
+            Source::Pattern(pattern) => Ok(Router::Drawn(*pattern)),
+            Source::File(path) => {
+                let text = std::fs::read_to_string(path)
+                    .map_err(|source| ConfigError::Unreadable { path: path.clone(), source })?;
+                let recorded = Recorded::parse(&text)
+                    .map_err(|source| ConfigError::Recorded { path: path.clone(), source })?;
+                Ok(Router::Recorded(recorded))
+            }
+        }
+    }
+
+    /// The decisions of one rank: any rank can ask for those of any other.
+    pub fn routing(&self, config: &Config, rank: u32) -> Result<Routing<'static>, PlanError> {
+        match self {
+            Router::Drawn(pattern) => {
+                synthetic(*pattern, config.experts, config.top_k, config.tokens, config.seed, rank)
+            }
+            Router::Recorded(recorded) => {
+                recorded.routing(u64::from(rank) * u64::from(config.tokens), config.tokens)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_source_is_a_pattern_or_else_a_file() {
+        assert_eq!("incast".parse(), Ok(Source::Pattern(Pattern::Incast)));
+        assert_eq!("zipf:1.5".parse(), Ok(Source::Pattern(Pattern::Zipf(1.5))));
+        assert_eq!("runs/olmoe.jsonl".parse(), Ok(Source::File("runs/olmoe.jsonl".into())));
+        assert!("zipf:steep".parse::<Source>().is_err());
+    }
+
+    #[test]
+    fn a_source_survives_json() {
+        for text in ["uniform", "zipf:0.5", "a file.jsonl"] {
+            let source: Source = text.parse().unwrap();
+            let json = serde_json::to_string(&source).unwrap();
+            assert_eq!(json, format!("{text:?}"));
+            assert_eq!(serde_json::from_str::<Source>(&json).unwrap(), source);
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! The report as people read it.
+
+use std::fmt::Write;
+
+use clap::ValueEnum;
+use comfy_table::{CellAlignment, ContentArrangement};
+
+use super::report::{Pass, Report};
+use crate::table;
+
+/// Conditions, verdict, figures, and the speed of memcpy beside them.
+pub fn text(report: &Report) -> String {
+    let verdict = match (report.verified, report.rows_verified) {
+        (true, rows) => format!("verified: {rows} rows bit-exact"),
+        (false, rows) => format!("NOT VERIFIED: only {rows} rows are bit-exact"),
+    };
+    let memcpy = format!("memcpy: {:.1} GB/s on the same machine", report.memcpy_gbps);
+    format!("{}\n{verdict}\n\n{}\n\n{memcpy}", conditions(report), figures(report))
+}
+
+fn conditions(report: &Report) -> String {
+    let (conditions, config) = (&report.config, &report.config.config);
+    let sizes: Vec<String> = config.ranks_per_node.iter().map(u32::to_string).collect();
+    let ranks = match config.ranks_per_node.as_slice() {
+        [ranks] => format!("{ranks} on one node"),
+        _ => format!("{} on {} nodes ({})", config.ranks(), config.nodes, sizes.join(" + ")),
+    };
+    let huge =
+        if conditions.huge_pages_granted { "huge pages" } else { "small pages (huge ones not granted)" };
+    let lane = |lane: &Option<String>| lane.clone().unwrap_or_else(|| "none".into());
+    let (layout, order, route) = (name(&config.layout), name(&config.order), name(&config.route));
+    let lines = [
+        ("ranks", format!("{ranks}, {} cores, {huge}", conditions.cores)),
+        ("rows", format!("{} tokens per rank, hidden {}, {}", config.tokens, config.hidden, config.dtype)),
+        (
+            "routing",
+            format!(
+                "{}, {} experts, top-{}, seed {}",
+                config.routing, config.experts, config.top_k, config.seed
+            ),
+        ),
+        ("schedule", format!("route {route}, layout {layout}, order {order}, align {}", config.align)),
+        ("lanes", format!("local {}, rail {}", lane(&report.lanes.local), lane(&report.lanes.rail))),
+        ("rounds", config.rounds.to_string()),
+    ];
+    lines.iter().fold(String::new(), |mut text, (key, value)| {
+        let _ = writeln!(text, "{key:<10}{value}");
+        text
+    })
+}
+
+fn figures(report: &Report) -> String {
+    let mut table = table::new([
+        "",
+        "p50",
+        if report.dispatch.p99_us.is_some() { "p99" } else { "max" },
+        "landed",
+        "rail",
+        "GB/s",
+        "floor",
+        "floor GB/s",
+        "of floor (95%)",
+    ]);
+    // A figure that is broken over two lines cannot be read.
+    table.set_content_arrangement(ContentArrangement::Disabled);
+    for (name, pass) in report.passes() {
+        let Pass { share_of_floor, share_low, share_high, .. } = pass;
+        table.add_row([
+            name.replace('_', " "),
+            time(pass.p50_us),
+            time(pass.p99_us.unwrap_or(pass.max_us)),
+            volume(pass.bytes_landed),
+            volume(pass.bytes_rail),
+            format!("{:.1}", pass.gbps),
+            time(pass.floor_us),
+            format!("{:.1}", pass.floor_gbps()),
+            format!("{share_of_floor:.2} ({share_low:.2}-{share_high:.2})"),
+        ]);
+    }
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table.trim_fmt()
+}
+
+/// The word of the command line.
+fn name(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+}
+
+/// Three digits of a time.
+fn time(us: f64) -> String {
+    let (value, unit) = if us < 1e3 {
+        (us, "us")
+    } else if us < 1e6 {
+        (us / 1e3, "ms")
+    } else {
+        (us / 1e6, "s")
+    };
+    let digits = if value < 10.0 { 2 } else { usize::from(value < 100.0) };
+    format!("{value:.digits$} {unit}")
+}
+
+/// Powers of 1000, as in GB/s.
+fn volume(bytes: u64) -> String {
+    match bytes as f64 {
+        bytes if bytes < 1e6 => format!("{:.1} kB", bytes / 1e3),
+        bytes if bytes < 1e9 => format!("{:.1} MB", bytes / 1e6),
+        bytes => format!("{:.1} GB", bytes / 1e9),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::report::tests::sample;
+    use super::*;
+
+    #[test]
+    fn the_text_holds_conditions_verdict_figures_and_memcpy() {
+        let text = text(&sample());
+        for words in [
+            "8 on 2 nodes (4 + 4), 2 cores, small pages",
+            "zipf:1.0, 64 experts, top-8, seed 0",
+            "route direct, layout expert-major, order expert, align 1",
+            "local shm, rail loop",
+            "verified: 32768 rows bit-exact",
+            "6.20 ms",
+            "6.40 ms",
+            "134.2 MB",
+            "33.6 MB",
+            "21.6",
+            "5.58 ms",
+            "0.90 (0.90-0.90)",
+            "combine backward",
+            "memcpy: 9.1 GB/s",
+        ] {
+            assert!(text.contains(words), "{words:?} in\n{text}");
+        }
+    }
+
+    #[test]
+    fn a_failed_verification_cannot_be_overlooked() {
+        let text = text(&Report { verified: false, rows_verified: 12, ..sample() });
+        assert!(text.contains("NOT VERIFIED: only 12 rows"), "{text}");
+    }
+
+    #[test]
+    fn p99_takes_the_place_of_the_maximum_when_there_is_one() {
+        let mut report = sample();
+        assert!(text(&report).contains(" max ") && !text(&report).contains("p99"));
+        report.dispatch.p99_us = Some(6300.0);
+        assert!(text(&report).contains("p99") && text(&report).contains("6.30 ms"));
+    }
+
+    #[test]
+    fn times_have_three_digits() {
+        let cases = [
+            (0.24, "0.24 us"),
+            (57.14, "57.1 us"),
+            (999.9, "1000 us"),
+            (6120.0, "6.12 ms"),
+            (2.5e6, "2.50 s"),
+        ];
+        for (us, text) in cases {
+            assert_eq!(time(us), text);
+        }
+    }
+}

@@ -1,0 +1,27 @@
+//! What the process knows about itself and no file below a root can say.
+
+use std::path::PathBuf;
+
+use rustix::process::{Resource, getrlimit};
+
+/// Facts about this process. A limit of `None` is no limit.
+pub struct Facts {
+    pub usable_cores: usize,
+    pub locked_memory: Option<u64>,
+    pub open_files: Option<u64>,
+    /// Directories of `LD_LIBRARY_PATH`.
+    pub library_path: Vec<PathBuf>,
+}
+
+impl Facts {
+    /// Asks the kernel and the environment.
+    pub fn of_this_process() -> Self {
+        let path = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+        Facts {
+            usable_cores: std::thread::available_parallelism().map_or(1, usize::from),
+            locked_memory: getrlimit(Resource::Memlock).current,
+            open_files: getrlimit(Resource::Nofile).current,
+            library_path: std::env::split_paths(&path).filter(|dir| !dir.as_os_str().is_empty()).collect(),
+        }
+    }
+}

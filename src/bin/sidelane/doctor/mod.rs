@@ -1,0 +1,83 @@
+//! `sidelane doctor`: what this machine offers, what that means for Sidelane, and what to do about it.
+//!
+//! Nothing is changed and nothing is loaded: a report must be safe to run anywhere. Detection reads files below a
+//! [`Root`] and facts about the process ([`Facts`]), so that tests can lay out a machine of their own.
+
+mod cards;
+mod cuda;
+mod facts;
+mod finding;
+mod host;
+mod loader;
+mod root;
+mod shared;
+mod table;
+
+use std::process::ExitCode;
+
+use clap::Args;
+use serde::Serialize;
+
+use crate::error::CliError;
+use crate::output;
+use facts::Facts;
+use finding::Finding;
+use root::Root;
+
+/// Say what this machine offers, what that means, and what to do
+#[derive(Args)]
+pub struct DoctorArgs {
+    /// Print JSON instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+/// All findings, and the program that made them.
+#[derive(Serialize)]
+struct Diagnosis {
+    version: &'static str,
+    commit: &'static str,
+    target: &'static str,
+    findings: Vec<Finding>,
+}
+
+/// Prints the report. It is a report: whatever it finds, it succeeds.
+pub fn main(args: &DoctorArgs) -> Result<ExitCode, CliError> {
+    let diagnosis = Diagnosis {
+        version: env!("CARGO_PKG_VERSION"),
+        commit: env!("SIDELANE_COMMIT"),
+        target: env!("SIDELANE_TARGET"),
+        findings: examine(&Root::new("/"), &Facts::of_this_process()),
+    };
+    if args.json {
+        let text = serde_json::to_string_pretty(&diagnosis).expect("strings and lists are always JSON");
+        output::print(&text)?;
+    } else {
+        let Diagnosis { version, commit, target, findings } = &diagnosis;
+        let head = format!("sidelane {version} ({commit}) for {target}\n");
+        output::print(&format!("{head}\n{}\n\n{}", table::table(findings), table::summary(findings)))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Every finding, from what all jobs need to what few have.
+fn examine(root: &Root, facts: &Facts) -> Vec<Finding> {
+    let cards = cards::ports(root);
+    let mut findings = vec![
+        host::kernel(root),
+        host::cores(root, facts),
+        host::vectors(root),
+        host::memory(root),
+        host::numa(root),
+        shared::huge_pages(root),
+        shared::dev_shm(root),
+        shared::open_files(facts),
+        shared::locked_memory(facts, !cards.is_empty()),
+    ];
+    findings.extend(cards::findings(root, facts, &cards));
+    findings.extend(cuda::findings(root, facts));
+    findings
+}
+
+#[cfg(test)]
+mod tests;

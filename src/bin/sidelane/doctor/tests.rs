@@ -1,0 +1,144 @@
+//! Machines laid out in a temporary directory.
+
+use std::path::PathBuf;
+
+use super::finding::Level;
+use super::*;
+
+/// A directory that is a machine, removed at the end.
+struct Machine(PathBuf);
+
+impl Machine {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("sidelane-doctor-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Machine(path)
+    }
+
+    fn with(self, path: &str, text: &str) -> Self {
+        let path = self.0.join(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+        self
+    }
+
+    fn examine(&self) -> Vec<Finding> {
+        self.examine_with(Facts {
+            usable_cores: 4,
+            locked_memory: Some(8 << 20),
+            open_files: Some(1024),
+            library_path: Vec::new(),
+        })
+    }
+
+    fn examine_with(&self, facts: Facts) -> Vec<Finding> {
+        examine(&Root::new(&self.0), &facts)
+    }
+
+    fn with_card(self, state: &str) -> Self {
+        const PORT: &str = "sys/class/infiniband/mlx5_0/ports/1";
+        self.with(&format!("{PORT}/state"), state)
+            .with(&format!("{PORT}/link_layer"), "InfiniBand\n")
+            .with(&format!("{PORT}/rate"), "400 Gb/sec (4X NDR)\n")
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn finding<'f>(findings: &'f [Finding], what: &str) -> &'f Finding {
+    findings.iter().find(|f| f.what == what).unwrap_or_else(|| panic!("no {what} in {findings:#?}"))
+}
+
+#[test]
+fn an_empty_machine_is_described_and_not_a_panic() {
+    let findings = Machine::new("empty").examine();
+    assert_eq!(finding(&findings, "kernel").level, Level::Warn);
+    assert_eq!(finding(&findings, "memory").found, "unknown");
+    assert_eq!(finding(&findings, "CUDA").found, "none");
+    assert_eq!(finding(&findings, "network cards").level, Level::Note);
+    assert!(findings.iter().all(|f| f.level == Level::Ok || f.advice.is_some()), "each problem has advice");
+}
+
+#[test]
+fn host_facts_are_read() {
+    let findings = Machine::new("host")
+        .with("proc/sys/kernel/osrelease", "6.1.0\n")
+        .with("proc/cpuinfo", "processor : 0\nflags\t\t: fpu avx avx2\n")
+        .with("proc/meminfo", "MemTotal: 2097152 kB\nMemAvailable: 1048576 kB\nHugePages_Total: 3\n")
+        .with("sys/fs/cgroup/memory.max", "1610612736\n")
+        .with("sys/devices/system/cpu/online", "0-7\n")
+        .with("sys/devices/system/node/node0/cpulist", "0-3")
+        .with("sys/devices/system/node/node1/cpulist", "4-7")
+        .examine();
+    assert_eq!(finding(&findings, "kernel").found, "Linux 6.1.0");
+    assert_eq!(finding(&findings, "cores").found, "4 usable of 8");
+    assert_eq!(finding(&findings, "vector unit").found, "AVX2");
+    assert_eq!(finding(&findings, "memory").found, "1 GiB free of 2 GiB, limited to 1.5 GiB");
+    assert_eq!(finding(&findings, "NUMA nodes").found, "2");
+    assert_eq!(finding(&findings, "open files").level, Level::Note);
+}
+
+#[test]
+fn the_chosen_setting_of_huge_pages_decides() {
+    for (setting, level) in [
+        ("always within_size advise [never] deny force", Level::Note),
+        ("always within_size [advise] never deny force", Level::Ok),
+        ("[always] within_size advise never deny force", Level::Ok),
+    ] {
+        let machine = Machine::new(&format!("huge-{}", setting.find('[').unwrap()))
+            .with("sys/kernel/mm/transparent_hugepage/shmem_enabled", setting);
+        assert_eq!(finding(&machine.examine(), "huge pages (shared)").level, level, "{setting}");
+    }
+}
+
+#[test]
+fn a_card_that_works_needs_its_library_its_device_and_locked_memory() {
+    let machine = Machine::new("card").with_card("4: ACTIVE\n");
+    let findings = machine.examine();
+    assert_eq!(finding(&findings, "card mlx5_0, port 1").found, "ACTIVE, InfiniBand, 400 Gb/sec (4X NDR)");
+    for what in ["libibverbs", "/dev/infiniband", "locked memory"] {
+        assert_eq!(finding(&findings, what).level, Level::Warn, "{what}");
+    }
+    let facts = Facts {
+        usable_cores: 4,
+        locked_memory: None,
+        open_files: None,
+        library_path: vec!["/opt/rdma".into()],
+    };
+    let findings =
+        machine.with("opt/rdma/libibverbs.so.1", "").with("dev/infiniband/uverbs0", "").examine_with(facts);
+    assert_eq!(finding(&findings, "libibverbs").found, "/opt/rdma/libibverbs.so.1");
+    assert!(findings.iter().all(|f| f.what != "/dev/infiniband"));
+    assert_eq!(finding(&findings, "locked memory").found, "unlimited");
+}
+
+#[test]
+fn a_port_that_is_down_is_a_warning() {
+    let findings = Machine::new("down").with_card("1: DOWN\n").examine();
+    assert_eq!(finding(&findings, "card mlx5_0, port 1").level, Level::Warn);
+}
+
+#[test]
+fn each_missing_part_of_cuda_is_named() {
+    let machine = Machine::new("cuda").with(
+        "proc/driver/nvidia/version",
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22\nGCC version: 12.2\n",
+    );
+    let findings = machine.examine();
+    assert_eq!(finding(&findings, "CUDA: driver").found, "550.54.14");
+    assert_eq!(finding(&findings, "CUDA: libcuda").level, Level::Warn);
+    assert_eq!(finding(&findings, "CUDA: devices").level, Level::Warn);
+    let findings = machine
+        .with("etc/ld.so.conf.d/arch.conf", "# multiarch\n/usr/lib/x86_64-linux-gnu\n")
+        .with("usr/lib/x86_64-linux-gnu/libcuda.so.1", "")
+        .with("dev/nvidia0", "")
+        .with("dev/nvidia1", "")
+        .with("dev/nvidiactl", "")
+        .examine();
+    assert_eq!(finding(&findings, "CUDA: libcuda").found, "/usr/lib/x86_64-linux-gnu/libcuda.so.1");
+    assert_eq!(finding(&findings, "CUDA: devices").found, "2");
+}

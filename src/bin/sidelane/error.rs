@@ -1,0 +1,40 @@
+//! What can go wrong in the program itself. Each variant carries what a reader needs to act.
+
+use std::ffi::OsString;
+use std::io;
+use std::process::ExitCode;
+
+use crate::launch::ShapeError;
+
+/// Any error that ends the program.
+#[derive(Debug, thiserror::Error)]
+pub enum CliError {
+    /// The shape on the command line is none.
+    #[error(transparent)]
+    Shape(#[from] ShapeError),
+
+    /// The machine refused what a job needs before any rank could start.
+    #[error("cannot {what}: {source}")]
+    Prepare { what: &'static str, source: io::Error },
+
+    /// A rank could not be started; those already running were killed.
+    #[error("cannot start rank {rank}: {program:?}: {source}")]
+    Spawn { rank: u32, program: OsString, source: io::Error },
+
+    /// The report could not be written.
+    #[error("cannot write to standard output: {0}")]
+    Output(#[source] io::Error),
+}
+
+impl CliError {
+    /// 2 for a wrong command line, as clap has it; 127 for a command that does not exist and 126 for one that
+    /// cannot be run, as shells have it; 1 for everything else.
+    pub fn exit_code(&self) -> ExitCode {
+        ExitCode::from(match self {
+            CliError::Shape(_) => 2,
+            CliError::Spawn { source, .. } if source.kind() == io::ErrorKind::NotFound => 127,
+            CliError::Spawn { .. } => 126,
+            CliError::Prepare { .. } | CliError::Output(_) => 1,
+        })
+    }
+}

@@ -1,0 +1,14 @@
+//! Standard output that may be a pipe: `sidelane doctor | head` is no error.
+
+use std::io::{self, Write};
+
+use crate::error::CliError;
+
+/// Writes a report; a reader that has seen enough is not an error.
+pub fn print(text: &str) -> Result<(), CliError> {
+    let mut out = io::stdout().lock();
+    match writeln!(out, "{text}").and_then(|()| out.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(CliError::Output(error)),
+        _ => Ok(()),
+    }
+}
