@@ -183,7 +183,11 @@ impl ExpertParallel {
     /// experts find them.
     pub(super) fn stores(&self, bytes: u64) -> Stores {
         let neighbours = self.lanes.nodes.members(self.lanes.nodes.node_of(self.lanes.rank)).len() as u64;
-        if bytes * neighbours > self.shared.options.config.cache / 4 { Stores::Streaming } else { Stores::Cached }
+        if bytes * neighbours > self.shared.options.config.cache / 4 {
+            Stores::Streaming
+        } else {
+            Stores::Cached
+        }
     }
 
     /// A lane error ends the world: peers must not wait for a rank that has given up.

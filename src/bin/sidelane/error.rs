@@ -2,8 +2,10 @@
 
 use std::ffi::OsString;
 use std::io;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
+use crate::bench::ConfigError;
 use crate::launch::ShapeError;
 
 /// Any error that ends the program.
@@ -12,6 +14,22 @@ pub enum CliError {
     /// The shape on the command line is none.
     #[error(transparent)]
     Shape(#[from] ShapeError),
+
+    /// The conditions of a measurement cannot be met.
+    #[error(transparent)]
+    Config(Box<ConfigError>),
+
+    /// What `bench` hands to its ranks did not arrive whole.
+    #[error("the task of a rank is not what `sidelane bench` writes: {0}")]
+    Task(#[source] serde_json::Error),
+
+    /// The library reports an error.
+    #[error(transparent)]
+    Library(#[from] sidelane::Error),
+
+    /// A result could not be written.
+    #[error("cannot write {path:?}: {source}")]
+    Write { path: PathBuf, source: io::Error },
 
     /// The machine refused what a job needs before any rank could start.
     #[error("cannot {what}: {source}")]
@@ -31,10 +49,10 @@ impl CliError {
     /// cannot be run, as shells have it; 1 for everything else.
     pub fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
-            CliError::Shape(_) => 2,
+            CliError::Shape(_) | CliError::Config(_) | CliError::Task(_) => 2,
             CliError::Spawn { source, .. } if source.kind() == io::ErrorKind::NotFound => 127,
             CliError::Spawn { .. } => 126,
-            CliError::Prepare { .. } | CliError::Output(_) => 1,
+            _ => 1,
         })
     }
 }

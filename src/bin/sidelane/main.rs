@@ -1,6 +1,6 @@
-//! The `sidelane` program: `launch` starts ranks on this machine, `doctor` says what the machine offers.
+//! The `sidelane` program: `bench` measures, `launch` starts ranks on this machine, `doctor` says what the machine
+//! offers.
 
-#[expect(dead_code, reason = "its ranks call the expert-parallel room, which is still being built")]
 mod bench;
 mod doctor;
 mod error;
@@ -22,12 +22,17 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Bench(bench::BenchArgs),
+    #[command(hide = true)]
+    BenchRank(bench::RankArgs),
     Launch(launch::LaunchArgs),
     Doctor(doctor::DoctorArgs),
 }
 
 fn main() -> ExitCode {
     let done = match Cli::parse().command {
+        Command::Bench(args) => bench::main(&args),
+        Command::BenchRank(args) => bench::rank(&args),
         Command::Launch(args) => launch::main(args),
         Command::Doctor(args) => doctor::main(&args),
     };

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use sidelane::dtype::Dtype;
+use sidelane::error::PlanError;
 use sidelane::gate::RecordedError;
 
 use super::args::{BenchArgs, Layout, Order, Route};
@@ -34,6 +35,10 @@ pub enum ConfigError {
     /// The routing file cannot be read.
     #[error("cannot read the routing file {path:?}: {source} (patterns are uniform, zipf:S and incast)")]
     Unreadable { path: PathBuf, source: io::Error },
+
+    /// The library cannot use them.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
 
     /// The routing file is wrong, or is not what the options say.
     #[error("routing file {path:?}: {source}")]

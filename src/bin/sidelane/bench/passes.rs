@@ -1,0 +1,148 @@
+//! The timed calls, each beside its floor.
+//!
+//! Real and floor alternate round by round in the same processes, and take turns in going first, so that a busy moment
+//! of the machine, a warm cache or a throttled core meets both alike.
+
+use sidelane::ep::{ExpertRows, Handle, Yardstick};
+use sidelane::rows::{Arithmetic, Stores};
+use sidelane::{Error, ExpertParallel, Group, Window};
+
+use super::clock::Laps;
+use super::config::Config;
+use super::tensor::Number;
+
+/// One kind of call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Dispatch,
+    Combine,
+    DispatchBackward,
+    CombineBackward,
+}
+
+impl Kind {
+    /// What is timed.
+    pub fn all(backward: bool) -> &'static [Kind] {
+        const ALL: [Kind; 4] = [Kind::Dispatch, Kind::Combine, Kind::DispatchBackward, Kind::CombineBackward];
+        if backward { &ALL } else { &ALL[..2] }
+    }
+
+    /// Whether rows are summed; otherwise they are scattered.
+    fn sums(self) -> bool {
+        matches!(self, Kind::Combine | Kind::DispatchBackward)
+    }
+}
+
+/// Laps of one kind of call.
+#[derive(Clone, Debug, Default)]
+pub struct Pair {
+    pub real: Laps,
+    pub floor: Laps,
+}
+
+/// What all rounds use.
+pub struct Track<'a, E> {
+    pub ep: &'a mut ExpertParallel,
+    pub barrier: &'a mut Window,
+    pub config: &'a Config,
+    pub routing: &'a sidelane::gate::Routing<'static>,
+    pub x: &'a [E],
+    pub out: &'a mut [E],
+    pub yardstick: &'a Yardstick,
+    /// Faster stores of the floor, for scattered rows and for sums.
+    pub stores: [Stores; 2],
+    /// Handle of a dispatch that stays alive: backward calls follow it.
+    pub handle: &'a Handle,
+}
+
+impl<E: Number> Track<'_, E> {
+    /// One round of one kind: real and floor, in this order or the other.
+    pub fn lap(&mut self, kind: Kind, pair: &mut Pair, floor_first: bool) -> Result<(), Error> {
+        if floor_first {
+            self.floor(kind, &mut pair.floor)?;
+        }
+        self.real(kind, &mut pair.real)?;
+        if !floor_first {
+            self.floor(kind, &mut pair.floor)?;
+        }
+        Ok(())
+    }
+
+    fn real(&mut self, kind: Kind, laps: &mut Laps) -> Result<(), Error> {
+        match kind {
+            Kind::Dispatch => {
+                self.barrier.barrier()?;
+                let landed: (ExpertRows, Handle) = laps.time(|| self.ep.dispatch(self.x, self.routing))?;
+                drop(landed);
+            }
+            Kind::Combine => {
+                let y = self.handle.output()?;
+                self.barrier.barrier()?;
+                laps.time(|| self.ep.combine_into(y, self.handle, self.out))?;
+            }
+            Kind::DispatchBackward => {
+                let y = self.handle.output()?;
+                self.barrier.barrier()?;
+                laps.time(|| self.ep.dispatch_backward_into(y, None, self.handle, self.out, &mut []))?;
+            }
+            Kind::CombineBackward => {
+                self.barrier.barrier()?;
+                let rows = laps.time(|| self.ep.combine_backward(self.x, self.handle))?;
+                drop(rows);
+            }
+        }
+        Ok(())
+    }
+
+    fn floor(&mut self, kind: Kind, laps: &mut Laps) -> Result<(), Error> {
+        self.barrier.barrier()?;
+        let [scatter, sum] = self.stores;
+        let (floor, dtype) = (&self.yardstick.floor, Arithmetic::try_from(self.config.dtype)?);
+        if kind.sums() {
+            let out = bytemuck::cast_slice_mut(self.out);
+            laps.time(|| floor.combine(dtype, out, sum));
+        } else {
+            laps.time(|| floor.dispatch(bytemuck::cast_slice(self.x), scatter));
+        }
+        Ok(())
+    }
+
+    /// Finds the faster stores for the floor: a few rounds of each, decided alike on all ranks.
+    pub fn choose_stores(&mut self, group: &Group) -> Result<[Stores; 2], Error> {
+        const ROUNDS: usize = 7;
+        for (at, kind) in [Kind::Dispatch, Kind::Combine].into_iter().enumerate() {
+            let mut best = f64::INFINITY;
+            for stores in [Stores::Streaming, Stores::Cached] {
+                let mut laps = Laps::default();
+                let before = std::mem::replace(&mut self.stores[at], stores);
+                for _ in 0..ROUNDS {
+                    self.floor(kind, &mut laps)?;
+                }
+                let rounds = Laps::rounds_us(&group.gather(laps.to_bytes())?);
+                let fastest = rounds.into_iter().fold(f64::INFINITY, f64::min);
+                if fastest < best {
+                    best = fastest;
+                } else {
+                    self.stores[at] = before;
+                }
+            }
+        }
+        Ok(self.stores)
+    }
+}
+
+/// Speed of memcpy, all ranks at once, far beyond the cache: 10^9 bytes per second.
+pub fn memcpy_gbps(group: &Group, barrier: &mut Window) -> Result<f64, Error> {
+    const BYTES: usize = 32 << 20;
+    const ROUNDS: usize = 7;
+    let (from, mut to) = (vec![1u8; BYTES], vec![2u8; BYTES]);
+    let mut laps = Laps::default();
+    for _ in 0..ROUNDS {
+        barrier.barrier()?;
+        laps.time(|| std::hint::black_box(&mut to).copy_from_slice(std::hint::black_box(&from)));
+    }
+    let mut rounds = Laps::rounds_us(&group.gather(laps.to_bytes())?);
+    rounds.sort_unstable_by(f64::total_cmp);
+    let total = BYTES as f64 * f64::from(group.size());
+    Ok(total / rounds[ROUNDS / 2] / 1e3)
+}
