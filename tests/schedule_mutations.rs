@@ -5,10 +5,11 @@ mod groups;
 use std::collections::BTreeMap;
 
 use groups::{Group, rounds};
+use sidelane::error::CallKind;
 use sidelane::schedule::mutate::{Change, Mutation, mutations};
 use sidelane::schedule::prove::{Fault, prove};
 use sidelane::schedule::story::Slip;
-use sidelane::schedule::Op;
+use sidelane::schedule::{Flag, Op};
 
 /// Why a mutation changes nothing that anybody can see; `None` if it must be found.
 fn harmless(mutation: &Mutation) -> Option<&'static str> {
@@ -19,6 +20,9 @@ fn harmless(mutation: &Mutation) -> Option<&'static str> {
         }
         (Op::Signal { .. }, Change::Swap, Some(Op::Wait { .. })) => {
             Some("one rank alone waits first: stricter, and nobody waits for it in turn")
+        }
+        (Op::Wait { flag: Flag::Read, .. }, ..) if mutation.kind != CallKind::Combine => {
+            Some("whoever writes in a dispatch has heard the entry of every rank, sent after its last sum")
         }
         _ => None,
     }
@@ -73,7 +77,9 @@ fn survivors(labels: &[u32]) -> Vec<String> {
                 tally.example = fault.to_string();
             }
             (Ok(_), None) => wrong.push(format!("not found: {mutation:?}")),
-            (Err(fault), Some(reason)) => wrong.push(format!("not harmless ({reason}): {mutation:?}: {fault}")),
+            (Err(fault), Some(reason)) => {
+                wrong.push(format!("not harmless ({reason}): {mutation:?}: {fault}"))
+            }
         }
     }
     println!("{:<27} mutants  found  harmless", format!("{labels:?}"));

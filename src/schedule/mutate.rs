@@ -93,10 +93,10 @@ fn at(part: &Part, scene: &Scene, index: usize, all: &mut Vec<Mutation>) {
             if scene.steps[..index].iter().filter(|step| step.track == track).count() > 1 {
                 add(Change::First, None);
             }
-            [Change::Raise, Change::Lower, Change::Retrack].map(|change| add(change, None));
+            [Change::Raise, Change::Lower, Change::Retrack].into_iter().for_each(|change| add(change, None));
         }
         Op::Wait { .. } => {
-            [Change::Late, Change::Lower].map(|change| add(change, None));
+            [Change::Late, Change::Lower].into_iter().for_each(|change| add(change, None));
             if !scene.steps[..index].iter().any(|step| matches!(step.op, Op::Wait { .. })) {
                 add(Change::DropWaits, None);
             }

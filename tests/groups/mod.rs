@@ -114,5 +114,12 @@ pub fn rounds() -> Vec<Call> {
         Call::RefusedDispatch { routing: 1 },
         dispatch(0),
         copy(5, ROWS),
+        dispatch(0),
+        dispatch(0),
+        copy(6, BOTH),
+        copy(7, BOTH),
+        copy(6, BOTH),
+        Call::Cached { handle: 6 },
+        Call::Cached { handle: 7 },
     ]
 }

@@ -48,8 +48,7 @@ impl Access {
         if self.rank != other.rank {
             return self.era < view.era[self.rank as usize];
         }
-        self.era < other.era
-            || self.era == other.era && self.track == other.track && self.pos < other.pos
+        self.era < other.era || self.era == other.era && self.track == other.track && self.pos < other.pos
     }
 
     /// Whether the two belong to one operation or touch.
@@ -125,7 +124,8 @@ pub(super) fn collect(program: &Program, known: &Knowledge) -> Vec<Accesses> {
         }
     }
     for rank in 0..program.story.ranks {
-        let scenes = program.story.parts_of(rank).flat_map(|part| (0..).zip(&part.scenes).map(move |s| (part, s)));
+        let scenes =
+            program.story.parts_of(rank).flat_map(|part| (0..).zip(&part.scenes).map(move |s| (part, s)));
         for (number, (part, (within, scene))) in (0..).zip(scenes) {
             for (index, touch) in (0..).zip(&scene.touches) {
                 add(

@@ -61,3 +61,8 @@ pub fn prove(story: &Story) -> Result<Proof, Fault> {
     let accesses = all.iter().map(|accesses| accesses.list.len()).sum();
     Ok(Proof { operations: program.nodes.len(), accesses, pairs, queues })
 }
+
+/// The deadlock of a program that does not end on some number of queues.
+pub(super) fn deadlock(program: &Program) -> Option<Fault> {
+    QUEUES.iter().find_map(|&count| run::run(program, if count == 0 { program.tracks } else { count }).err())
+}

@@ -21,7 +21,8 @@ fn meet(program: &Program, known: &Knowledge, accesses: &Accesses) -> Result<u64
     let mut open: Vec<&Access> = Vec::new();
     for b in &accesses.list {
         open.retain(|a| a.end > b.start);
-        for a in open.iter().filter(|a| if a.is_part_of(b) { a.write && b.write } else { a.write || b.write }) {
+        for a in open.iter().filter(|a| if a.is_part_of(b) { a.write && b.write } else { a.write || b.write })
+        {
             pairs += 1;
             pair(program, known, accesses, a, b)?;
         }

@@ -82,8 +82,7 @@ fn reads(operands: &Operands, slot: Slot) -> Vec<Effect> {
         .iter()
         .map(|term| {
             let owner = term.owner as usize;
-            let base =
-                if weights { sum.weights_base(owner, operands.row_bytes) } else { sum.bases[owner] };
+            let base = if weights { sum.weights_base(owner, operands.row_bytes) } else { sum.bases[owner] };
             (sum.held_by[owner], base + u64::from(term.row) * size)
         })
         .collect();

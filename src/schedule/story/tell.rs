@@ -87,11 +87,11 @@ fn bad(parameter: &'static str, seen: usize, expected: &'static str) -> PlanErro
 impl Teller<'_> {
     fn dispatch(&mut self, routing: usize, keep: bool, refused: bool) -> Result<Vec<Part>, PlanError> {
         let script = self.script;
-        let set = script
-            .routings
-            .get(routing)
-            .filter(|set| set.len() == self.members.len())
-            .ok_or(bad("set of routings", routing, "one that exists, with a routing per rank"))?;
+        let set = script.routings.get(routing).filter(|set| set.len() == self.members.len()).ok_or(bad(
+            "set of routings",
+            routing,
+            "one that exists, with a routing per rank",
+        ))?;
         let parity = if script.slip == Some(Slip::OnePublication) { 0 } else { self.dispatches };
         self.dispatches += 1;
         let mut sorted = vec![Sorted::default(); set.len()];
@@ -136,11 +136,7 @@ impl Teller<'_> {
         for (me, layout) in self.ranks().zip(&layouts) {
             let mut tables = Tables::new(self.script.nodes.ranks());
             tables.rows(&self.at(me), layout, &starts(&landing));
-            tables.tags.fill(self.tag(
-                CallKind::CachedDispatch,
-                handle as u64,
-                landing[me as usize].start,
-            ));
+            tables.tags.fill(self.tag(CallKind::CachedDispatch, handle as u64, landing[me as usize].start));
             let mut touches = Touches::default();
             touches[2] = self.tags_read(me);
             touches[3].push(self.rows_read(me, layout, &landing[me as usize], self.call));
@@ -339,9 +335,7 @@ impl Teller<'_> {
         let tag = |peer| Control::tag(peer, ranks, self.tag_parity());
         self.ranks()
             .filter(|&peer| peer != me)
-            .map(|peer| {
-                self.read("tag", bytes(me, WindowId::CONTROL, tag(peer), Control::TAG_BYTES))
-            })
+            .map(|peer| self.read("tag", bytes(me, WindowId::CONTROL, tag(peer), Control::TAG_BYTES)))
             .collect()
     }
 
