@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 
 use groups::{Group, rounds};
 use sidelane::error::CallKind;
+use sidelane::schedule::check::check;
 use sidelane::schedule::mutate::{Change, Mutation, mutations};
 use sidelane::schedule::prove::{Fault, prove};
 use sidelane::schedule::story::Slip;
@@ -87,11 +88,14 @@ fn survivors(labels: &[u32]) -> Vec<String> {
         let found: usize = tally.found.values().sum();
         println!("{class:<27} {:>7} {found:>6} {:>9}  {:?}", tally.mutants, tally.harmless, tally.found);
     }
+    let sum = |of: fn(&Tally) -> usize| tallies.values().map(of).sum::<usize>();
+    let (all, found, harmless) = (sum(|t| t.mutants), sum(|t| t.found.values().sum()), sum(|t| t.harmless));
+    println!("{:<27} {all:>7} {found:>6} {harmless:>9}", "all");
     println!("for example:");
     for (class, tally) in tallies.iter().filter(|(_, tally)| !tally.example.is_empty()) {
         println!("  {class:<27} {}", tally.example);
     }
-    assert!(tallies.values().map(|tally| tally.mutants).sum::<usize>() > 300);
+    assert!(found > 500, "the skeletons were mutated");
     wrong
 }
 
@@ -103,6 +107,18 @@ fn every_mutant_of_two_nodes_of_two_is_found() {
 #[test]
 fn every_mutant_of_one_node_of_four_is_found() {
     assert_eq!(survivors(&[0; 4]), Vec::<String>::new());
+}
+
+#[test]
+fn harmless_mutants_change_no_outcome() {
+    let group = Group::new(&[0, 0, 1, 1], 4, 5);
+    let story = group.tell(&rounds(), None);
+    let harmless: Vec<Mutation> =
+        mutations(&story).into_iter().filter(|mutation| harmless(mutation).is_some()).collect();
+    assert!(harmless.len() > 100);
+    for mutation in harmless {
+        check(&mutation.plant(&story), 0..4).unwrap_or_else(|fault| panic!("{mutation:?}: {fault}"));
+    }
 }
 
 #[test]

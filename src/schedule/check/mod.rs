@@ -12,6 +12,8 @@
 //!
 //! Whatever the seed, every rank must have seen the same tags, call by call, as when everything happens in order.
 
+#![allow(clippy::result_large_err, reason = "a fault ends the whole proof, and names two operations")]
+
 mod lane;
 mod machine;
 

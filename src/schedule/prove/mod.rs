@@ -10,6 +10,8 @@
 //! What this rests on is the lanes' contract: a put to a peer lands at any time between its issue and the moment the
 //! next signal of its track is visible. [`check`](super::check) plays that contract at random.
 
+#![allow(clippy::result_large_err, reason = "a fault ends the whole proof, and names two operations")]
+
 mod access;
 mod fault;
 mod order;

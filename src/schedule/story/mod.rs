@@ -14,6 +14,7 @@
 mod effect;
 mod pool;
 mod tell;
+mod touch;
 
 use std::ops::Range;
 use std::rc::Rc;

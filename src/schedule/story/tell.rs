@@ -9,19 +9,16 @@
 use std::ops::Range;
 use std::rc::Rc;
 
-use super::effect::bytes;
 use super::pool::Pool;
-use super::{Bytes, Call, Part, Scene, Script, Slip, Step, Story, Touch};
+use super::{Call, Part, Scene, Script, Slip, Step, Story, Touch};
 use crate::error::{CallKind, PlanError};
-use crate::plan::{Counts, Frame, Layout, Sizes, Sorted, entries_to};
-use crate::schedule::{
-    At, Control, Direct, Op, Parts, Skeleton, Tables, Tag, WindowId, chunk_bytes, chunk_weights_offset,
-};
+use crate::plan::{Counts, Frame, Layout, Sizes, Sorted};
+use crate::schedule::{At, Control, Direct, Op, Parts, Skeleton, Tables, chunk_bytes};
 
 /// Epoch of all stories.
 const EPOCH: u64 = 1 << 48;
 
-type Extent = Range<u64>;
+pub(super) type Extent = Range<u64>;
 
 /// What one rank remembers from call to call.
 #[derive(Default)]
@@ -40,13 +37,13 @@ struct Handle {
 /// What the planner and the caller of a rank add to a skeleton, scene by scene.
 type Touches = [Vec<Touch>; 5];
 
-struct Teller<'a> {
-    script: &'a Script<'a>,
-    control: Control,
+pub(super) struct Teller<'a> {
+    pub(super) script: &'a Script<'a>,
+    pub(super) control: Control,
     members: Vec<Member>,
     handles: Vec<Handle>,
     dispatches: u64,
-    call: usize,
+    pub(super) call: usize,
 }
 
 pub(super) fn tell(script: &Script) -> Result<Story, PlanError> {
@@ -99,7 +96,7 @@ impl Teller<'_> {
             sorted.fill(script.map, me, routing, script.order)?;
         }
         let layouts: Vec<Rc<Layout>> =
-            self.ranks().map(|me| Rc::new(self.layout(me, &sorted, set[0].top_k()))).collect();
+            self.ranks().map(|me| Rc::new(self.layout(me, &sorted, set[me as usize].top_k()))).collect();
         let landing = self.land(&layouts);
         let mut parts = Vec::new();
         for (me, layout) in self.ranks().zip(&layouts) {
@@ -306,70 +303,6 @@ impl Teller<'_> {
         part
     }
 
-    /// Header and counts, and the weights (those for `to`, or all) of `source`'s publication as `me` finds it.
-    fn publication(
-        &self,
-        source: u32,
-        me: u32,
-        parity: u64,
-        sorted: &Sorted,
-        to: Option<u32>,
-    ) -> impl Iterator<Item = Bytes> + use<> {
-        let (map, control) = (self.script.map, &self.control);
-        let entries = to.map_or(sorted.entries() as u32, |to| entries_to(map, sorted, to));
-        let shared = self.script.nodes.same_node(source, me);
-        let (owner, start, first) = if shared {
-            let first = to.map_or(0, |to| sorted.starts[map.slots_of(to).start as usize]);
-            (source, control.publication(parity), first)
-        } else {
-            (me, control.mailbox(source, parity), 0)
-        };
-        let weights = start + control.weights() + u64::from(first) * 4;
-        [(start, control.head_bytes()), (weights, u64::from(entries) * 4)]
-            .into_iter()
-            .map(move |(start, len)| bytes(owner, WindowId::CONTROL, start, len))
-    }
-
-    fn tags_read(&self, me: u32) -> Vec<Touch> {
-        let ranks = self.script.nodes.ranks();
-        let tag = |peer| Control::tag(peer, ranks, self.tag_parity());
-        self.ranks()
-            .filter(|&peer| peer != me)
-            .map(|peer| self.read("tag", bytes(me, WindowId::CONTROL, tag(peer), Control::TAG_BYTES)))
-            .collect()
-    }
-
-    fn rows_read(&self, me: u32, layout: &Layout, extent: &Extent, of: usize) -> Touch {
-        let len = u64::from(layout.landed) * self.script.row_bytes;
-        Touch { of, ..self.read("landed rows", bytes(me, WindowId::POOL, extent.start, len)) }
-    }
-
-    fn chunk_written(&self, me: u32, layout: &Layout, chunk: &Extent, parts: Parts) -> Vec<Touch> {
-        let (rows, row_bytes) = (u64::from(layout.landed), self.script.row_bytes);
-        let weights = chunk.start + chunk_weights_offset(layout.landed, row_bytes);
-        let all = [(parts.rows, chunk.start, rows * row_bytes), (parts.weights, weights, rows * 4)];
-        all.into_iter()
-            .filter(|&(wanted, ..)| wanted)
-            .map(|(_, start, len)| self.write("chunk", bytes(me, WindowId::POOL, start, len)))
-            .collect()
-    }
-
-    fn read(&self, what: &'static str, bytes: Bytes) -> Touch {
-        Touch { what, bytes, write: false, of: self.call }
-    }
-
-    fn write(&self, what: &'static str, bytes: Bytes) -> Touch {
-        Touch { what, bytes, write: true, of: self.call }
-    }
-
-    fn tag(&self, kind: CallKind, handle: u64, base: u64) -> Tag {
-        Tag { kind, handle, base, ..Tag::default() }
-    }
-
-    fn tag_parity(&self) -> u64 {
-        if self.script.slip == Some(Slip::OneTag) { 0 } else { self.call as u64 + 1 }
-    }
-
     fn handle(&mut self, handle: usize) -> Result<&mut Handle, PlanError> {
         self.handles.get_mut(handle).ok_or(bad("handle", handle, "one of an earlier dispatch"))
     }
@@ -382,7 +315,7 @@ impl Teller<'_> {
         Direct::new(self.script.nodes, me)
     }
 
-    fn ranks(&self) -> Range<u32> {
+    pub(super) fn ranks(&self) -> Range<u32> {
         0..self.script.nodes.ranks()
     }
 }
