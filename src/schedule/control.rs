@@ -6,6 +6,13 @@
 //!   publication, mailbox:  | header, 64 bytes | counts: u32 per expert slot | weights: f32 per entry |
 //! ```
 //!
+//! ```text
+//!   a flag's line:         | word: 8 bytes | tag of even calls: 28 | tag of odd calls: 28 |        tags: entry only
+//! ```
+//!
+//! A call that is refused ends at its entries, so a fast rank may signal its next entry while a slow one has yet to
+//! read the last tag. With two tags in turn it cannot: by entry n + 2 everybody has signalled n + 1, and so has read n.
+//!
 //! A rank writes its *publication* once per dispatch; ranks that share its memory read it there, the others get it
 //! put into their *mailbox*. Both are doubled by the parity of the dispatch: a rank can begin dispatch n + 2 only
 //! when everybody has published n + 1, and so has read n. That is the licence, and it costs nothing.
@@ -40,6 +47,14 @@ impl Control {
     /// The flag word of this kind that `writer` raises here.
     pub fn flag(writer: u32, flag: Flag, ranks: u32) -> u64 {
         (flag as u64 * u64::from(ranks) + u64::from(writer)) * LINE
+    }
+
+    /// Room for one encoded [`Tag`](super::Tag).
+    pub const TAG_BYTES: u64 = (LINE - 8) / 2;
+
+    /// The tag that comes with `writer`'s entry signal of `call` (any number of that parity).
+    pub fn tag(writer: u32, ranks: u32, call: u64) -> u64 {
+        Self::flag(writer, Flag::Entry, ranks) + 8 + (call & 1) * Self::TAG_BYTES
     }
 
     /// This rank's publication for dispatches of this parity.
@@ -105,6 +120,8 @@ mod tests {
         let control = Control::new(3, 5, 7);
         let flags = Flag::ALL.map(|flag| Control::flag(2, flag, 3));
         assert_eq!(flags, [2 * 64, 5 * 64, 8 * 64]);
+        assert_eq!([Control::tag(2, 3, 6), Control::tag(2, 3, 7)], [2 * 64 + 8, 2 * 64 + 36]);
+        assert!(Control::tag(2, 3, 7) + Control::TAG_BYTES <= 3 * 64);
         let block = control.publication(1) - control.publication(0);
         assert_eq!(control.publication(0), 9 * 64);
         assert!(block >= control.weights() + 28);

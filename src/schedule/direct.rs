@@ -128,6 +128,9 @@ impl<'a> Direct<'a> {
     }
 
     /// Whatever this rank offered in its last return has been read: its memory may be written again.
+    ///
+    /// A return that fills its chunk before its entries needs this. In dispatches the entries say it too, since
+    /// whoever writes has heard every rank's, sent after its last sum; there it only lets the pool free memory early.
     fn licence(&self) -> Stage {
         Stage {
             name: "licence",

@@ -27,6 +27,11 @@ mod fill;
 mod op;
 mod operands;
 
+pub mod check;
+pub mod mutate;
+pub mod prove;
+pub mod story;
+
 pub use control::{Control, HEADER_WORDS, LINE};
 pub use direct::{Direct, Route};
 pub use fill::{At, Parts, Tables};

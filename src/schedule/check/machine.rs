@@ -1,0 +1,271 @@
+//! Steps all ranks of a program at random.
+
+use rand::seq::SliceRandom;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::lane::{Cell, Lane, Load, Memory, Posted, cells};
+use crate::schedule::Op;
+use crate::schedule::prove::program::Program;
+use crate::schedule::prove::{Fault, deadlock};
+use crate::schedule::story::{Effect, Touch};
+
+/// What a run ends with.
+pub(super) struct Outcome {
+    /// Per rank and call: what planner, caller and sums have seen.
+    pub outcomes: Vec<Vec<u64>>,
+    pub deliveries: u64,
+}
+
+pub(super) struct Machine<'a> {
+    program: &'a Program<'a>,
+    /// Everything at once and in order.
+    in_order: bool,
+    random: ChaCha8Rng,
+    memory: Memory,
+    words: Vec<u64>,
+    ranks: Vec<Rank>,
+    /// Per rank and track.
+    lanes: Vec<Vec<Lane>>,
+    outcome: Outcome,
+}
+
+struct Rank {
+    /// Out of eight turns it takes so many.
+    speed: u32,
+    /// The next scene to begin.
+    next: usize,
+    left: u32,
+    queues: Vec<Queue>,
+}
+
+#[derive(Clone, Default)]
+struct Queue {
+    ops: Vec<u32>,
+    done: usize,
+    /// Pieces that the sum at the head has yet to read.
+    reading: Option<Vec<(usize, Cell)>>,
+    /// What it has read so far, summed up with regard to place but not to time.
+    seen: u64,
+}
+
+impl<'a> Machine<'a> {
+    pub fn new(program: &'a Program<'a>, seed: Option<u64>) -> Self {
+        let mut random = ChaCha8Rng::seed_from_u64(seed.unwrap_or(0));
+        let tracks = program.tracks.max(1) as usize;
+        let queues = [1, 2, 8, tracks][random.random_range(0..4)];
+        let rank = |random: &mut ChaCha8Rng| Rank {
+            speed: [1, 4, 8][random.random_range(0..3)],
+            next: 0,
+            left: 0,
+            queues: vec![Queue::default(); queues],
+        };
+        let calls = program.story.calls.len();
+        Machine {
+            program,
+            in_order: seed.is_none(),
+            memory: Memory::new(program.story),
+            words: vec![0; program.words()],
+            ranks: program.scenes.iter().map(|_| rank(&mut random)).collect(),
+            lanes: vec![vec![Lane::default(); tracks]; program.scenes.len()],
+            outcome: Outcome { outcomes: vec![vec![0; calls]; program.scenes.len()], deliveries: 0 },
+            random,
+        }
+    }
+
+    pub fn play(mut self) -> Result<Outcome, Fault> {
+        let mut idle = 0;
+        while !self.is_over() {
+            let rank = self.random.random_range(0..self.ranks.len());
+            let turn = self.random.random_range(0..8);
+            if turn >= self.ranks[rank].speed && !self.in_order {
+                continue;
+            }
+            let moved = if self.random.random() { self.deliver(rank) } else { self.step_any(rank) };
+            idle = if moved { 0 } else { idle + 1 };
+            if idle > 1000 {
+                self.unblock()?;
+                idle = 0;
+            }
+        }
+        Ok(self.outcome)
+    }
+
+    fn is_over(&self) -> bool {
+        (self.ranks.iter().zip(&self.program.scenes))
+            .all(|(rank, scenes)| rank.left == 0 && rank.next == scenes.len())
+    }
+
+    /// Long without luck: tries everything once, to tell bad luck from a deadlock.
+    fn unblock(&mut self) -> Result<(), Fault> {
+        let mut moved = false;
+        for rank in 0..self.ranks.len() {
+            moved |= self.deliver(rank);
+            moved |= self.begin(rank);
+            for queue in 0..self.ranks[rank].queues.len() {
+                moved |= self.step(rank, queue);
+            }
+        }
+        if moved { Ok(()) } else { deadlock(self.program).map_or(Ok(()), Err) }
+    }
+
+    fn deliver(&mut self, rank: usize) -> bool {
+        let busy: Vec<usize> =
+            (0..self.lanes[rank].len()).filter(|&track| !self.lanes[rank][track].is_idle()).collect();
+        if busy.is_empty() {
+            return false;
+        }
+        let track = busy[self.random.random_range(0..busy.len())];
+        self.lanes[rank][track].deliver(&mut self.memory, &mut self.words, &mut self.random);
+        self.outcome.deliveries += 1;
+        true
+    }
+
+    fn step_any(&mut self, rank: usize) -> bool {
+        let queue = self.random.random_range(0..self.ranks[rank].queues.len());
+        self.begin(rank) || self.step(rank, queue)
+    }
+
+    /// Joins the tracks, lets planner and caller touch what they touch, and begins the next scene.
+    fn begin(&mut self, rank: usize) -> bool {
+        let state = &mut self.ranks[rank];
+        let scenes = &self.program.scenes[rank];
+        if state.left > 0 || state.next == scenes.len() {
+            return false;
+        }
+        self.lanes[rank].iter_mut().for_each(|lane| lane.complete(&self.memory));
+        let ops = scenes[state.next].clone();
+        let (call, scene) = place(self.program, rank, state.next);
+        state.next += 1;
+        state.left = ops.len() as u32;
+        let queues = state.queues.len();
+        state.queues.fill(Queue::default());
+        for op in ops {
+            let track = self.program.nodes[op as usize].step.track as usize;
+            state.queues[track % queues].ops.push(op);
+        }
+        for (index, touch) in scene.iter().enumerate() {
+            self.touch(rank, call, index, touch);
+        }
+        true
+    }
+
+    fn touch(&mut self, rank: usize, call: usize, index: usize, touch: &Touch) {
+        let name = mix(&[rank as u64, call as u64, self.ranks[rank].next as u64, index as u64]);
+        for (at, cell) in cells(&touch.bytes).enumerate() {
+            if touch.write {
+                self.memory.write(cell, mix(&[name, at as u64]));
+            } else {
+                let seen = mix(&[name, at as u64, self.memory.read(cell)]);
+                let outcome = &mut self.outcome.outcomes[rank][call];
+                *outcome = outcome.wrapping_add(seen);
+            }
+        }
+    }
+
+    /// Does the operation at the head of a queue, or a part of it.
+    fn step(&mut self, rank: usize, queue: usize) -> bool {
+        let state = &self.ranks[rank].queues[queue];
+        let Some(&op) = state.ops.get(state.done) else { return false };
+        let node = self.program.nodes[op as usize];
+        let part = &self.program.story.calls[node.call as usize][rank];
+        match node.step.op {
+            Op::Wait { from, flag, .. } => {
+                if self.words[self.program.word(rank as u32, from, flag)] < node.step.value {
+                    return false;
+                }
+            }
+            Op::Reduce { .. } => {
+                if !self.reduce(rank, queue, op) {
+                    return true;
+                }
+            }
+            Op::Put { .. } | Op::PutRows { .. } | Op::Signal { .. } => {
+                for (nth, effect) in part.effects(&node.step).iter().enumerate() {
+                    self.post(op, nth, effect);
+                }
+            }
+        }
+        let lane = &mut self.lanes[rank][node.step.track as usize];
+        if let Op::Signal { to, flag, .. } = node.step.op {
+            let word = self.program.word(to, rank as u32, flag);
+            lane.post(Posted::Signal { word, value: node.step.value });
+        }
+        while self.in_order && !lane.is_idle() {
+            lane.deliver(&mut self.memory, &mut self.words, &mut self.random);
+        }
+        let state = &mut self.ranks[rank];
+        state.left -= 1;
+        state.queues[queue].done += 1;
+        true
+    }
+
+    fn post(&mut self, op: u32, nth: usize, effect: &Effect) {
+        let node = self.program.nodes[op as usize];
+        let (from, to) = match effect {
+            Effect::Copy { from, to } => (from.as_ref(), to),
+            Effect::Tag(to) => (None, to),
+            Effect::Read(_) => return,
+        };
+        let mut sources = from.map(cells);
+        for (at, to_cell) in cells(to).enumerate() {
+            let source = sources.as_mut().and_then(|cells| cells.next());
+            let fresh = Load::Tag(mix(&[u64::from(op), nth as u64, at as u64]));
+            let load = source.map_or(fresh, Load::From);
+            if to.owner != node.rank {
+                let lane = &mut self.lanes[node.rank as usize][node.step.track as usize];
+                lane.post(Posted::Piece { to: to_cell, load });
+                continue;
+            }
+            let tag = match load {
+                Load::Tag(tag) => tag,
+                Load::From(cell) => self.memory.read(cell),
+            };
+            self.memory.write(to_cell, tag);
+        }
+    }
+
+    /// Reads a few more pieces of a sum; whether it is done.
+    fn reduce(&mut self, rank: usize, queue: usize, op: u32) -> bool {
+        let node = self.program.nodes[op as usize];
+        let part = &self.program.story.calls[node.call as usize][rank];
+        let random = &mut self.random;
+        let state = &mut self.ranks[rank].queues[queue];
+        let reading = state.reading.get_or_insert_with(|| {
+            let effects = part.effects(&node.step);
+            let reads = effects.iter().filter_map(|effect| match effect {
+                Effect::Read(bytes) => Some(cells(bytes)),
+                _ => None,
+            });
+            let mut all: Vec<(usize, Cell)> = reads.flatten().enumerate().collect();
+            all.shuffle(random);
+            all
+        });
+        let some = reading.len().saturating_sub(random.random_range(1..64));
+        for (at, cell) in reading.drain(some..) {
+            state.seen = state.seen.wrapping_add(mix(&[at as u64, self.memory.read(cell)]));
+        }
+        if !reading.is_empty() {
+            return false;
+        }
+        let outcome = &mut self.outcome.outcomes[rank][node.call as usize];
+        *outcome = outcome.wrapping_add(mix(&[u64::from(op), state.seen]));
+        (state.reading, state.seen) = (None, 0);
+        true
+    }
+}
+
+/// The call and the touches of a rank's scene, counted through all calls.
+fn place<'a>(program: &'a Program, rank: usize, scene: usize) -> (usize, &'a [Touch]) {
+    let mut scenes = (program.story.parts_of(rank as u32))
+        .flat_map(|part| part.scenes.iter().map(move |scene| (part.call, &*scene.touches)));
+    scenes.nth(scene).unwrap_or((0, &[]))
+}
+
+/// A number that stands for these.
+fn mix(numbers: &[u64]) -> u64 {
+    numbers.iter().fold(0x9e37_79b9_7f4a_7c15, |hash, &number| {
+        let mixed = (hash ^ number).wrapping_mul(0xff51_afd7_ed55_8ccd);
+        (mixed ^ (mixed >> 32)).wrapping_mul(0xc4ce_b9fe_1a85_ec53) ^ (mixed >> 29)
+    })
+}

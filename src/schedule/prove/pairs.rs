@@ -1,0 +1,96 @@
+//! Every two accesses that meet, and whether every read finds what its call wrote.
+
+use std::ops::Range;
+
+use super::Fault;
+use super::access::{Access, Accesses};
+use super::order::Knowledge;
+use super::program::Program;
+
+/// Checks the accesses to one window; returns the number of conflicting pairs.
+pub(super) fn check(program: &Program, known: &Knowledge, accesses: &mut Accesses) -> Result<u64, Fault> {
+    accesses.list.sort_by_key(|access| access.start);
+    let pairs = meet(program, known, accesses)?;
+    written(program, accesses)?;
+    Ok(pairs)
+}
+
+/// Sweeps over the bytes: whatever overlaps, with a write among the two, must be ordered.
+fn meet(program: &Program, known: &Knowledge, accesses: &Accesses) -> Result<u64, Fault> {
+    let mut pairs = 0;
+    let mut open: Vec<&Access> = Vec::new();
+    for b in &accesses.list {
+        open.retain(|a| a.end > b.start);
+        for a in open.iter().filter(|a| if a.is_part_of(b) { a.write && b.write } else { a.write || b.write })
+        {
+            pairs += 1;
+            pair(program, known, accesses, a, b)?;
+        }
+        open.push(b);
+    }
+    Ok(pairs)
+}
+
+fn pair(
+    program: &Program,
+    known: &Knowledge,
+    accesses: &Accesses,
+    a: &Access,
+    b: &Access,
+) -> Result<(), Fault> {
+    let (owner, window) = (accesses.owner, accesses.window);
+    let bytes = a.start.max(b.start)..a.end.min(b.end);
+    if a.is_part_of(b) {
+        let op = a.op_ref(program);
+        return Err(Fault::WrittenTwice { a: op, b: op, owner, window, bytes });
+    }
+    let (a, b) = match (a.before(b, known, program.tracks), b.before(a, known, program.tracks)) {
+        (true, _) => (a, b),
+        (_, true) => (b, a),
+        _ => {
+            let (a, b) = (a.op_ref(program), b.op_ref(program));
+            return Err(Fault::Race { a, b, owner, window, bytes });
+        }
+    };
+    let refs = || (a.op_ref(program), b.op_ref(program));
+    if a.write && b.write && a.call == b.call {
+        let (a, b) = refs();
+        return Err(Fault::WrittenTwice { a, b, owner, window, bytes });
+    }
+    if a.write && !b.write && a.call > b.of {
+        let (writer, reader) = refs();
+        return Err(Fault::Overwritten { writer, reader, owner, window, bytes });
+    }
+    Ok(())
+}
+
+/// Each read finds all its bytes written by the call it belongs to.
+fn written(program: &Program, accesses: &Accesses) -> Result<(), Fault> {
+    let mut covered: Vec<Vec<Range<u64>>> = vec![Vec::new(); program.story.calls.len()];
+    for access in accesses.list.iter().filter(|access| access.write) {
+        let covered = &mut covered[access.call as usize];
+        match covered.last_mut() {
+            Some(last) if last.end >= access.start => last.end = last.end.max(access.end),
+            _ => covered.push(access.start..access.end),
+        }
+    }
+    for read in accesses.list.iter().filter(|access| !access.write) {
+        let covered = &covered[read.of as usize];
+        let next = covered.partition_point(|range| range.end <= read.start);
+        let here = covered.get(next).cloned().unwrap_or(u64::MAX..u64::MAX);
+        let missing = match here.start <= read.start {
+            true => here.end..read.end,
+            false => read.start..read.end.min(here.start),
+        };
+        if !missing.is_empty() {
+            return Err(Fault::Unwritten {
+                reader: read.op_ref(program),
+                of: read.of as usize,
+                owner: accesses.owner,
+                window: accesses.window,
+                bytes: missing,
+            });
+        }
+    }
+    Ok(())
+}
