@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use rustix::thread::futex;
 
-use crate::schedule::Tag;
+use crate::schedule::{Control, Tag};
 
 /// View of one flag line in mapped memory.
 #[derive(Clone, Copy, Debug)]
@@ -82,7 +82,7 @@ impl<'a> FlagLine<'a> {
 }
 
 fn tag_at(value: u64) -> usize {
-    2 + 3 * (value & 1) as usize
+    ((Control::TAGS + (value & 1) * Control::TAG_BYTES) / 8) as usize
 }
 
 fn half(word: &AtomicU64, index: usize) -> &AtomicU32 {

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! ```text
-//!   a flag's line:         | word: 8 bytes | tag of even calls: 28 | tag of odd calls: 28 |        tags: entry only
+//!   a flag's line:         | value: 8 bytes | sleepers: 8 | tag of even calls: 24 | tag of odd calls: 24 |   tags: entry only
 //! ```
 //!
 //! A call that is refused ends at its entries, so a fast rank may signal its next entry while a slow one has yet to
@@ -49,12 +49,14 @@ impl Control {
         (flag as u64 * u64::from(ranks) + u64::from(writer)) * LINE
     }
 
-    /// Room for one encoded [`Tag`](super::Tag).
-    pub const TAG_BYTES: u64 = (LINE - 8) / 2;
+    /// First tag in a flag's line: behind the value and the count of its sleepers.
+    pub const TAGS: u64 = 16;
+    /// Bytes of one [`Tag`](super::Tag); a line holds two, by parity of the call.
+    pub const TAG_BYTES: u64 = 24;
 
     /// The tag that comes with `writer`'s entry signal of `call` (any number of that parity).
     pub fn tag(writer: u32, ranks: u32, call: u64) -> u64 {
-        Self::flag(writer, Flag::Entry, ranks) + 8 + (call & 1) * Self::TAG_BYTES
+        Self::flag(writer, Flag::Entry, ranks) + Self::TAGS + (call & 1) * Self::TAG_BYTES
     }
 
     /// This rank's publication for dispatches of this parity.
@@ -120,7 +122,7 @@ mod tests {
         let control = Control::new(3, 5, 7);
         let flags = Flag::ALL.map(|flag| Control::flag(2, flag, 3));
         assert_eq!(flags, [2 * 64, 5 * 64, 8 * 64]);
-        assert_eq!([Control::tag(2, 3, 6), Control::tag(2, 3, 7)], [2 * 64 + 8, 2 * 64 + 36]);
+        assert_eq!([Control::tag(2, 3, 6), Control::tag(2, 3, 7)], [2 * 64 + 16, 2 * 64 + 40]);
         assert!(Control::tag(2, 3, 7) + Control::TAG_BYTES <= 3 * 64);
         let block = control.publication(1) - control.publication(0);
         assert_eq!(control.publication(0), 9 * 64);

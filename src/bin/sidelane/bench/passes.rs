@@ -3,7 +3,7 @@
 //! Real and floor alternate round by round in the same processes, and take turns in going first, so that a busy moment
 //! of the machine, a warm cache or a throttled core meets both alike.
 
-use sidelane::ep::{ExpertRows, Handle, Yardstick};
+use sidelane::ep::{ExpertOutput, ExpertRows, Handle, Yardstick};
 use sidelane::rows::{Arithmetic, Stores};
 use sidelane::{Error, ExpertParallel, Group, Window};
 
@@ -51,13 +51,31 @@ pub struct Track<'a, E> {
     pub yardstick: &'a Yardstick,
     /// Faster stores of the floor, for scattered rows and for sums.
     pub stores: [Stores; 2],
-    /// Handle of a dispatch that stays alive: backward calls follow it.
+    /// Handle of a dispatch that stays alive: combines and backward calls follow it.
     pub handle: &'a Handle,
+    /// The buffer that the next sum offers. Taken before the round's dispatch, so that rows never land in it: they would
+    /// throw it out of the cache, while the floor's stays.
+    pub output: Option<ExpertOutput>,
 }
 
 impl<E: Number> Track<'_, E> {
+    /// One untimed round of one kind, with real numbers in the buffers that the timed rounds will use: sums of garbage
+    /// may be slower or faster than sums.
+    pub fn warm_up(&mut self, kind: Kind, y: &[E]) -> Result<(), Error> {
+        let mut output = self.handle.output()?;
+        output.rows_mut::<E>()?.copy_from_slice(y);
+        self.output = Some(output);
+        self.lap(kind, &mut Pair::default(), false)
+    }
+
+    /// One round of all kinds.
+    pub fn round(&mut self, kinds: &[Kind], pairs: &mut [Pair], floor_first: bool) -> Result<(), Error> {
+        self.output = Some(self.handle.output()?);
+        kinds.iter().zip(pairs).try_for_each(|(&kind, pair)| self.lap(kind, pair, floor_first))
+    }
+
     /// One round of one kind: real and floor, in this order or the other.
-    pub fn lap(&mut self, kind: Kind, pair: &mut Pair, floor_first: bool) -> Result<(), Error> {
+    fn lap(&mut self, kind: Kind, pair: &mut Pair, floor_first: bool) -> Result<(), Error> {
         if floor_first {
             self.floor(kind, &mut pair.floor)?;
         }
@@ -75,15 +93,15 @@ impl<E: Number> Track<'_, E> {
                 let landed: (ExpertRows, Handle) = laps.time(|| self.ep.dispatch(self.x, self.routing))?;
                 drop(landed);
             }
-            Kind::Combine => {
-                let y = self.handle.output()?;
+            Kind::Combine | Kind::DispatchBackward => {
+                let y = self.output.take().map_or_else(|| self.handle.output(), Ok)?;
                 self.barrier.barrier()?;
-                laps.time(|| self.ep.combine_into(y, self.handle, self.out))?;
-            }
-            Kind::DispatchBackward => {
-                let y = self.handle.output()?;
-                self.barrier.barrier()?;
-                laps.time(|| self.ep.dispatch_backward_into(y, None, self.handle, self.out, &mut []))?;
+                match kind {
+                    Kind::Combine => laps.time(|| self.ep.combine_into(y, self.handle, self.out))?,
+                    _ => {
+                        laps.time(|| self.ep.dispatch_backward_into(y, None, self.handle, self.out, &mut []))?
+                    }
+                }
             }
             Kind::CombineBackward => {
                 self.barrier.barrier()?;

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use half::{bf16, f16};
 use sidelane::dtype::Dtype;
-use sidelane::ep::{ExpertRows, Handle};
+use sidelane::ep::{ExpertOutput, ExpertRows, Handle};
 use sidelane::exec::{Event, write_chrome_trace};
 use sidelane::plan::Order as Sums;
 use sidelane::{Error, ExpertParallel, Group, Options, World};
@@ -68,7 +68,7 @@ impl<'t, E: Number> Rank<'t, E> {
         if task.config.backward {
             rank.backward_and_check(&fill, &handle)?;
         }
-        let (passes, memcpy) = rank.time(&rows, &output, &handle)?;
+        let (passes, memcpy) = rank.time(&rows, &output, &fill, &handle)?;
         // The floor has written the same rows again and again: they must still be right.
         rank.check_rows(&rows, &handle)?;
         rank.combine_and_check(&fill, &handle)?;
@@ -146,7 +146,8 @@ impl<'t, E: Number> Rank<'t, E> {
     fn time(
         &mut self,
         rows: &ExpertRows,
-        output: &sidelane::ep::ExpertOutput,
+        output: &ExpertOutput,
+        y: &[E],
         handle: &Handle,
     ) -> Result<(Vec<Pair>, f64), CliError> {
         let config = &self.task.config;
@@ -164,12 +165,13 @@ impl<'t, E: Number> Rank<'t, E> {
             yardstick: &yardstick,
             stores: [Stores::Streaming, Stores::Cached],
             handle,
+            output: None,
         };
         track.choose_stores(&self.group)?;
         let kinds = Kind::all(config.backward);
         let mut pairs = vec![Pair::default(); kinds.len()];
         for &kind in kinds {
-            track.lap(kind, &mut Pair::default(), false)?;
+            track.warm_up(kind, y)?;
         }
         let bar = if self.world.rank() == 0 {
             progress::bar(config.rounds)
@@ -177,9 +179,7 @@ impl<'t, E: Number> Rank<'t, E> {
             indicatif::ProgressBar::hidden()
         };
         for round in 0..config.rounds {
-            for (&kind, pair) in kinds.iter().zip(&mut pairs) {
-                track.lap(kind, pair, round % 2 == 1)?;
-            }
+            track.round(kinds, &mut pairs, round % 2 == 1)?;
             bar.inc(1);
         }
         bar.finish_and_clear();
