@@ -30,7 +30,7 @@ mod symmetric;
 pub use extents::Extents;
 pub use heap::{Heap, HeapSizes};
 pub use mapped::Mapped;
-pub use pages::{PageReport, shared_huge_bytes};
+pub use pages::{PageReport, huge_pages_granted, shared_huge_bytes};
 pub use pool::{Extent, Licence, Pool, PoolReport};
 pub use segment::Segment;
 pub use symmetric::{Symmetric, SymmetricExtent};

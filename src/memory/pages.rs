@@ -1,5 +1,7 @@
 //! Which pages the kernel really granted. Requests for huge pages are advice: only the grant counts.
 
+use super::{Mapped, Segment};
+
 /// Bytes of shared huge pages behind the mappings of this process, as `/proc/self/smaps_rollup` tells; `None` where
 /// the kernel does not say.
 pub fn shared_huge_bytes() -> Option<u64> {
@@ -10,6 +12,15 @@ fn parse(smaps: &str) -> Option<u64> {
     let line = smaps.lines().find_map(|line| line.strip_prefix("ShmemPmdMapped:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024)
+}
+
+/// Asks for a small heap on huge pages and looks whether it got them. `None` where that cannot be told.
+pub fn huge_pages_granted() -> Option<bool> {
+    let segment = Segment::create("sidelane-probe", 4 << 20).ok()?;
+    let before = shared_huge_bytes()?;
+    let mapped = Mapped::new(&[Some(&segment)]).ok()?;
+    mapped.populate(0, 0, segment.len()).ok()?;
+    Some(shared_huge_bytes()? > before)
 }
 
 /// What a heap got.

@@ -9,6 +9,8 @@ pub struct Facts {
     pub usable_cores: usize,
     pub locked_memory: Option<u64>,
     pub open_files: Option<u64>,
+    /// Whether a segment that asked for huge pages got them; `None` if the kernel does not tell.
+    pub huge_pages: Option<bool>,
     /// Directories of `LD_LIBRARY_PATH`.
     pub library_path: Vec<PathBuf>,
 }
@@ -21,6 +23,7 @@ impl Facts {
             usable_cores: std::thread::available_parallelism().map_or(1, usize::from),
             locked_memory: getrlimit(Resource::Memlock).current,
             open_files: getrlimit(Resource::Nofile).current,
+            huge_pages: sidelane::memory::huge_pages_granted(),
             library_path: std::env::split_paths(&path).filter(|dir| !dir.as_os_str().is_empty()).collect(),
         }
     }

@@ -69,7 +69,7 @@ fn examine(root: &Root, facts: &Facts) -> Vec<Finding> {
         host::vectors(root),
         host::memory(root),
         host::numa(root),
-        shared::huge_pages(root),
+        shared::huge_pages(root, facts),
         shared::dev_shm(root),
         shared::open_files(facts),
         shared::locked_memory(facts, !cards.is_empty()),

@@ -5,22 +5,31 @@ use super::finding::{Finding, bytes};
 use super::host::meminfo;
 use super::root::Root;
 
-/// The setting that decides whether shared segments can have huge pages. A setting is a promise, not a grant:
-/// fragmented memory may refuse it, so `bench` reports what was granted.
-pub fn huge_pages(root: &Root) -> Finding {
+/// What shared segments get. A setting is a promise: fragmented memory may refuse it, so a segment is asked for.
+pub fn huge_pages(root: &Root, facts: &Facts) -> Finding {
     const WHAT: &str = "huge pages (shared)";
     const SETTING: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
     let setting = root.read(SETTING).as_deref().and_then(chosen).unwrap_or("absent".into());
     let reserved = meminfo(root, "HugePages_Total").unwrap_or(0);
-    let found = format!("shmem_enabled = {setting}, {reserved} reserved");
-    match setting.as_str() {
-        "always" | "force" | "within_size" => Finding::ok(WHAT, found, "Large segments get huge pages."),
-        "advise" => Finding::ok(WHAT, found, "Segments that ask for huge pages get them; Sidelane's ask."),
-        "absent" => Finding::note(
+    let grant = match facts.huge_pages {
+        Some(true) => "granted",
+        Some(false) => "not granted",
+        None => "grant unknown",
+    };
+    let found = format!("{grant}; shmem_enabled = {setting}, {reserved} reserved");
+    match (facts.huge_pages, setting.as_str()) {
+        (Some(true), _) => Finding::ok(WHAT, found, "A segment asked for huge pages and got them."),
+        (_, "absent") => Finding::note(
             WHAT,
             found,
             "This kernel has no huge pages for shared memory: rows cost more TLB misses.",
             "Boot a kernel with CONFIG_TRANSPARENT_HUGEPAGE.",
+        ),
+        (_, "always" | "force" | "within_size" | "advise") => Finding::note(
+            WHAT,
+            found,
+            "The setting allows them, but a segment that asked got none: memory may be fragmented.",
+            "As root: echo 1 > /proc/sys/vm/compact_memory, then try again.",
         ),
         _ => Finding::note(
             WHAT,

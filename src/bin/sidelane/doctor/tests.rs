@@ -23,12 +23,17 @@ impl Machine {
     }
 
     fn examine(&self) -> Vec<Finding> {
-        self.examine_with(Facts {
+        self.examine_with(self.facts())
+    }
+
+    fn facts(&self) -> Facts {
+        Facts {
             usable_cores: 4,
             locked_memory: Some(8 << 20),
             open_files: Some(1024),
+            huge_pages: None,
             library_path: Vec::new(),
-        })
+        }
     }
 
     fn examine_with(&self, facts: Facts) -> Vec<Finding> {
@@ -83,15 +88,18 @@ fn host_facts_are_read() {
 }
 
 #[test]
-fn the_chosen_setting_of_huge_pages_decides() {
-    for (setting, level) in [
-        ("always within_size advise [never] deny force", Level::Note),
-        ("always within_size [advise] never deny force", Level::Ok),
-        ("[always] within_size advise never deny force", Level::Ok),
+fn huge_pages_count_when_granted_and_the_setting_says_what_to_do() {
+    for (setting, granted, level, advice) in [
+        ("always within_size advise [never] deny force", Some(false), Level::Note, "shmem_enabled"),
+        ("always within_size [advise] never deny force", Some(false), Level::Note, "compact_memory"),
+        ("always within_size [advise] never deny force", Some(true), Level::Ok, ""),
     ] {
-        let machine = Machine::new(&format!("huge-{}", setting.find('[').unwrap()))
+        let machine = Machine::new(&format!("huge-{}-{granted:?}", setting.find('[').unwrap()))
             .with("sys/kernel/mm/transparent_hugepage/shmem_enabled", setting);
-        assert_eq!(finding(&machine.examine(), "huge pages (shared)").level, level, "{setting}");
+        let findings = machine.examine_with(Facts { huge_pages: granted, ..machine.facts() });
+        let found = finding(&findings, "huge pages (shared)");
+        assert_eq!(found.level, level, "{setting}");
+        assert!(found.advice.unwrap_or("").contains(advice), "{setting}: {found:?}");
     }
 }
 
@@ -107,6 +115,7 @@ fn a_card_that_works_needs_its_library_its_device_and_locked_memory() {
         usable_cores: 4,
         locked_memory: None,
         open_files: None,
+        huge_pages: None,
         library_path: vec!["/opt/rdma".into()],
     };
     let findings =
