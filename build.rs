@@ -1,18 +1,22 @@
-//! Tells the program what it was built from: `doctor` and the JSON of `bench` print it.
-//! Needs nothing: without a git checkout the commit reads "unknown".
+//! Tells the program what it was built from: `doctor` prints it.
+//! Needs nothing: without git or a checkout the commit reads "unknown".
 
+use std::path::Path;
 use std::process::Command;
 
 fn main() {
-    println!("cargo:rerun-if-changed=.git/HEAD");
     println!("cargo:rerun-if-changed=build.rs");
-    let commit = Command::new("git")
-        .args(["rev-parse", "--short=12", "HEAD"])
-        .output()
-        .ok()
-        .filter(|out| out.status.success())
-        .and_then(|out| String::from_utf8(out.stdout).ok())
-        .map_or_else(|| "unknown".to_owned(), |text| text.trim().to_owned());
+    // The log of HEAD changes with every commit and checkout; HEAD itself names a branch and does not.
+    if let Some(log) = git(&["rev-parse", "--git-path", "logs/HEAD"]).filter(|log| Path::new(log).exists()) {
+        println!("cargo:rerun-if-changed={log}");
+    }
+    let commit = git(&["rev-parse", "--short=12", "HEAD"]).unwrap_or_else(|| "unknown".to_owned());
     println!("cargo:rustc-env=SIDELANE_COMMIT={commit}");
     println!("cargo:rustc-env=SIDELANE_TARGET={}", std::env::var("TARGET").unwrap_or_default());
+}
+
+/// What git prints, in one line.
+fn git(args: &[&str]) -> Option<String> {
+    let output = Command::new("git").args(args).output().ok().filter(|output| output.status.success())?;
+    Some(String::from_utf8(output.stdout).ok()?.trim().to_owned())
 }

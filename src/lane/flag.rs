@@ -62,7 +62,8 @@ impl<'a> FlagLine<'a> {
 
     /// Sleeps until the value is no longer `seen`, or for `slice`.
     pub fn sleep(self, seen: u64, slice: Duration) {
-        self.sleepers().fetch_add(1, Ordering::SeqCst);
+        self.sleepers().fetch_add(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
         if self.value() == seen {
             let slice =
                 futex::Timespec { tv_sec: slice.as_secs() as i64, tv_nsec: slice.subsec_nanos().into() };

@@ -42,7 +42,7 @@ pub fn findings(root: &Root, facts: &Facts, ports: &[Port]) -> Vec<Finding> {
         findings.push(Finding::note(
             "network cards",
             "none",
-            "No card of RDMA kind: between machines only TCP is left. One machine needs none.",
+            "No card of RDMA kind. Jobs on one machine need none.",
             "If there should be one: lspci, then the driver (mlx5_ib, rdma_rxe for a soft one).",
         ));
     } else if root.numbered("/dev/infiniband", "uverbs") == 0 {
