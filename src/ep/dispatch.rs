@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::buffers::check_tensor;
 use super::call::{ENTRY, ROWS};
-use super::handle::{Inner, LaneUse, Report};
+use super::handle::{Inner, LaneUse};
 use super::{ExpertParallel, ExpertRows, Handle};
 use crate::dtype::Element;
 use crate::error::{CallError, CallKind, Error, PlanError};
@@ -65,8 +65,7 @@ impl ExpertParallel {
         if refused.is_some() {
             self.sorted.clear(&self.spec.map);
         }
-        let announced = self.pool().announce();
-        self.dispatches += 1;
+        let announced = self.pool().announce(self.most_bytes());
         self.publish(&announced)?;
         let mut tag = Tag { kind: CallKind::Dispatch, handle: self.calls, ..Tag::default() };
         if let Some(error) = &refused {
@@ -74,7 +73,7 @@ impl ExpertParallel {
         }
         self.tables.tags.fill(tag);
         let at = At { nodes: &self.lanes.nodes, me: self.lanes.rank };
-        self.tables.publications(&at, &self.control, self.dispatches, &self.spec.map, &self.sorted);
+        self.tables.publications(&at, &self.control, self.calls, &self.spec.map, &self.sorted);
         let skeletons = Arc::clone(&self.skeletons);
         self.run(skeletons.dispatch.stages[ENTRY].halves().0, None, &mut Io::default(), Stores::Cached)?;
         let x = bytemuck::cast_slice(x);
@@ -99,6 +98,14 @@ impl ExpertParallel {
         }
         check_tensor("tokens", x, tokens, (spec.hidden, spec.dtype))?;
         Ok(self.sorted.fill(&spec.map, self.lanes.rank, routing, spec.order)?)
+    }
+
+    /// What this rank receives at most, if every token of every rank chooses as many of its experts as it can.
+    fn most_bytes(&self) -> u64 {
+        let spec = &self.spec;
+        let slots = spec.map.slots_of(self.rank()).len() as u64;
+        let rows = u64::from(self.size()) * u64::from(spec.max_tokens) * slots.min(spec.top_k.into());
+        rows.saturating_add(slots * u64::from(spec.align - 1)).saturating_mul(spec.row_bytes())
     }
 
     fn finish_dispatch(
@@ -135,7 +142,9 @@ impl ExpertParallel {
         announced.trim(u64::from(inner.layout.landed) * row_bytes);
         self.host.take_moved();
         self.put_rows(&inner, x)?;
-        inner.report = self.report();
+        inner.copied.set(0);
+        inner.report.moved = self.host.take_moved();
+        inner.report.lanes.clone_from(&self.uses);
         let rows = ExpertRows { extent: announced, rows: inner.layout.landed, row_bytes };
         Ok((rows, self.handle_of(inner)))
     }
@@ -152,10 +161,6 @@ impl ExpertParallel {
             &mut Io { input: x, ..Io::default() },
             stores,
         )
-    }
-
-    fn report(&mut self) -> Report {
-        Report { moved: self.host.take_moved(), ..Report::default() }
     }
 
     /// Sends tokens along the layout of an earlier dispatch: no ids, no counts. Collective.
@@ -216,15 +221,8 @@ impl ExpertParallel {
     }
 
     /// The lanes of this group, and how many ranks each reaches.
-    pub fn lanes(&self) -> Vec<LaneUse> {
-        let mut uses: Vec<LaneUse> = Vec::new();
-        for lane in self.lanes.reach.iter().map(crate::lane::Reach::name) {
-            match uses.iter_mut().find(|used| used.lane == lane) {
-                Some(used) => used.ranks += 1,
-                None => uses.push(LaneUse { lane, ranks: 1 }),
-            }
-        }
-        uses
+    pub fn lanes(&self) -> &[LaneUse] {
+        &self.uses
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crossbeam::queue::ArrayQueue;
 
 use super::builder::Spec;
-use super::handle::Inner;
+use super::handle::{Inner, LaneUse};
 use super::publication::Publication;
 use super::{ExpertParallelBuilder, Handle};
 use crate::error::{Cause, Error, LaneError, PlanError};
@@ -63,15 +63,15 @@ pub struct ExpertParallel {
     pub(super) products: Vec<f32>,
     /// Per rank: where rows or chunks land there.
     pub(super) landing: Vec<u64>,
-    /// Calls made, with the epoch in the high bits: the generation of the running call.
+    /// Calls made, with the epoch in the high bits: the generation of the running call. Its parity picks the
+    /// publication: every rank counts every call, also one that ranks refuse because they do not make the same.
     pub(super) calls: u64,
-    /// Dispatches with counts made: their parity picks the publication.
-    pub(super) dispatches: u64,
     pub(super) last_return: u64,
     pub(super) licence: Arc<dyn Licence>,
     /// Tells handles of different instances apart, within this process.
     pub(super) instance: u64,
     pub(super) spare: Arc<ArrayQueue<Box<Inner>>>,
+    pub(super) uses: Vec<LaneUse>,
 }
 
 /// The programs of this rank.
@@ -116,10 +116,10 @@ impl ExpertParallel {
             products: Vec::new(),
             landing: vec![0; ranks as usize],
             calls: u64::from(group.shared.hub.epoch()) << 48,
-            dispatches: 0,
             last_return: 0,
             instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
             spare: Arc::new(ArrayQueue::new(SPARE_HANDLES)),
+            uses: LaneUse::of(&lanes),
             shared: Arc::clone(&group.shared),
             lanes,
             port,

@@ -45,12 +45,13 @@ pub struct Waiter<'a> {
     patience: Patience<'a>,
     turns: u32,
     since: Option<Instant>,
+    absent: bool,
 }
 
 impl<'a> Waiter<'a> {
     /// A wait that has not begun to wait.
     pub fn new(patience: Patience<'a>) -> Self {
-        Waiter { patience, turns: 0, since: None }
+        Waiter { patience, turns: 0, since: None, absent: false }
     }
 
     /// One turn: returns at once while pausing, after a moment later on. `sleep` is called on the last step with the
@@ -69,7 +70,9 @@ impl<'a> Waiter<'a> {
             std::thread::yield_now();
             return Ok(());
         }
-        if self.patience.health.is_absent(self.patience.awaited) {
+        // What it did before it left may still be on its way: it is looked for once more.
+        let absent = self.patience.health.is_absent(self.patience.awaited);
+        if std::mem::replace(&mut self.absent, absent) {
             return Err(Interrupted::Dead(Cause::Lost { rank: self.patience.awaited, how: Loss::Closed }));
         }
         let waited = self.since.get_or_insert_with(Instant::now).elapsed();

@@ -92,7 +92,7 @@ impl Group {
     /// (a shared tensor, for example). Collective; sizes must be equal.
     ///
     /// # Errors
-    /// [`MemoryError::NotSealed`], [`MemoryError::SizesDiffer`], [`MemoryError::OutOfSpace`] for its flags.
+    /// [`MemoryError::NotSealed`] ([`MemoryError::NotUsable`] on the others), [`MemoryError::SizesDiffer`], [`MemoryError::OutOfSpace`] for its flags.
     pub fn register(&self, memory: OwnedFd) -> Result<Window, Error> {
         Window::registered(self, memory)
     }
