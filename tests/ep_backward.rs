@@ -170,6 +170,9 @@ where
             }
             assert!(weights.is_none_or(|weights| weights == expected), "{case:?}");
         }
+        drop(handle);
+        group.gather(&[]).unwrap();
+        assert_eq!(world.pool().report().used, 0, "what was kept is given back");
     });
 }
 

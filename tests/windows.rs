@@ -240,19 +240,21 @@ fn memory_that_could_be_pulled_away_is_refused_and_everybody_is_told() {
 
 #[test]
 fn a_put_to_a_registered_window_that_is_gone_is_refused_over_the_wire() {
-    on_ranks(&[0, 1], &small(), |world| {
+    on_ranks(&[0, 1, 1], &small(), |world| {
         let group = world.all().unwrap();
         let mut control = group.window(64).unwrap();
         let mut window = group.register(memory(4096, SealFlags::SHRINK).0).unwrap();
-        if world.rank() == 1 {
-            drop(window);
-            control.signal(0, 1).unwrap();
-            let error = control.wait_until(0, 9).unwrap_err();
-            assert_eq!(error, Error::World(Cause::Protocol { rank: 0 }));
-        } else {
+        if world.rank() == 0 {
             control.wait_until(1, 1).unwrap();
             window.put(1, 0, &[1]).unwrap();
+        } else {
+            drop(window);
+            if world.rank() == 1 {
+                control.signal(0, 1).unwrap();
+            }
         }
+        let error = control.wait_until((world.rank() + 1) % 3, 9).unwrap_err();
+        assert_eq!(error, Error::World(Cause::Protocol { rank: 0 }), "every rank hears of it");
         let _ = group.gather(&[]);
     });
 }

@@ -178,11 +178,16 @@ impl ExpertParallel {
         if bytes * neighbours > cache + cache / 2 { Stores::Streaming } else { Stores::Cached }
     }
 
-    /// A lane error ends the world: peers must not wait for a rank that has given up.
+    /// An error amid a call ends the world: peers must not wait for a rank that has given up.
     pub(super) fn fail(&self, error: Error) -> Error {
-        if let Error::Lane(LaneError::Deadline { peer, waited, .. }) = error {
-            let rank = self.lanes.world_ranks.get(peer as usize).copied().unwrap_or(peer);
-            self.shared.hub.cancel(Cause::Stalled { rank, by: self.shared.hub.rank(), waited });
+        let by = self.shared.hub.rank();
+        match error {
+            Error::World(_) => {}
+            Error::Lane(LaneError::Deadline { peer, waited, .. }) => {
+                let rank = self.lanes.world_ranks.get(peer as usize).copied().unwrap_or(peer);
+                self.shared.hub.cancel(Cause::Stalled { rank, by, waited });
+            }
+            _ => self.shared.hub.cancel(Cause::Cancelled { by }),
         }
         error
     }
