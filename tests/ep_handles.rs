@@ -234,3 +234,37 @@ fn what_outlives_its_world_stays_readable() {
         }
     }
 }
+
+#[test]
+fn what_is_dropped_while_peers_still_read_it_stays_until_they_have() {
+    const WIDE: usize = 4096;
+    for (nodes, weighted) in [(NODES[0], false), (NODES[0], true), (NODES[1], true)] {
+        on_ranks(nodes, &small(), |world| {
+            let group = world.all().unwrap();
+            let builder = ExpertParallel::builder(&group).unwrap().experts(4).top_k(1).hidden(WIDE);
+            let mut ep = builder.dtype(Dtype::F32).max_tokens(32).weighted(weighted).build().unwrap();
+            for round in 0..30 {
+                // Ranks have different amounts to read, so that some are long gone when others begin.
+                let mine = tokens::<f32>(round, 1 + 31 * u32::from(world.rank() == 2), WIDE, 1, 4);
+                let ones = vec![1.0; mine.ids.len()];
+                let (rows, handle) =
+                    ep.dispatch(&mine.x, &Routing::new(1, mine.ids.as_slice(), ones).unwrap()).unwrap();
+                let mut y = handle.output().unwrap();
+                y.rows_mut::<f32>().unwrap().copy_from_slice(rows.rows().unwrap());
+                drop(rows);
+                let out: Vec<f32> = ep.combine(y, &handle).unwrap();
+                drop(handle);
+                world.pool().poison(0xff);
+                for (token, id) in mine.ids.iter().enumerate() {
+                    let range = token * WIDE..(token + 1) * WIDE;
+                    let same = out[range.clone()] == mine.x[range.clone()];
+                    assert!(
+                        if *id < 0 { out[range].iter().all(|&x| x == 0.0) } else { same },
+                        "round {round}"
+                    );
+                }
+            }
+            nothing_is_held(&world, &group);
+        });
+    }
+}

@@ -100,6 +100,7 @@ fn staging_that_does_not_fit_loses_no_output() {
             "{error:?}"
         );
         drop((crowd, rows));
+        rank.world.pool().poison(super::POISON);
         let y = handle.output().unwrap();
         assert_eq!(rank.ep.combine::<bf16>(y, &handle).unwrap(), super::repeated(&mine));
     });
