@@ -105,6 +105,11 @@ impl Pool {
         self.state().retired.push(Retired { offset, len, licence: Arc::clone(licence), value });
     }
 
+    /// Looks which retired extents are free by now, and lets go of what their licences hold.
+    pub fn reap(&self) {
+        self.state().reap();
+    }
+
     /// First byte of the pool in its rank's heap.
     pub fn start(&self) -> u64 {
         self.start

@@ -123,3 +123,21 @@ fn ranks_are_named_by_their_place_in_the_group() {
         drop((crowd, rows));
     });
 }
+
+#[test]
+fn layers_that_come_and_go_leave_room_for_the_next() {
+    everywhere(1 << 20, |rank| {
+        for _ in 0..10 {
+            // There is room for one control window of this size, not for two.
+            let mut ep = settings(&rank.group).max_tokens(900).build().unwrap();
+            let (x, routing) = incast(300);
+            let (rows, handle) = ep.dispatch(&x, &routing).unwrap();
+            let y = handle.output().unwrap();
+            let _: Vec<bf16> = ep.combine(y, &handle).unwrap();
+            drop((rows, handle, ep));
+            let whole = rank.group.window(80 << 10).unwrap();
+            drop(whole);
+        }
+        rank.works();
+    });
+}
