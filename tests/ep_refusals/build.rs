@@ -53,10 +53,12 @@ fn every_rank_hears_what_differs_and_where() {
 
 #[test]
 fn a_rank_with_unusable_settings_says_which_and_the_others_hear_of_it() {
-    let unusable: [Quirk; 6] = [
+    let unusable: [Quirk; 8] = [
         (|b| b.top_k(0), "top_k"),
         (|b| b.top_k(EXPERTS + 1), "top_k"),
         (|b| b.experts(0), "experts"),
+        (|b| b.experts(i32::MAX as u32), "experts"),
+        (|b| b.experts(u32::MAX), "experts"),
         (|b| b.hidden(HIDDEN + 1), "bytes of a row"),
         (|b| b.align(0), "align"),
         (|b| b.max_tokens(u32::MAX), "max_tokens"),
