@@ -15,6 +15,7 @@ struct Case {
     counts: Vec<u32>,
     experts: u32,
     top_k: u32,
+    hidden: usize,
     align: u32,
     order: Order,
     weighted: bool,
@@ -28,6 +29,7 @@ impl Case {
             counts: counts.to_vec(),
             experts,
             top_k,
+            hidden: 24,
             align: 1,
             order: Order::Expert,
             weighted: false,
@@ -35,8 +37,6 @@ impl Case {
         }
     }
 }
-
-const HIDDEN: usize = 24;
 
 fn cases() -> Vec<Case> {
     let plain = Case::new(&[0, 0, 0, 0], &[5, 0, 17, 3], 6, 3);
@@ -53,6 +53,11 @@ fn cases() -> Vec<Case> {
         Case { experts: 5, map: Some(replicated), nodes: vec![0, 0, 1, 1], align: 2, ..plain.clone() },
         Case { counts: vec![0; 4], ..plain.clone() },
         Case::new(&[0, 0, 0, 1, 1, 1, 1, 1], &[3, 9, 0, 1, 4, 2, 30, 8], 3, 1),
+        // The smallest row there is, in two-byte elements; every token to every expert.
+        Case { hidden: 8, ..Case::new(&[0, 1, 0, 1], &[4, 3, 0, 9], 3, 3) },
+        Case { hidden: 8, align: 32, ..Case::new(&[0], &[5], 1, 1) },
+        // Rows and pads that are larger than a record of the loop lane.
+        Case { hidden: 40_000, align: 3, ..Case::new(&[0, 1, 1], &[2, 1, 3], 4, 2) },
     ]
 }
 
@@ -66,7 +71,7 @@ fn combined<E: Element + Copy + Into<f32>>(
 where
     f32: To<E>,
 {
-    let k = case.top_k as usize;
+    let (k, hidden) = (case.top_k as usize, case.hidden);
     let tokens = &all[rank];
     let mut out = Vec::new();
     for token in 0..case.counts[rank] as usize {
@@ -79,12 +84,12 @@ where
             })
             .collect();
         terms.sort_unstable();
-        for column in 0..HIDDEN {
+        for column in 0..hidden {
             let mut total = 0.0f32;
             for group in terms.chunk_by(|a, b| a.0 == b.0) {
                 let mut partial = 0.0f32;
                 for &(_, expert, choice) in group {
-                    let y: f32 = expert_of(tokens.x[token * HIDDEN + column], expert).into();
+                    let y: f32 = expert_of(tokens.x[token * hidden + column], expert).into();
                     partial += if case.weighted { tokens.weights[choice] * y } else { y };
                 }
                 total += partial;
@@ -113,7 +118,7 @@ where
         .unwrap_or_else(|| ExpertMap::contiguous(case.experts, case.nodes.len() as u32).unwrap());
     let all: Vec<Tokens<E>> = (0u64..)
         .zip(&case.counts)
-        .map(|(rank, &count)| tokens(rank + 100, count, HIDDEN, case.top_k, case.experts))
+        .map(|(rank, &count)| tokens(rank + 100, count, case.hidden, case.top_k, case.experts))
         .collect();
     let expected = placement(&all, case.top_k, &map, case.align);
     on_ranks(&case.nodes, &small(), |world| {
@@ -122,7 +127,7 @@ where
             .unwrap()
             .expert_map(map.clone())
             .top_k(case.top_k)
-            .hidden(HIDDEN)
+            .hidden(case.hidden)
             .dtype(dtype)
             .align(case.align)
             .order(case.order)
@@ -137,12 +142,12 @@ where
             let seen = rows.rows::<E>().unwrap();
             assert_eq!(rows.len() as usize, expected[me].len(), "rank {me}, {case:?}");
             for (row, origin) in expected[me].iter().enumerate() {
-                let got = &seen[row * HIDDEN..][..HIDDEN];
+                let got = &seen[row * case.hidden..][..case.hidden];
                 match *origin {
                     Some((source, token, choice)) => {
                         assert_eq!(
                             got,
-                            &all[source].x[token * HIDDEN..][..HIDDEN],
+                            &all[source].x[token * case.hidden..][..case.hidden],
                             "row {row} of rank {me}, {case:?}"
                         );
                         assert_eq!(handle.row_weights()[row], all[source].weights[choice]);
@@ -160,7 +165,7 @@ where
             let out = y.rows_mut::<E>().unwrap();
             let mut row = 0;
             for (slot, &count) in map.slots_of(world.rank()).zip(handle.padded_tokens_per_expert()) {
-                for _ in 0..count as usize * HIDDEN {
+                for _ in 0..count as usize * case.hidden {
                     out[row] = expert_of(seen[row], map.expert_of(slot) as i32);
                     row += 1;
                 }

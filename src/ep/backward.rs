@@ -50,7 +50,6 @@ impl ExpertParallel {
         .and_then(|()| self.check_weights(row_weight_gradients, weights, handle));
         let parts = Parts { rows: true, weights: row_weight_gradients.is_some() };
         let call = Return { kind: CallKind::DispatchBackward, parts, weighted: false, keep: false };
-        weights.fill(0.0);
         let started = self.start_return(call, row_gradients.into(), row_weight_gradients, handle, checked)?;
         self.finish_return(started, handle, bytemuck::cast_slice_mut(tokens), weights)
     }

@@ -100,7 +100,7 @@ impl ExpertOutput {
 pub enum Contribution<'a> {
     /// The buffer of [`Handle::output`](super::Handle::output): nothing is copied.
     Output(ExpertOutput),
-    /// Rows elsewhere: copied into a buffer first, and counted in the report.
+    /// Rows elsewhere: copied into a buffer first, and counted in [`Handle::copied_bytes`](super::Handle::copied_bytes).
     Elsewhere {
         /// The rows.
         bytes: &'a [u8],

@@ -150,6 +150,9 @@ impl<'g> ExpertParallelBuilder<'g> {
         if experts > i32::MAX as u32 {
             return bad("experts", experts.into(), "below 2^31");
         }
+        if u64::from(experts) * 4 > self.group.shared.options.config.symmetric {
+            return bad("experts", experts.into(), "fewer: their counts must fit SIDELANE_SYMMETRIC");
+        }
         if spec.top_k == 0 || spec.top_k > experts {
             return bad("top_k", spec.top_k.into(), "between 1 and the number of experts");
         }

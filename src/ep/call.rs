@@ -84,6 +84,13 @@ impl ExpertParallel {
                 _ => {}
             }
         }
+        let own = own.map(|error| match error {
+            // The pool knows its rank in the world; errors of calls name positions in the group.
+            Error::Memory(MemoryError::OutOfSpace { asked, free, .. }) => {
+                self.out_of_space(rank, asked, free)
+            }
+            other => other,
+        });
         own.or(refused).map_or(Ok(()), Err)
     }
 

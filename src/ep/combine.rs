@@ -32,6 +32,8 @@ pub(super) struct Return {
 pub(super) struct StartedReturn {
     call: Return,
     chunk: Option<Extent>,
+    /// The chunk is a copy: the caller still has the rows.
+    copied: bool,
     staging: Option<Extent>,
     tag: Tag,
     refused: Option<Error>,
@@ -116,14 +118,16 @@ impl ExpertParallel {
     ) -> Result<StartedReturn, Error> {
         self.enter()?;
         let inner = handle.inner();
+        let elsewhere = inner.keep_safe(y);
+        let copied = elsewhere.is_some();
         let chunk = checked
             .and_then(|()| self.check_handle(inner))
             .and_then(|()| Ok(Arithmetic::try_from(self.spec.dtype).map(drop)?))
-            .and_then(|()| self.chunk_of(y, row_weights, handle));
+            .and_then(|()| self.chunk_of(elsewhere, row_weights, handle));
         let ready = chunk.and_then(|chunk| match self.take_staging(inner) {
             Ok(staging) => Ok((chunk, staging)),
             Err(error) => {
-                inner.refused.replace(Some(chunk));
+                inner.give_back(Some(chunk), copied);
                 Err(error)
             }
         });
@@ -146,28 +150,30 @@ impl ExpertParallel {
         }
         let skeletons = Arc::clone(&self.skeletons);
         self.run(skeletons.ret.stages[ENTRY].halves().0, None, &mut Io::default(), Stores::Cached)?;
-        Ok(StartedReturn { call, chunk, staging, tag, refused })
+        Ok(StartedReturn { call, chunk, copied, staging, tag, refused })
     }
 
-    /// The chunk this rank offers: the caller's buffer, or a copy of its rows.
+    /// The chunk this rank offers: the caller's buffer, which the handle keeps safe, or a copy of rows elsewhere.
     fn chunk_of(
         &mut self,
-        y: Contribution<'_>,
+        elsewhere: Option<Contribution<'_>>,
         row_weights: Option<&[f32]>,
         handle: &Handle,
     ) -> Result<Extent, Error> {
         let inner = handle.inner();
         let rows = inner.layout.landed;
-        let mut output = match y {
-            Contribution::Output(output)
-                if output.instance != self.instance || output.number != inner.number =>
-            {
+        let mut output = match elsewhere {
+            None => handle.output()?,
+            Some(Contribution::Output(output)) if output.instance != self.instance => {
                 return Err(
                     CallError::ForeignHandle { seen: output.instance, expected: self.instance }.into()
                 );
             }
-            Contribution::Output(output) => output,
-            Contribution::Elsewhere { bytes, dtype } => {
+            Some(Contribution::Output(output)) => {
+                let (seen, expected) = (output.number, inner.number);
+                return Err(CallError::WrongOutput { seen, expected }.into());
+            }
+            Some(Contribution::Elsewhere { bytes, dtype }) => {
                 let what = "expert outputs";
                 if dtype != self.spec.dtype {
                     return Err(PlanError::WrongDtype { what, seen: dtype, expected: self.spec.dtype }.into());
@@ -179,6 +185,7 @@ impl ExpertParallel {
                 }
                 let mut output: ExpertOutput = handle.output()?;
                 output.rows_mut::<u8>()?.copy_from_slice(bytes);
+                inner.copied.set(inner.copied.get() + bytes.len() as u64);
                 output
             }
         };
@@ -208,12 +215,12 @@ impl ExpertParallel {
         out: &mut [u8],
         weights_out: &mut [f32],
     ) -> Result<(), Error> {
-        let StartedReturn { call, chunk, staging, tag, refused } = started;
+        let StartedReturn { call, chunk, copied, staging, tag, refused } = started;
         let inner = handle.inner();
         let skeletons = Arc::clone(&self.skeletons);
         self.run(skeletons.ret.stages[ENTRY].halves().1, None, &mut Io::default(), Stores::Cached)?;
         if let Err(error) = self.agree(tag, refused) {
-            inner.refused.replace(chunk);
+            inner.give_back(chunk, copied);
             return Err(error);
         }
         let Some(chunk) = chunk else {
@@ -232,6 +239,7 @@ impl ExpertParallel {
         self.tables.sum(&at, call.parts);
         self.run(&skeletons.ret.stages[HOME].items, None, &mut Io::default(), Stores::Cached)?;
         let stores = self.stores(out.len() as u64);
+        weights_out.fill(0.0);
         let mut io = Io { output: out, weights: weights_out, ..Io::default() };
         self.run_sum(&skeletons.ret.stages[SUM].items, Some(inner), call.weighted, &mut io, stores)?;
         self.last_return = self.calls;
@@ -262,7 +270,7 @@ impl PendingCombine<'_> {
     /// Second half: waits until all ranks offer their rows, and sums into `out`, `[tokens, hidden]`.
     ///
     /// # Errors
-    /// As [`ExpertParallel::combine`].
+    /// As [`ExpertParallel::combine`]; but `out` of a wrong shape or type ends the world, as the other ranks have gone on.
     pub fn finish<E: Element>(mut self, out: &mut [E]) -> Result<(), Error> {
         let Some(started) = self.started.take() else {
             unreachable!("a combine is finished once: finish takes it")

@@ -65,8 +65,7 @@ impl ExpertParallel {
         if refused.is_some() {
             self.sorted.clear(&self.spec.map);
         }
-        let announced = self.pool().announce();
-        self.dispatches += 1;
+        let announced = self.pool().announce(self.most_bytes());
         self.publish(&announced)?;
         let mut tag = Tag { kind: CallKind::Dispatch, handle: self.calls, ..Tag::default() };
         if let Some(error) = &refused {
@@ -74,7 +73,7 @@ impl ExpertParallel {
         }
         self.tables.tags.fill(tag);
         let at = At { nodes: &self.lanes.nodes, me: self.lanes.rank };
-        self.tables.publications(&at, &self.control, self.dispatches, &self.spec.map, &self.sorted);
+        self.tables.publications(&at, &self.control, self.calls, &self.spec.map, &self.sorted);
         let skeletons = Arc::clone(&self.skeletons);
         self.run(skeletons.dispatch.stages[ENTRY].halves().0, None, &mut Io::default(), Stores::Cached)?;
         let x = bytemuck::cast_slice(x);
@@ -99,6 +98,14 @@ impl ExpertParallel {
         }
         check_tensor("tokens", x, tokens, (spec.hidden, spec.dtype))?;
         Ok(self.sorted.fill(&spec.map, self.lanes.rank, routing, spec.order)?)
+    }
+
+    /// What this rank receives at most, if every token of every rank chooses as many of its experts as it can.
+    fn most_bytes(&self) -> u64 {
+        let spec = &self.spec;
+        let slots = spec.map.slots_of(self.rank()).len() as u64;
+        let rows = u64::from(self.size()) * u64::from(spec.max_tokens) * slots.min(spec.top_k.into());
+        rows.saturating_add(slots * u64::from(spec.align - 1)).saturating_mul(spec.row_bytes())
     }
 
     fn finish_dispatch(
@@ -135,6 +142,7 @@ impl ExpertParallel {
         announced.trim(u64::from(inner.layout.landed) * row_bytes);
         self.host.take_moved();
         self.put_rows(&inner, x)?;
+        inner.copied.set(0);
         inner.report.moved = self.host.take_moved();
         inner.report.lanes.clone_from(&self.lane_use);
         let rows = ExpertRows { extent: announced, rows: inner.layout.landed, row_bytes };

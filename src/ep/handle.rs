@@ -1,13 +1,14 @@
 //! The layout of one dispatch, kept for everything that follows it.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use crossbeam::queue::ArrayQueue;
 
-use super::ExpertOutput;
+use super::{Contribution, ExpertOutput};
 use crate::error::Error;
 use crate::exec::Moved;
+use crate::lane::{Lanes, Reach};
 use crate::memory::{Extent, Licence, Pool};
 use crate::plan::Layout;
 use crate::schedule::{Sum, chunk_bytes};
@@ -26,6 +27,8 @@ pub(super) struct Inner {
     pub pool: Option<Arc<Pool>>,
     /// The buffer of a call that was refused: it goes back to the caller.
     pub refused: RefCell<Option<Extent>>,
+    /// Bytes copied because rows lay elsewhere.
+    pub copied: Cell<u64>,
     /// The output that the gradient of a weighted combine needs.
     pub kept: RefCell<Option<Kept>>,
 }
@@ -61,6 +64,27 @@ impl Inner {
         }
     }
 
+    /// Takes the buffer that belongs to this handle into its keeping, so that whatever refuses a call loses nothing;
+    /// [`Handle::output`] gives it out again. Anything else is returned.
+    pub fn keep_safe<'a>(&self, y: Contribution<'a>) -> Option<Contribution<'a>> {
+        match y {
+            Contribution::Output(output)
+                if output.instance == self.instance && output.number == self.number =>
+            {
+                self.refused.replace(Some(output.extent));
+                None
+            }
+            other => Some(other),
+        }
+    }
+
+    /// Keeps the chunk of a call that was refused for the caller, unless it is a copy.
+    pub fn give_back(&self, chunk: Option<Extent>, copied: bool) {
+        if !copied && chunk.is_some() {
+            self.refused.replace(chunk);
+        }
+    }
+
     /// Size of this rank's chunk.
     pub fn chunk_bytes(&self) -> u64 {
         chunk_bytes(self.layout.landed, self.row_bytes)
@@ -85,6 +109,20 @@ pub struct LaneUse {
     pub lane: &'static str,
     /// Ranks.
     pub ranks: u32,
+}
+
+impl LaneUse {
+    /// The lanes in use, in the order in which ranks first need them.
+    pub(super) fn of(lanes: &Lanes) -> Vec<LaneUse> {
+        let mut uses: Vec<LaneUse> = Vec::new();
+        for lane in lanes.reach.iter().map(Reach::name) {
+            match uses.iter_mut().find(|used| used.lane == lane) {
+                Some(used) => used.ranks += 1,
+                None => uses.push(LaneUse { lane, ranks: 1 }),
+            }
+        }
+        uses
+    }
 }
 
 /// The placement of one dispatch. Combine, cached dispatch and the gradients follow it; several may be alive.
@@ -144,6 +182,12 @@ impl Handle {
             (None, None) => unreachable!("every dispatch leaves its pool in the handle"),
         };
         Ok(ExpertOutput::new(extent, inner.layout.landed, inner.row_bytes, inner.number, inner.instance))
+    }
+
+    /// Bytes that combines and gradients along this handle have copied, because their rows did not lie in the buffer of
+    /// [`Handle::output`].
+    pub fn copied_bytes(&self) -> u64 {
+        self.inner().copied.get()
     }
 
     /// How the bytes of the dispatch went.

@@ -11,7 +11,7 @@ use super::publication::Publication;
 use super::{ExpertParallelBuilder, Handle, LaneUse};
 use crate::error::{Cause, Error, LaneError, PlanError};
 use crate::exec::Host;
-use crate::lane::{Lanes, Part, Port, Reach, Window};
+use crate::lane::{Lanes, Part, Port, Window};
 use crate::memory::{Extent, Licence, Pool};
 use crate::plan::{Counts, ExpertMap, Frame, Sizes, Sorted};
 use crate::rows::Stores;
@@ -65,10 +65,9 @@ pub struct ExpertParallel {
     pub(super) products: Vec<f32>,
     /// Per rank: where rows or chunks land there.
     pub(super) landing: Vec<u64>,
-    /// Calls made, with the epoch in the high bits: the generation of the running call.
+    /// Calls made, with the epoch in the high bits: the generation of the running call. Its parity picks the
+    /// publication: every rank counts every call, also one that ranks refuse because they do not make the same.
     pub(super) calls: u64,
-    /// Dispatches with counts made: their parity picks the publication.
-    pub(super) dispatches: u64,
     pub(super) last_return: u64,
     pub(super) licence: Arc<dyn Licence>,
     /// Tells handles of different instances apart, within this process.
@@ -115,11 +114,10 @@ impl ExpertParallel {
             counts: Counts::default(),
             sizes: Sizes::default(),
             publication: Publication::new(spec.map.slots()),
-            lane_use: count_lanes(&lanes),
+            lane_use: LaneUse::of(&lanes),
             products: Vec::new(),
             landing: vec![0; ranks as usize],
             calls: u64::from(group.shared.hub.epoch()) << 48,
-            dispatches: 0,
             last_return: 0,
             instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
             spare: Arc::new(ArrayQueue::new(SPARE_HANDLES)),
@@ -190,11 +188,16 @@ impl ExpertParallel {
         }
     }
 
-    /// A lane error ends the world: peers must not wait for a rank that has given up.
+    /// An error amid a call ends the world: peers must not wait for a rank that has given up.
     pub(super) fn fail(&self, error: Error) -> Error {
-        if let Error::Lane(LaneError::Deadline { peer, waited, .. }) = error {
-            let rank = self.lanes.world_ranks.get(peer as usize).copied().unwrap_or(peer);
-            self.shared.hub.cancel(Cause::Stalled { rank, by: self.shared.hub.rank(), waited });
+        let by = self.shared.hub.rank();
+        match error {
+            Error::World(_) => {}
+            Error::Lane(LaneError::Deadline { peer, waited, .. }) => {
+                let rank = self.lanes.world_ranks.get(peer as usize).copied().unwrap_or(peer);
+                self.shared.hub.cancel(Cause::Stalled { rank, by, waited });
+            }
+            _ => self.shared.hub.cancel(Cause::Cancelled { by }),
         }
         error
     }
@@ -218,17 +221,6 @@ impl std::fmt::Debug for ExpertParallel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ExpertParallel").field("rank", &self.rank()).field("spec", &self.spec).finish()
     }
-}
-
-fn count_lanes(lanes: &Lanes) -> Vec<LaneUse> {
-    let mut uses: Vec<LaneUse> = Vec::new();
-    for lane in lanes.reach.iter().map(Reach::name) {
-        match uses.iter_mut().find(|used| used.lane == lane) {
-            Some(used) => used.ranks += 1,
-            None => uses.push(LaneUse { lane, ranks: 1 }),
-        }
-    }
-    uses
 }
 
 /// The pools of all members as a window: each from its start to the end of its heap.

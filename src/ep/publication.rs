@@ -23,7 +23,7 @@ impl Publication {
 impl ExpertParallel {
     /// Writes this rank's publication to its own control window; peers of the node read it there.
     pub(super) fn publish(&mut self, announced: &Extent) -> Result<(), MemoryError> {
-        let at = self.control.publication(self.dispatches);
+        let at = self.control.publication(self.calls);
         let mut header = [0u64; HEADER_WORDS];
         header[..2].copy_from_slice(&[announced.offset(), announced.len()]);
         self.port.write(WindowId::CONTROL, at, &header)?;
@@ -82,9 +82,9 @@ impl ExpertParallel {
     fn place_of(&self, source: u32) -> (u32, u64) {
         let me = self.rank();
         if self.lanes.nodes.same_node(me, source) {
-            (source, self.control.publication(self.dispatches))
+            (source, self.control.publication(self.calls))
         } else {
-            (me, self.control.mailbox(source, self.dispatches))
+            (me, self.control.mailbox(source, self.calls))
         }
     }
 }

@@ -106,6 +106,14 @@ pub enum CallError {
         /// The callee.
         expected: u64,
     },
+    /// An output buffer of another handle of the same `ExpertParallel`.
+    #[error("the output buffer belongs to the handle of call {seen}, not to that of call {expected}")]
+    WrongOutput {
+        /// The call that made the buffer's handle.
+        seen: u64,
+        /// The call that made the handle given.
+        expected: u64,
+    },
     /// A gradient was asked for that the forward call did not keep.
     #[error("{missing} was not kept by the forward call")]
     NotKept {

@@ -57,6 +57,12 @@ pub enum MemoryError {
         /// The missing seal.
         missing: &'static str,
     },
+    /// Another rank's memory cannot be registered; it has been told why.
+    #[error("the memory of rank {rank} cannot be registered: see its own error")]
+    NotUsable {
+        /// Whose memory.
+        rank: u32,
+    },
     /// A segment has another size than its owner said.
     #[error("the segment of rank {rank} has {seen} bytes, {expected} were announced")]
     WrongSize {

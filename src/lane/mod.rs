@@ -18,6 +18,8 @@
 // Stores into memory that other processes map cannot be said in safe Rust.
 #![allow(unsafe_code)]
 
+#[cfg(test)]
+mod conformance;
 mod flag;
 mod floor;
 mod group;

@@ -221,6 +221,7 @@ impl Port {
     /// # Errors
     /// [`LaneError::Deadline`], or the world's [`Cause`](crate::error::Cause) of death.
     pub fn wait(&self, from: u32, flag: Flag, value: u64) -> Result<(), Error> {
+        let lane = self.reach(from)?.name();
         let line = self.flag(from, flag)?;
         wait::until(line, value, self.lanes.patience(from), || self.lanes.progress()).map_err(
             |(seen, why)| match why {
@@ -228,7 +229,7 @@ impl Port {
                 Interrupted::Late { waited } => LaneError::Deadline {
                     rank: self.lanes.rank,
                     peer: from,
-                    lane: self.lanes.reach[from as usize].name(),
+                    lane,
                     flag: flag as u32,
                     awaited: value,
                     seen,
@@ -258,6 +259,9 @@ impl Port {
     /// # Errors
     /// [`MemoryError::OutOfBounds`] if there is no such rank.
     pub fn flag(&self, from: u32, flag: Flag) -> Result<FlagLine<'_>, MemoryError> {
+        if from >= self.lanes.ranks() {
+            return Err(MemoryError::OutOfBounds { peer: from, offset: 0, len: 64, size: 0 });
+        }
         let offset = Control::flag(from, flag, self.lanes.ranks());
         // SAFETY: a flag line of this rank's window, checked; the window keeps its mapping alive.
         Ok(unsafe { FlagLine::new(self.window(self.flags)?.at(self.lanes.rank, offset, 64)?) })

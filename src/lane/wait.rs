@@ -45,12 +45,13 @@ pub struct Waiter<'a> {
     patience: Patience<'a>,
     turns: u32,
     since: Option<Instant>,
+    absent: bool,
 }
 
 impl<'a> Waiter<'a> {
     /// A wait that has not begun to wait.
     pub fn new(patience: Patience<'a>) -> Self {
-        Waiter { patience, turns: 0, since: None }
+        Waiter { patience, turns: 0, since: None, absent: false }
     }
 
     /// One turn: returns at once while pausing, after a moment later on. `sleep` is called on the last step with the
@@ -69,7 +70,9 @@ impl<'a> Waiter<'a> {
             std::thread::yield_now();
             return Ok(());
         }
-        if self.patience.health.is_absent(self.patience.awaited) {
+        // What it did before it left may still be on its way: it is looked for once more.
+        let absent = self.patience.health.is_absent(self.patience.awaited);
+        if std::mem::replace(&mut self.absent, absent) {
             return Err(Interrupted::Dead(Cause::Lost { rank: self.patience.awaited, how: Loss::Closed }));
         }
         let waited = self.since.get_or_insert_with(Instant::now).elapsed();
@@ -99,5 +102,42 @@ pub(super) fn until(
         }
         progress();
         waiter.turn(|slice| flag.sleep(seen, slice)).map_err(|why| (seen, why))?;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU64;
+
+    use super::*;
+    use crate::bootstrap::{Clocks, threads};
+
+    /// Waits for a rank that has left, and that raised its flag between this wait's look at the flag and its look at
+    /// the absent, at the given turn.
+    fn left_behind(turn: Option<u32>) -> Result<(), (u64, Interrupted)> {
+        let mut hubs = threads(2, Clocks::default());
+        drop(hubs.pop());
+        let words: [AtomicU64; 8] = Default::default();
+        // SAFETY: 64 bytes, aligned to 8, that outlive the line.
+        let line = unsafe { FlagLine::new(std::ptr::NonNull::from(&words).cast()) };
+        let deadline = Duration::from_secs(60);
+        let mut turns = 0;
+        until(line, 1, Patience { health: hubs[0].health(), deadline, awaited: 1 }, || {
+            turns += 1;
+            if Some(turns) == turn {
+                line.raise(1, None);
+            }
+        })
+    }
+
+    #[test]
+    fn what_a_rank_did_before_it_left_counts() {
+        assert_eq!(left_behind(Some(PAUSES + YIELDS + 1)), Ok(()));
+    }
+
+    #[test]
+    fn a_rank_that_left_without_a_word_ends_the_wait() {
+        let lost = Cause::Lost { rank: 1, how: Loss::Closed };
+        assert_eq!(left_behind(None), Err((0, Interrupted::Dead(lost))));
     }
 }

@@ -46,15 +46,22 @@ impl Extents {
         Ok(offset)
     }
 
-    /// Takes the largest free range: (offset, length), (0, 0) if there is none.
-    pub fn take_largest(&mut self) -> (u64, u64) {
+    /// Takes the largest free range, or the first `most` bytes of it if that is less: (offset, length), (0, 0) if there
+    /// is none.
+    pub fn take_largest(&mut self, most: u64) -> (u64, u64) {
         let Some(index) = (0..self.free.len()).max_by_key(|&i| (self.free[i].1, u64::MAX - self.free[i].0))
         else {
             return (0, 0);
         };
-        let range = self.free.remove(index);
-        self.count(range.1);
-        range
+        let (offset, free) = self.free[index];
+        let len = Self::round(most).min(free);
+        if len == free {
+            self.free.remove(index);
+        } else {
+            self.free[index] = (offset + len, free - len);
+        }
+        self.count(len);
+        (offset, len)
     }
 
     /// Gives `len` bytes (rounded up) at `offset` back.
@@ -94,9 +101,9 @@ impl Extents {
         self.peak
     }
 
-    /// `len` as it is taken.
+    /// `len` as it is taken; more than any space has, if it cannot be.
     pub fn round(len: u64) -> u64 {
-        len.next_multiple_of(GRAIN)
+        len.checked_next_multiple_of(GRAIN).unwrap_or(u64::MAX)
     }
 
     fn count(&mut self, len: u64) {
@@ -144,7 +151,8 @@ mod tests {
         space.take(256).unwrap();
         space.give(a, 128);
         assert_eq!(space.take(100), Ok(0), "rounded up to the hole of 128");
-        assert_eq!(space.take_largest(), (448, 576));
+        assert_eq!(space.take_largest(100), (448, 128), "rounded up");
+        assert_eq!(space.take_largest(u64::MAX), (576, 448));
         space.give(b, 64);
         assert_eq!(space.take(65), Err(64), "only the hole of 64 is left");
     }

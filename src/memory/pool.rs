@@ -1,7 +1,7 @@
 //! The receive pool of a rank: rows that arrive, combine buffers, staging.
 //!
-//! The pool is local. What others may write to is *announced*: the largest free extent is reserved, its place and
-//! size go out with the counts, and once the counts of all are known it is trimmed to what is needed.
+//! The pool is local. What others may write to is *announced*: the largest free extent (or what a dispatch needs at
+//! most) is reserved, its place and size go out with the counts, and once the counts of all are known it is trimmed to what is needed.
 //!
 //! ```text
 //!   announce          | used |.............. announced ..............|
@@ -89,11 +89,11 @@ impl Pool {
         Ok(Extent { pool: Arc::clone(self), offset, len: Extents::round(len) })
     }
 
-    /// Reserves the largest free extent, for others to write to. It may be empty.
-    pub fn announce(self: &Arc<Self>) -> Extent {
+    /// Reserves the largest free extent, or `most` bytes of it if that is less, for others to write to. It may be empty.
+    pub fn announce(self: &Arc<Self>, most: u64) -> Extent {
         let mut state = self.state();
         state.reap();
-        let (offset, len) = state.extents.take_largest();
+        let (offset, len) = state.extents.take_largest(most);
         state.live += 1;
         Extent { pool: Arc::clone(self), offset, len }
     }
@@ -103,6 +103,11 @@ impl Pool {
     pub fn retire(&self, mut extent: Extent, licence: &Arc<dyn Licence>, value: u64) {
         let (offset, len) = (extent.offset, std::mem::take(&mut extent.len));
         self.state().retired.push(Retired { offset, len, licence: Arc::clone(licence), value });
+    }
+
+    /// Looks which retired extents are free by now, and lets go of what their licences hold.
+    pub fn reap(&self) {
+        self.state().reap();
     }
 
     /// First byte of the pool in its rank's heap.
@@ -136,7 +141,7 @@ impl Pool {
         state.reap();
         let mut copy = state.extents.clone();
         loop {
-            let (offset, len) = copy.take_largest();
+            let (offset, len) = copy.take_largest(u64::MAX);
             if len == 0 {
                 return;
             }

@@ -92,7 +92,7 @@ impl Group {
     /// (a shared tensor, for example). Collective; sizes must be equal.
     ///
     /// # Errors
-    /// [`MemoryError::NotSealed`], [`MemoryError::SizesDiffer`], [`MemoryError::OutOfSpace`] for its flags.
+    /// [`MemoryError::NotSealed`] ([`MemoryError::NotUsable`] on the others), [`MemoryError::SizesDiffer`], [`MemoryError::OutOfSpace`] for its flags.
     pub fn register(&self, memory: OwnedFd) -> Result<Window, Error> {
         Window::registered(self, memory)
     }
@@ -178,37 +178,43 @@ impl Group {
     }
 
     /// Takes symmetric bytes at every member; all succeed or all give them back. Collective.
+    ///
+    /// The control window of a layer that is gone is held until peers have read what was last offered in it. If there is
+    /// no room, all members are here, so they have: the second try finds what is really free.
     pub(crate) fn take_symmetric(&self, len: u64) -> Result<SymmetricRange, Error> {
+        let first = self.try_symmetric(len);
+        if let Err(Error::Memory(MemoryError::OutOfSpace { .. })) = first {
+            self.shared.heap.pool().reap();
+            return self.try_symmetric(len);
+        }
+        first
+    }
+
+    /// One try. Members agree on its outcome: each compares all sizes before it looks who has room.
+    fn try_symmetric(&self, len: u64) -> Result<SymmetricRange, Error> {
+        let call = self.steps.load(Ordering::Relaxed);
         let taken = self.shared.heap.symmetric().take(len);
         let said = match &taken {
             Ok(extent) => [len, 1, extent.offset(), 0],
             Err(MemoryError::OutOfSpace { free, total, .. }) => [len, 0, *free, *total],
             Err(_) => [len, 0, 0, 0],
         };
-        let call = self.steps.load(Ordering::Relaxed);
-        let mut parts = Vec::new();
-        for (blob, (&member, rank)) in
-            self.gather(bytemuck::cast_slice(&said))?.iter().zip(self.ranks.iter().zip(0..))
-        {
-            let [seen, granted, offset, total] = bytemuck::try_pod_read_unaligned::<[u64; 4]>(blob)
-                .map_err(|_| BootstrapError::Malformed { peer: format!("rank {member}") })?;
-            if seen != len {
-                return Err(MemoryError::SizesDiffer { call, me: self.me, rank, seen, expected: len }.into());
-            }
-            if granted == 0 {
-                let (space, setting) = ("symmetric heap", "SIDELANE_SYMMETRIC");
-                return Err(MemoryError::OutOfSpace {
-                    rank,
-                    asked: len,
-                    free: offset,
-                    total,
-                    space,
-                    setting,
-                }
-                .into());
-            }
-            parts.push(Part { member, region: 0, offset, len });
+        let mut answers = Vec::new();
+        for (blob, &member) in self.gather(bytemuck::cast_slice(&said))?.iter().zip(&self.ranks) {
+            let answer = bytemuck::try_pod_read_unaligned::<[u64; 4]>(blob);
+            answers.push(answer.map_err(|_| BootstrapError::Malformed { peer: format!("rank {member}") })?);
         }
+        if let Some((rank, &[seen, ..])) = (0..).zip(&answers).find(|(_, answer)| answer[0] != len) {
+            return Err(MemoryError::SizesDiffer { call, me: self.me, rank, seen, expected: len }.into());
+        }
+        if let Some((rank, &[asked, _, free, total])) = (0..).zip(&answers).find(|(_, answer)| answer[1] == 0)
+        {
+            let (space, setting) = ("symmetric heap", "SIDELANE_SYMMETRIC");
+            return Err(MemoryError::OutOfSpace { rank, asked, free, total, space, setting }.into());
+        }
+        let parts = answers.iter().zip(&self.ranks);
+        let parts =
+            parts.map(|(&[.., offset, _], &member)| Part { member, region: 0, offset, len }).collect();
         Ok(SymmetricRange { extent: taken?, parts })
     }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::Group;
 use crate::bootstrap::{self, Clocks, Health, Hub, Identity, Location, Secret};
 use crate::config::Config;
-use crate::error::{BootstrapError, Cause, Error, MemoryError};
+use crate::error::{BootstrapError, CallError, Cause, Error, MemoryError};
 use crate::exec::Recorder;
 use crate::lane::{Card, Region};
 use crate::memory::{Heap, HeapSizes, Pool, Segment};
@@ -138,6 +138,7 @@ impl World {
             .map(|(label, r)| Location::from_bytes(r, label))
             .collect::<Result<_, _>>()?;
         let nodes = NodeMap::from_labels(&machines);
+        Self::compare_sizes(hub.as_ref(), &options)?;
         let heap = Self::map_heaps(hub.as_ref(), &options, &nodes)?;
         let card = match nodes.nodes() {
             1 => None,
@@ -150,7 +151,27 @@ impl World {
         let shared =
             Shared { hub, options, nodes, heap, card, rows, recorder, groups: Mutex::default(), machines };
         let previous = previous.unwrap_or_else(|| (0..size).collect());
-        Ok(World { shared: Arc::new(shared), previous })
+        let shared = Arc::new(shared);
+        shared.tell_of_protocol_faults();
+        Ok(World { shared, previous })
+    }
+
+    /// Peers check offsets against sizes that they take to be their own.
+    fn compare_sizes(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
+        let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
+        let mine = [options.config.heap, options.config.symmetric];
+        let said = hub.gather("world/sizes", rank, size, bytemuck::cast_slice(&mine), deadline)?;
+        for (blob, peer) in said.iter().zip(0..) {
+            let theirs = bytemuck::try_pod_read_unaligned::<[u64; 2]>(blob).unwrap_or_default();
+            for (what, mine, theirs) in
+                [("SIDELANE_HEAP", mine[0], theirs[0]), ("SIDELANE_SYMMETRIC", mine[1], theirs[1])]
+            {
+                if mine != theirs {
+                    return Err(CallError::ConfigsDiffer { what, rank, peer, mine, theirs }.into());
+                }
+            }
+        }
+        Ok(())
     }
 
     fn map_heaps(hub: &dyn Hub, options: &Options, nodes: &NodeMap) -> Result<Heap, Error> {
@@ -267,6 +288,16 @@ impl World {
 }
 
 impl Shared {
+    /// A fault that only this rank's card has seen ends the world of all.
+    fn tell_of_protocol_faults(self: &Arc<Self>) {
+        let shared = Arc::downgrade(self);
+        self.hub.health().on_failure(move |cause| {
+            if let (Cause::Protocol { .. }, Some(shared)) = (cause, shared.upgrade()) {
+                shared.hub.cancel(cause.clone());
+            }
+        });
+    }
+
     /// Whether descriptors can be passed to a rank.
     pub(crate) fn same_machine(&self, rank: u32) -> bool {
         self.machines[rank as usize].same_machine(&self.machines[self.hub.rank() as usize])
@@ -278,5 +309,37 @@ impl Shared {
         let count = groups.entry(ranks.to_vec()).or_default();
         *count += 1;
         *count - 1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_with_heaps_of_different_size_do_not_make_a_world() {
+        for nodes in [["a", "a"], ["a", "b"]] {
+            std::thread::scope(|scope| {
+                let hubs = bootstrap::threads(2, Clocks::default()).into_iter();
+                let ranks: Vec<_> = hubs
+                    .zip(nodes)
+                    .zip([1u64, 2])
+                    .map(|((hub, node), mib)| {
+                        scope.spawn(move || {
+                            let config = Config { heap: mib << 20, symmetric: 1 << 20, ..Config::default() };
+                            let options = Options { config, ..Options::default() };
+                            World::build(hub, options, &Location::in_node(node).unwrap(), None).unwrap_err()
+                        })
+                    })
+                    .collect();
+                for (rank, error) in ranks.into_iter().map(|rank| rank.join().unwrap()).enumerate() {
+                    assert!(
+                        matches!(error, Error::Call(CallError::ConfigsDiffer { what: "SIDELANE_HEAP", peer, .. })
+                            if peer == 1 - rank as u32),
+                        "{error:?}"
+                    );
+                }
+            });
+        }
     }
 }

@@ -6,8 +6,8 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::Group;
 use super::group::SymmetricRange;
+use super::{Group, Shared};
 use crate::bootstrap::exchange_fds;
 use crate::dtype::Dtype;
 use crate::error::{Error, MemoryError};
@@ -61,6 +61,8 @@ pub struct Window {
     _flags: SymmetricRange,
     /// The bytes themselves: symmetric, or registered.
     _data: Data,
+    /// The world lives as long as the window: somebody must receive what peers put.
+    _world: Arc<Shared>,
 }
 
 #[derive(Debug)]
@@ -87,18 +89,8 @@ impl Window {
 
     pub(super) fn registered(group: &Group, memory: OwnedFd) -> Result<Self, Error> {
         let lanes = group.lanes()?;
-        let own = Segment::adopt(memory, group.rank())?;
+        let own = Self::adopt(group, memory)?;
         let len = own.len();
-        let said: Vec<u64> = group
-            .gather(&len.to_le_bytes())?
-            .iter()
-            .map(|blob| blob.as_slice().try_into().map_or(0, u64::from_le_bytes))
-            .collect();
-        if let Some((rank, &seen)) = (0..).zip(&said).find(|&(_, &seen)| seen != len) {
-            return Err(
-                MemoryError::SizesDiffer { call: 0, me: group.rank(), rank, seen, expected: len }.into()
-            );
-        }
         let mapped = Arc::new(Self::map_neighbours(group, &lanes, own)?);
         let regions = group.shared.card.as_ref().map(|card| Arc::clone(card.regions()));
         let region = regions.map(|regions| {
@@ -113,6 +105,29 @@ impl Window {
         });
         let window = lane::Window { parts: parts.collect(), mapped };
         Self::new(group, lanes, window, len, Data::Registered { region })
+    }
+
+    /// This rank's memory, if that of every member can be registered. A rank whose memory cannot still takes part in
+    /// the comparison: the others are told, not left waiting.
+    fn adopt(group: &Group, memory: OwnedFd) -> Result<Segment, Error> {
+        let own = Segment::adopt(memory, group.rank());
+        let said = match &own {
+            Ok(segment) => [1, segment.len()],
+            Err(_) => [0, 0],
+        };
+        let blobs = group.gather(bytemuck::cast_slice(&said))?;
+        let own = own?;
+        for (blob, rank) in blobs.iter().zip(0..) {
+            let [usable, seen] = bytemuck::try_pod_read_unaligned::<[u64; 2]>(blob).unwrap_or_default();
+            if usable != 1 {
+                return Err(MemoryError::NotUsable { rank }.into());
+            }
+            if seen != own.len() {
+                let (me, expected) = (group.rank(), own.len());
+                return Err(MemoryError::SizesDiffer { call: 0, me, rank, seen, expected }.into());
+            }
+        }
+        Ok(own)
     }
 
     fn map_neighbours(group: &Group, lanes: &Lanes, own: Segment) -> Result<Mapped, Error> {
@@ -142,7 +157,8 @@ impl Window {
         let flags = group.take_symmetric(flag_bytes)?;
         let port = Port::new(Arc::clone(&lanes), vec![data, flags.window()], FLAGS);
         let host = Host::new(Dtype::Bytes, group.shared.recorder.clone());
-        Ok(Window { port, host, len, barriers: 0, lanes, _flags: flags, _data: owner })
+        let _world = Arc::clone(&group.shared);
+        Ok(Window { port, host, len, barriers: 0, lanes, _flags: flags, _data: owner, _world })
     }
 
     /// Bytes at each member.

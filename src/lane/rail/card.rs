@@ -1,7 +1,6 @@
 //! The receiving side: regions that partners may write to, and the thread that does it for them.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::thread::JoinHandle;
@@ -52,36 +51,34 @@ impl Regions {
     /// # Safety
     /// `payload` must be readable for the length of a `Put` record.
     pub(super) unsafe fn apply(&self, record: Record, payload: *const u8) -> Result<(), MemoryError> {
+        // Held until the bytes are written: a region that is removed may be unmapped at once.
+        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        let at = |region, offset, len| match table.get(region as usize) {
+            Some(Some(Region { mapped, member })) => mapped.at(*member, offset, len),
+            _ => Err(MemoryError::OutOfBounds { peer: region, offset, len, size: 0 }),
+        };
         match record {
             Record::Put { region, offset, len } => {
-                let to = self.at(region, offset, len)?;
+                let to = at(region, offset, len)?;
                 // SAFETY: the target was checked against its region; the source by the caller.
                 unsafe { std::ptr::copy_nonoverlapping(payload, to.as_ptr(), len as usize) };
             }
             Record::Zero { region, offset, len } => {
-                let to = self.at(region, offset, len)?;
+                let to = at(region, offset, len)?;
                 // SAFETY: the target was checked against its region.
                 unsafe { std::ptr::write_bytes(to.as_ptr(), 0, len as usize) };
             }
             Record::Signal { region, offset, value, tag } => {
-                let line = self.at(region, offset, 64)?;
+                let line = at(region, offset, 64)?;
                 if line.as_ptr().align_offset(64) != 0 {
                     return Err(MemoryError::Misaligned { address: line.as_ptr() as usize, align: 64 });
                 }
-                // SAFETY: an aligned line inside its region; the region table keeps the mapping alive meanwhile.
+                // SAFETY: an aligned line inside its region; the region table is locked, which keeps the mapping alive.
                 unsafe { FlagLine::new(line) }.raise(value, tag.as_ref());
             }
             Record::Skip { .. } => {}
         }
         Ok(())
-    }
-
-    fn at(&self, region: u32, offset: u64, len: u64) -> Result<NonNull<u8>, MemoryError> {
-        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
-        match table.get(region as usize) {
-            Some(Some(region)) => region.mapped.at(region.member, offset, len),
-            _ => Err(MemoryError::OutOfBounds { peer: region, offset, len, size: 0 }),
-        }
     }
 }
 
@@ -154,7 +151,8 @@ impl Drop for Card {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         self.shared.ring();
-        if let Some(thread) = self.thread.take() {
+        // The card itself may be the last to let go of a world, when it has found a fault.
+        if let Some(thread) = self.thread.take().filter(|t| t.thread().id() != std::thread::current().id()) {
             let _ = thread.join();
         }
     }

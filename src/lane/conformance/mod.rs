@@ -1,0 +1,252 @@
+//! One suite for all lanes, kept as data, and the driver that runs it.
+//!
+//! ```text
+//!   suite.rs   scenarios: who does what, and what comes of it
+//!   mod.rs     two ranks, each with its steps, over the shm lane and over the loop lane
+//!   wire.rs    what only a lane with credits and a receiving card can show
+//! ```
+
+mod suite;
+mod wire;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{Lanes, Port, Reach, RowSource};
+use crate::config::Config;
+use crate::error::{Cause, Error, LaneError, MemoryError};
+use crate::plan::RowRun;
+use crate::rows::Stores;
+use crate::schedule::{Flag, Place, SpanCopy, Tag, WindowId};
+use crate::{Options, World};
+
+const DATA: WindowId = WindowId(0);
+const FLAGS: WindowId = WindowId(1);
+/// Bytes of the window that scenarios write to: several times what a ring holds.
+const WINDOW: u64 = 5 << 20;
+
+/// A name, the steps of both ranks, and how long they wait.
+struct Scenario {
+    name: &'static str,
+    deadline: Duration,
+    steps: &'static [Step],
+}
+
+/// What one of the two ranks does to the other, and what it must lead to.
+#[derive(Clone, Copy)]
+struct Step(u32, Act, Expect);
+
+#[derive(Clone, Copy, Debug)]
+enum Act {
+    /// `len` bytes of pattern `seed` to `offset`.
+    Put {
+        offset: u64,
+        len: u64,
+        seed: u8,
+    },
+    /// Rows of pattern `seed`, by index, then rows of zeros, from byte 64 on.
+    Rows {
+        row_bytes: u64,
+        index: &'static [u32],
+        pad: u32,
+        seed: u8,
+    },
+    /// A put of 10 bytes from the end of a source that has 9.
+    Overread,
+    /// To a rank that does not exist.
+    PutNowhere,
+    /// From a rank that does not exist.
+    WaitNowhere,
+    Signal(u64),
+    /// With a tag that names this handle.
+    Tagged(u64, u64),
+    Wait(u64),
+    Quiet,
+    /// The bytes of a put are here.
+    Sees {
+        offset: u64,
+        len: u64,
+        seed: u8,
+    },
+    SeesRows {
+        row_bytes: u64,
+        index: &'static [u32],
+        pad: u32,
+        seed: u8,
+    },
+    /// Nothing was written here.
+    Untouched {
+        offset: u64,
+        len: u64,
+    },
+    /// The tag of this value names this handle.
+    TagIs(u64, u64),
+    /// Both ranks are here: not over the lane.
+    Meet,
+    Cancel,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Expect {
+    Fine,
+    OutOfBounds,
+    SourceBounds,
+    NoLane,
+    Cancelled,
+    Late { awaited: u64, seen: u64 },
+}
+
+/// Byte `i` of a pattern: no two places and no two patterns look alike for long.
+fn pattern(seed: u8, i: u64) -> u8 {
+    (i.wrapping_mul(31) ^ (i >> 8) ^ (i >> 16).wrapping_mul(7)) as u8 ^ seed | 1
+}
+
+fn bytes(seed: u8, range: std::ops::Range<u64>) -> Vec<u8> {
+    range.map(|i| pattern(seed, i)).collect()
+}
+
+/// One rank at work.
+struct Actor {
+    world: World,
+    port: Port,
+    lane: &'static str,
+    me: u32,
+}
+
+impl Actor {
+    fn new(world: World, deadline: Duration) -> (Actor, [crate::world::SymmetricRange; 2], crate::Group) {
+        let group = world.all().unwrap();
+        let ranges = [WINDOW, 64 << 10].map(|len| group.take_symmetric(len).unwrap());
+        let ready = group.lanes().unwrap();
+        let lanes = Lanes {
+            rank: ready.rank,
+            world_ranks: ready.world_ranks.clone(),
+            nodes: ready.nodes.clone(),
+            reach: ready.reach.clone(),
+            rows: ready.rows,
+            health: Arc::clone(&ready.health),
+            deadline,
+        };
+        let (me, lane) = (lanes.rank, lanes.reach[1 - lanes.rank as usize].name());
+        let port = Port::new(Arc::new(lanes), ranges.iter().map(|range| range.window()).collect(), FLAGS);
+        (Actor { world, port, lane, me }, ranges, group)
+    }
+
+    fn put(&self, to: u32, offset: u64, source: &[u8], len: u64) -> Result<(), Error> {
+        let span = SpanCopy { from: Place::Input, from_offset: 0, to: DATA, to_offset: offset, len };
+        self.port.put(to, &span, source, Stores::Streaming)
+    }
+
+    fn read(&self, offset: u64, len: u64) -> Vec<u8> {
+        let mut seen = vec![0; len as usize];
+        self.port.read(self.me, DATA, offset, &mut seen).unwrap();
+        seen
+    }
+
+    fn act(&self, act: Act, group: &crate::Group) -> Result<(), Error> {
+        let peer = 1 - self.me;
+        match act {
+            Act::Put { offset, len, seed } => self.put(peer, offset, &bytes(seed, 0..len), len),
+            Act::Overread => self.put(peer, 0, &[1; 9], 10),
+            Act::PutNowhere => self.put(7, 0, &[1], 1),
+            Act::WaitNowhere => self.port.wait(7, Flag::Landed, 1),
+            Act::Rows { row_bytes, index, pad, seed } => {
+                let source = bytes(seed, 0..row_bytes * 8);
+                let rows = RowSource { input: &source, row_bytes, rows: index };
+                let run = RowRun { to_row: 0, first: 0, count: index.len() as u32, pad };
+                self.port.put_run(peer, (DATA, 64), run, rows, Stores::Streaming)
+            }
+            Act::Signal(value) => self.port.signal(peer, Flag::Landed, value, None),
+            Act::Tagged(value, handle) => {
+                self.port.signal(peer, Flag::Landed, value, Some(&Tag { handle, ..Tag::default() }))
+            }
+            Act::Wait(value) => self.port.wait(peer, Flag::Landed, value),
+            Act::Quiet => self.port.quiet(),
+            Act::Sees { offset, len, seed } => {
+                assert!(self.read(offset, len) == bytes(seed, 0..len), "{len} bytes at {offset}");
+                Ok(())
+            }
+            Act::SeesRows { row_bytes, index, pad, seed } => {
+                let rows = index.iter().map(|&row| u64::from(row) * row_bytes);
+                let mut expected: Vec<u8> = rows.flat_map(|at| bytes(seed, at..at + row_bytes)).collect();
+                expected.resize(expected.len() + pad as usize * row_bytes as usize, 0);
+                assert!(self.read(64, expected.len() as u64) == expected, "rows of {row_bytes} bytes");
+                Ok(())
+            }
+            Act::Untouched { offset, len } => {
+                assert!(self.read(offset, len).iter().all(|&byte| byte == 0), "{len} bytes at {offset}");
+                Ok(())
+            }
+            Act::TagIs(value, handle) => {
+                assert_eq!(self.port.flag(peer, Flag::Landed)?.tag(value).handle, handle);
+                Ok(())
+            }
+            Act::Meet => group.gather(&[]).map(drop),
+            Act::Cancel => {
+                self.world.cancel();
+                Ok(())
+            }
+        }
+    }
+
+    fn verdict(&self, result: Result<(), Error>) -> Expect {
+        match result {
+            Ok(()) => Expect::Fine,
+            Err(Error::Memory(MemoryError::OutOfBounds { .. })) => Expect::OutOfBounds,
+            Err(Error::Lane(LaneError::SourceBounds { offset: 0, len: 10, size: 9 })) => Expect::SourceBounds,
+            Err(Error::Lane(LaneError::NoLane { rank, peer: 7, .. })) if rank == self.me => Expect::NoLane,
+            Err(Error::World(Cause::Cancelled { by })) if by == 1 - self.me => Expect::Cancelled,
+            Err(Error::Lane(LaneError::Deadline { rank, peer, lane, flag, awaited, seen, .. }))
+                if (rank, peer, lane, flag) == (self.me, 1 - self.me, self.lane, Flag::Landed as u32) =>
+            {
+                Expect::Late { awaited, seen }
+            }
+            Err(error) => panic!("rank {} over {}: {error:?}", self.me, self.lane),
+        }
+    }
+}
+
+fn run(scenario: &Scenario, nodes: [u32; 2]) {
+    let config = Config { heap: 8 << 20, symmetric: 6 << 20, ..Config::default() };
+    let worlds = World::threads_with(&nodes, &Options { config, ..Options::default() }).unwrap();
+    std::thread::scope(|scope| {
+        for world in worlds {
+            scope.spawn(|| {
+                let (actor, _ranges, group) = Actor::new(world, scenario.deadline);
+                let mine = scenario.steps.iter().filter(|step| step.0 == actor.me);
+                for (number, Step(_, act, expected)) in mine.enumerate() {
+                    let place = (scenario.name, actor.lane, actor.me, number, act);
+                    assert_eq!(actor.verdict(actor.act(*act, &group)), *expected, "{place:?}");
+                }
+                // Nobody leaves while the other still looks.
+                let _ = group.gather(&[]);
+            });
+        }
+    });
+}
+
+#[test]
+fn the_shm_lane_conforms() {
+    suite::SUITE.iter().for_each(|scenario| run(scenario, [0, 0]));
+}
+
+#[test]
+fn the_loop_lane_conforms() {
+    suite::SUITE.iter().for_each(|scenario| run(scenario, [0, 1]));
+}
+
+#[test]
+fn both_lanes_are_in_the_suite() {
+    for (nodes, name) in [([0, 0], "shm"), ([0, 1], "loop")] {
+        let worlds = World::threads_with(&nodes, &Options::default()).unwrap();
+        std::thread::scope(|scope| {
+            for world in worlds {
+                scope.spawn(move || {
+                    let lanes = world.all().unwrap().lanes().unwrap();
+                    assert_eq!(lanes.reach[1 - world.rank() as usize].name(), name);
+                    assert!(matches!(lanes.reach[world.rank() as usize], Reach::Own));
+                });
+            }
+        });
+    }
+}

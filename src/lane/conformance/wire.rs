@@ -1,0 +1,103 @@
+//! What only the loop lane has: credits, and a card that checks what comes.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::EventfdFlags;
+
+use super::{Actor, DATA, FLAGS};
+use crate::bootstrap::Health;
+use crate::error::{Cause, Error};
+use crate::lane::rail::NoCredit;
+use crate::lane::wait::{Interrupted, Patience};
+use crate::lane::{Link, Part, Port, Window, ring_bytes};
+use crate::memory::{Mapped, Segment};
+use crate::rows::Stores;
+use crate::schedule::{Flag, Place, SpanCopy};
+use crate::{Options, World};
+
+/// One end of a wire whose other end nobody serves.
+fn unserved() -> Link {
+    let wire = Segment::create("sidelane-test", ring_bytes()).unwrap();
+    let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+    let mapped = Arc::new(Mapped::new(&[Some(&wire)]).unwrap());
+    Link::new(1, true, mapped, bell, Arc::default()).unwrap()
+}
+
+fn fill(health: &Health, deadline: Duration) -> NoCredit {
+    let patience = Patience { health, deadline, awaited: 1 };
+    unserved().put(0, 0, &vec![1; 2 << 20], patience).unwrap_err()
+}
+
+#[test]
+fn a_partner_that_takes_nothing_is_waited_for_until_the_deadline() {
+    let late = fill(&Health::new(), Duration::from_millis(20));
+    assert!(
+        matches!(late.why, Interrupted::Late { waited } if waited >= Duration::from_millis(20)),
+        "{late:?}"
+    );
+    assert!(late.awaited > 0 && late.seen == 0, "{late:?}");
+}
+
+#[test]
+fn a_dead_world_ends_the_wait_for_credit_with_its_cause() {
+    let health = Health::new();
+    let cause = Cause::Cancelled { by: 3 };
+    std::thread::scope(|scope| {
+        let filling = scope.spawn(|| fill(&health, Duration::from_secs(600)));
+        let since = Instant::now();
+        health.fail(cause.clone());
+        assert_eq!(filling.join().unwrap().why, Interrupted::Dead(cause));
+        assert!(since.elapsed() < Duration::from_secs(2));
+    });
+}
+
+/// Runs `attack` at rank 0 with a port that is wrong about the windows of rank 1, on another node: its card must refuse.
+fn refused(attack: impl Fn(&Actor, Port) + Sync) {
+    let worlds = World::threads_with(&[0, 1], &Options::default()).unwrap();
+    std::thread::scope(|scope| {
+        for world in worlds {
+            scope.spawn(|| {
+                let (actor, ranges, group) = Actor::new(world, Duration::from_secs(60));
+                if actor.me == 0 {
+                    let mut windows: Vec<Window> = ranges.iter().map(|range| range.window()).collect();
+                    for window in &mut windows {
+                        window.parts[1] = Part { len: u64::MAX / 2, ..window.parts[1] };
+                    }
+                    attack(&actor, Port::new(group.lanes().unwrap(), windows, FLAGS));
+                }
+                let waited = if actor.me == 1 { actor.port.wait(0, Flag::Landed, 9) } else { Ok(()) };
+                if actor.me == 1 {
+                    assert_eq!(waited.unwrap_err(), Error::World(Cause::Protocol { rank: 0 }));
+                }
+                let _ = group.gather(&[]);
+            });
+        }
+    });
+}
+
+#[test]
+fn a_put_outside_its_region_ends_the_receivers_world_and_names_the_sender() {
+    refused(|_, port| {
+        let heap = Options::default().config.heap;
+        let span = SpanCopy { from: Place::Input, from_offset: 0, to: DATA, to_offset: heap, len: 100 };
+        port.put(1, &span, &[1; 100], Stores::Cached).unwrap();
+        port.signal(1, Flag::Landed, 9, None).unwrap();
+    });
+}
+
+#[test]
+fn a_put_to_a_region_that_is_not_there_is_refused_alike() {
+    refused(|actor, _| {
+        let crate::lane::Reach::Rail(link) = &actor.port.lanes().reach[1] else { panic!("over the wire") };
+        link.put(77, 0, &[1; 100], actor.port.lanes().patience(1)).unwrap();
+    });
+}
+
+#[test]
+fn a_signal_that_is_no_flag_line_is_refused_alike() {
+    refused(|actor, _| {
+        let crate::lane::Reach::Rail(link) = &actor.port.lanes().reach[1] else { panic!("over the wire") };
+        link.signal(0, 24, 1, None, actor.port.lanes().patience(1)).unwrap();
+    });
+}

@@ -1,0 +1,150 @@
+//! What is refused, is refused on every rank, moves nothing, and leaves a world that works.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod build;
+mod calls;
+mod input;
+mod space;
+
+use half::bf16;
+use sidelane::config::Config;
+use sidelane::ep::{ExpertParallelBuilder, ExpertRows, Handle};
+use sidelane::error::{CallError, Error};
+use sidelane::gate::Routing;
+use sidelane::memory::PoolReport;
+use sidelane::{Dtype, ExpertParallel, Group, Options, World};
+use support::{Tokens, on_ranks, placement, tokens};
+
+const RANKS: usize = 4;
+/// One node, and two of two ranks each, interleaved.
+const NODES: [[u32; RANKS]; 2] = [[0; RANKS], [0, 1, 0, 1]];
+/// The rank that does something wrong.
+const BAD: u32 = 2;
+const HIDDEN: usize = 16;
+const TOP_K: u32 = 3;
+const EXPERTS: u32 = 6;
+const POISON: u8 = 0xab;
+
+/// A pool of `pool` bytes.
+fn options(pool: u64) -> Options {
+    let config = Config { heap: pool + (128 << 10), symmetric: 128 << 10, ..Config::default() };
+    Options { config, ..Options::default() }
+}
+
+/// Runs `body` on every rank, on one node and on two.
+fn everywhere(pool: u64, body: impl Fn(&mut Rank) + Sync) {
+    for nodes in NODES {
+        on_ranks(&nodes, &options(pool), |world| body(&mut Rank::new(world)));
+    }
+}
+
+/// One rank with a layer of its own.
+struct Rank {
+    world: World,
+    group: Group,
+    ep: ExpertParallel,
+    round: u64,
+    /// What the pool held, and the free bytes were poisoned, before the call that is refused.
+    before: Option<PoolReport>,
+}
+
+impl Rank {
+    fn new(world: World) -> Rank {
+        let group = world.all().unwrap();
+        let ep = settings(&group).build().unwrap();
+        Rank { world, group, ep, round: 0, before: None }
+    }
+
+    fn is_bad(&self) -> bool {
+        self.world.rank() == BAD
+    }
+
+    /// The tokens of all ranks in this round: other ones in every round.
+    fn all(&self) -> Vec<Tokens<bf16>> {
+        let counts = [5, 0, 7, 3];
+        counts
+            .iter()
+            .zip(1..)
+            .map(|(&n, rank)| tokens(self.round * 10 + rank, n, HIDDEN, TOP_K, EXPERTS))
+            .collect()
+    }
+
+    fn mine(&self) -> Tokens<bf16> {
+        self.all().swap_remove(self.world.rank() as usize)
+    }
+
+    /// A dispatch of this round's tokens that must succeed.
+    fn dispatch(&mut self) -> (ExpertRows, Handle) {
+        let mine = self.mine();
+        let routing = routing(&mine);
+        self.ep.dispatch(&mine.x, &routing).expect("a good dispatch")
+    }
+
+    /// Poisons what is free and remembers what is not, once all ranks have read what was offered to them.
+    fn arm(&mut self) {
+        self.group.gather(&[]).unwrap();
+        self.world.pool().poison(POISON);
+        self.before = Some(self.world.pool().report());
+    }
+
+    /// Nothing has moved on any rank since [`Rank::arm`].
+    fn untouched(&self) {
+        self.group.gather(&[]).unwrap();
+        let pool = self.world.pool();
+        let (before, after) = (self.before.expect("armed"), pool.report());
+        assert_eq!(PoolReport { peak: 0, ..after }, PoolReport { peak: 0, ..before });
+        let free = pool.take(after.largest_free).unwrap();
+        let bytes = free.slice::<u8>(0, after.largest_free as usize).unwrap();
+        assert!(bytes.iter().all(|&byte| byte == POISON), "something landed at rank {}", self.world.rank());
+        self.group.gather(&[]).unwrap();
+    }
+
+    /// Dispatch and combine with experts that change nothing, checked bit for bit. Twice: with both publications.
+    fn works(&mut self) {
+        for _ in 0..2 {
+            self.round += 1;
+            let (me, all) = (self.world.rank() as usize, self.all());
+            let (rows, handle) = self.dispatch();
+            let seen = rows.rows::<bf16>().unwrap();
+            let expected = placement(&all, TOP_K, self.ep.expert_map(), 1).swap_remove(me);
+            let expected: Vec<bf16> = expected
+                .iter()
+                .flat_map(|origin| origin.map(|(rank, token, _)| &all[rank].x[token * HIDDEN..][..HIDDEN]))
+                .flatten()
+                .copied()
+                .collect();
+            assert_eq!(seen, expected, "rank {me}, round {}", self.round);
+            let out: Vec<bf16> = self.ep.combine(seen, &handle).unwrap();
+            assert_eq!(out, repeated(&all[me]), "rank {me}, round {}", self.round);
+        }
+    }
+}
+
+/// What comes home from experts that change nothing: each token as often as it was chosen.
+fn repeated(tokens: &Tokens<bf16>) -> Vec<bf16> {
+    let choices =
+        tokens.ids.chunks_exact(TOP_K as usize).map(|ids| ids.iter().filter(|&&id| id >= 0).count());
+    let rows = tokens.x.chunks_exact(HIDDEN).zip(choices);
+    rows.flat_map(|(row, n)| row.iter().map(move |&x| bf16::from_f32((0..n).map(|_| x.to_f32()).sum())))
+        .collect()
+}
+
+fn settings(group: &Group) -> ExpertParallelBuilder<'_> {
+    let builder = ExpertParallel::builder(group).unwrap();
+    builder.experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN).dtype(Dtype::Bf16).max_tokens(64)
+}
+
+fn routing(tokens: &Tokens<bf16>) -> Routing<'_> {
+    Routing::new(TOP_K, tokens.ids.as_slice(), tokens.weights.as_slice()).unwrap()
+}
+
+/// The bad rank got its own error, all others the news that it was refused.
+fn told(rank: &Rank, error: Error, own: impl Into<Error>) {
+    if rank.is_bad() {
+        assert_eq!(error, own.into());
+    } else {
+        assert!(matches!(error, Error::Call(CallError::PeerRefused { peer: BAD, .. })), "{error:?}");
+    }
+}

@@ -1,0 +1,103 @@
+//! Once shapes are known, no call allocates.
+
+// An allocator cannot be written in safe Rust.
+#![allow(unsafe_code)]
+
+mod support;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+use half::bf16;
+use sidelane::gate::Routing;
+use sidelane::plan::Order;
+use sidelane::{Dtype, ExpertParallel};
+use support::{Tokens, on_ranks, small, tokens};
+
+/// The system's allocator, which counts for each thread.
+struct Counting;
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+fn count() {
+    // A thread that is ending has no counter any more, and nobody asks for it.
+    let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
+}
+
+// SAFETY: everything is passed on to the system's allocator as it came.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count();
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(at, layout) }
+    }
+
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        count();
+        // SAFETY: the caller's promise.
+        unsafe { System.realloc(at, layout, size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+fn allocations() -> u64 {
+    ALLOCATIONS.with(Cell::get)
+}
+
+const HIDDEN: usize = 16;
+const TOP_K: u32 = 2;
+const EXPERTS: u32 = 6;
+
+/// A layer's forward and backward, into tensors that are there already.
+fn round(ep: &mut ExpertParallel, mine: &Tokens<bf16>, out: &mut [bf16], weights: &mut [f32]) {
+    let routing = Routing::new(TOP_K, mine.ids.as_slice(), mine.weights.as_slice()).unwrap();
+    let (rows, handle) = ep.dispatch(&mine.x, &routing).unwrap();
+    let mut y = handle.output().unwrap();
+    y.rows_mut::<bf16>().unwrap().copy_from_slice(rows.rows().unwrap());
+    ep.combine_into(y, &handle, out).unwrap();
+    ep.combine_into(rows.rows::<bf16>().unwrap(), &handle, out).unwrap();
+    let again = ep.dispatch_cached(&mine.x, &handle).unwrap();
+    let gradients = again.rows::<bf16>().unwrap();
+    ep.dispatch_backward_into(gradients, Some(handle.row_weights()), &handle, out, weights).unwrap();
+}
+
+#[test]
+fn calls_of_known_shapes_do_not_allocate() {
+    for (nodes, order, weighted) in [
+        ([0; 4], Order::Expert, false),
+        ([0, 1, 0, 1], Order::Rank, true),
+        ([0, 1, 2, 2], Order::Expert, true),
+    ] {
+        on_ranks(&nodes, &small(), |world| {
+            let group = world.all().unwrap();
+            let builder =
+                ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
+            let mut ep = builder.dtype(Dtype::Bf16).order(order).weighted(weighted).align(4).build().unwrap();
+            let mine = tokens::<bf16>(u64::from(world.rank()), 9, HIDDEN, TOP_K, EXPERTS);
+            let (mut out, mut weights) = (vec![bf16::ZERO; mine.x.len()], vec![0.0; mine.ids.len()]);
+            round(&mut ep, &mine, &mut out, &mut weights);
+            let before = allocations();
+            for _ in 0..20 {
+                round(&mut ep, &mine, &mut out, &mut weights);
+            }
+            assert_eq!(allocations() - before, 0, "at rank {}, {nodes:?}", world.rank());
+        });
+    }
+}
+
+#[test]
+fn the_counter_counts() {
+    let before = allocations();
+    let held = std::hint::black_box(vec![1u8; 100]);
+    assert_eq!(allocations() - before, 1);
+    drop(held);
+}
