@@ -101,6 +101,26 @@ fn a_rank_that_leaves_while_others_wait_for_it_is_named_long_before_the_deadline
 }
 
 #[test]
+fn ranks_that_end_as_soon_as_they_hear_of_a_loss_are_not_mistaken_for_it() {
+    for (victim, nodes) in [(0, 1), (7, 2), (0, 8), (3, 2), (2, 8), (0, 2), (5, 1)] {
+        for killed in [true, false] {
+            let mut job = Setup::new(8).nodes(nodes).join();
+            job.verify(0..8, 2);
+            job.tell(others(8, victim), Command::LastRound);
+            let since = Instant::now();
+            if killed {
+                job.kill(victim);
+            } else {
+                job.tell([victim], Command::End);
+            }
+            // Rank 0 stays for two seconds after it has left, for the others.
+            job.demand(others(8, victim), since, SOON + SOON, &lost(victim));
+            others(8, victim).for_each(|rank| assert_eq!(job.ended(rank), Some(0)));
+        }
+    }
+}
+
+#[test]
 fn a_launcher_that_dies_takes_its_ranks_along() {
     for nodes in [1, 2] {
         let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).unwrap();

@@ -15,8 +15,8 @@ fn a_rank_of_the_worlds_below() {
 }
 
 /// Stops `victim` in a dispatch that cannot end, because its neighbour does not call. Returns when all others have
-/// named it.
-fn stop_in_mid_dispatch(job: &mut Job, victim: u32) {
+/// named it, and when it was stopped.
+fn stop_in_mid_dispatch(job: &mut Job, victim: u32) -> Instant {
     let idle = (victim + 1) % 8;
     job.verify(0..8, 2);
     job.tell(others(8, idle), Command::StartRound);
@@ -27,6 +27,15 @@ fn stop_in_mid_dispatch(job: &mut Job, victim: u32) {
     let lost = Report::Failed(Failure::Lost { rank: victim, silent: true });
     let took = job.demand(others(8, victim), stopped, SOON, &lost);
     println!("rank {victim} stopped, named after {took:?}");
+    stopped
+}
+
+/// All ranks are in a dispatch, of which one has done the first half only.
+fn set_waiting_for(job: &mut Job, awaited: u32) {
+    job.verify(0..8, 2);
+    job.tell(0..8, Command::StartRound);
+    job.demand(0..8, Instant::now(), Duration::MAX, &Report::Halfway);
+    job.tell(others(8, awaited), Command::FinishRound);
 }
 
 fn rebuild_without(job: &mut Job, victim: u32) {
@@ -47,18 +56,76 @@ fn a_stopped_rank_is_left_behind_and_harms_nobody_when_it_wakes() {
         rebuild_without(&mut job, victim);
         job.verify(others(8, victim), 5);
 
-        // It wakes up in the old dispatch while the others are in rounds of the new world.
-        job.tell(others(8, victim), Command::Rounds(200));
+        // It wakes up in the old dispatch while the others are in rounds of the new world, which last until it has
+        // done its worst.
+        job.tell(others(8, victim), Command::Rounds(50));
         let woken = job.wake(victim);
+        job.tell([victim], Command::Rebuild);
         job.tell([victim], Command::Scribble);
-        let mut during = job.hear_any(0..8, 1);
-        if during.keys().next() != Some(&victim) {
-            panic!("the others were done before rank {victim} woke: {:?}", during.keys());
-        }
-        let heard = during.remove(&victim).expect("checked above");
-        let evicted = Report::Failed(Failure::Evicted { rank: victim, epoch: 0 });
-        assert_eq!(heard.said, evicted);
-        println!("rank {victim} of {nodes} nodes told {:?} after it woke", heard.at - woken);
-        job.verified(others(8, victim), 200);
+        job.verified(others(8, victim), 50);
+        let evicted = |epoch| Report::Failed(Failure::Evicted { rank: victim, epoch });
+        let took = job.demand([victim], woken, SOON, &evicted(0));
+        job.demand([victim], woken, SOON, &evicted(0));
+        let scribbled = loop {
+            job.verify(others(8, victim), 20);
+            if let Some(heard) = job.heard(victim) {
+                break heard.said;
+            }
+        };
+        let Report::Scribbled(bytes) = scribbled else { panic!("rank {victim}: {scribbled:?}") };
+        assert!(bytes >= 8 << 20, "at least its own heap: {bytes}");
+        println!("rank {victim} of {nodes} nodes told {took:?} after it woke; wrote {bytes} bytes in vain");
+        job.verify(others(8, victim), 20);
+        job.end(0..8);
     }
+}
+
+#[test]
+fn a_rank_that_slept_beyond_the_deadline_blames_nobody_for_it() {
+    const DEADLINE: Duration = Duration::from_millis(2500);
+    for victim in [4, 0] {
+        let mut job = Setup::new(8).var("SIDELANE_DEADLINE_MS", DEADLINE.as_millis()).join();
+        let stopped = stop_in_mid_dispatch(&mut job, victim);
+        rebuild_without(&mut job, victim);
+        while stopped.elapsed() < DEADLINE {
+            job.verify(others(8, victim), 20);
+        }
+        let woken = job.wake(victim);
+        let evicted = Report::Failed(Failure::Evicted { rank: victim, epoch: 0 });
+        job.demand([victim], woken, SOON, &evicted);
+        job.end(0..8);
+    }
+}
+
+#[test]
+fn a_short_stop_is_no_loss() {
+    for victim in [0, 5] {
+        let mut job = Setup::new(8).nodes(2).join();
+        set_waiting_for(&mut job, victim);
+        job.stop(victim);
+        job.demand_silence(Duration::from_millis(600));
+        job.wake(victim);
+        job.tell([victim], Command::FinishRound);
+        job.verified(0..8, 1);
+        job.verify(0..8, 3);
+        job.end(0..8);
+    }
+}
+
+#[test]
+fn a_job_that_was_stopped_as_a_whole_goes_on_where_it_was() {
+    const DEADLINE: Duration = Duration::from_secs(2);
+    let mut job = Setup::new(8).nodes(2).var("SIDELANE_DEADLINE_MS", DEADLINE.as_millis()).join();
+    set_waiting_for(&mut job, 3);
+    for rank in 0..8 {
+        job.stop(rank);
+    }
+    job.demand_silence(DEADLINE + Duration::from_millis(500));
+    for rank in 0..8 {
+        job.wake(rank);
+    }
+    job.tell([3], Command::FinishRound);
+    job.verified(0..8, 1);
+    job.verify(0..8, 3);
+    job.end(0..8);
 }

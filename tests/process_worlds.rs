@@ -42,7 +42,11 @@ fn a_rank_maps_the_heaps_of_its_node_and_one_wire_to_each_rank_elsewhere() {
     for (rank, mine) in seen.iter().enumerate() {
         assert_eq!(mine.heaps.len(), 2, "rank {rank}: {mine:?}");
         assert_eq!(mine.wires.len(), 2, "rank {rank}: {mine:?}");
-        assert_eq!((mine.others.as_slice(), mine.open.as_slice()), ([].as_slice(), [].as_slice()), "rank {rank}");
+        assert_eq!(
+            (mine.others.as_slice(), mine.open.as_slice()),
+            ([].as_slice(), [].as_slice()),
+            "rank {rank}"
+        );
         for (peer, theirs) in seen.iter().enumerate().filter(|&(peer, _)| peer != rank) {
             let shared = |a: &[u64], b: &[u64]| a.iter().filter(|inode| b.contains(inode)).count();
             let (heaps, wires) = (shared(&mine.heaps, &theirs.heaps), shared(&mine.wires, &theirs.wires));
@@ -72,7 +76,8 @@ fn lose_and_rebuild(job: &mut Job, processes: &[u32], victim: u32, epoch: u16) -
         assert_eq!(heard.said, Report::Running, "process {process}");
     }
     let killed = job.kill(processes[victim as usize]);
-    let survivors: Vec<u32> = processes.iter().copied().filter(|&p| p != processes[victim as usize]).collect();
+    let survivors: Vec<u32> =
+        processes.iter().copied().filter(|&p| p != processes[victim as usize]).collect();
     let lost = Report::Failed(Failure::Lost { rank: victim, silent: false });
     job.demand(survivors.iter().copied(), killed, SOON, &lost);
     let asked = Instant::now();

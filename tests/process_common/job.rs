@@ -1,6 +1,6 @@
 //! The parent's side: starts ranks, tells them what to do, and demands reports.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, Write};
 use std::net::TcpListener;
@@ -120,15 +120,17 @@ impl Setup {
         drop(program);
         let listener = line.try_clone().expect("a second handle");
         thread::spawn(move || listen(rank, listener, &tell));
-        Process { child, line, stderr, ended: false }
+        Process { child, line, stderr, said: VecDeque::new(), ended: false }
     }
 }
 
 /// Passes on what a rank says, and when, until it ends.
 fn listen(rank: u32, line: UnixStream, tell: &Sender<(u32, News)>) {
     for line in BufReader::new(line).lines() {
-        let Ok(report) = line.map_err(drop).and_then(|line| serde_json::from_str(&line).map_err(drop)) else { break };
-        if tell.send((rank, News::Said(report, Instant::now()))).is_err() {
+        let Ok(report) = line.map_err(drop).and_then(|line| serde_json::from_str(&line).map_err(drop)) else {
+            break;
+        };
+        if tell.send((rank, News::Said(Heard { said: report, at: Instant::now() }))).is_err() {
             return;
         }
     }
@@ -137,7 +139,7 @@ fn listen(rank: u32, line: UnixStream, tell: &Sender<(u32, News)>) {
 }
 
 enum News {
-    Said(Report, Instant),
+    Said(Heard),
     Ended,
 }
 
@@ -145,6 +147,8 @@ struct Process {
     child: Child,
     line: UnixStream,
     stderr: File,
+    /// What it has said and nobody has heard yet.
+    said: VecDeque<Heard>,
     ended: bool,
 }
 
@@ -171,28 +175,45 @@ impl Job {
         }
     }
 
-    /// One report of each of these ranks. A report of another rank, a second one, and an end instead of one fail
-    /// the test.
+    /// The next report of each of these ranks. An end instead of one fails the test.
     pub fn hear(&mut self, ranks: impl IntoIterator<Item = u32>) -> BTreeMap<u32, Heard> {
-        let mut awaited: BTreeSet<u32> = ranks.into_iter().collect();
-        let mut reports = BTreeMap::new();
         let until = Instant::now() + LONG;
-        while !awaited.is_empty() {
-            let Ok((rank, news)) = self.heard.recv_timeout(until.saturating_duration_since(Instant::now())) else {
-                panic!("nothing from ranks {awaited:?}: {}", self.words_of(&awaited))
+        let mut reports = BTreeMap::new();
+        for rank in ranks {
+            let heard = loop {
+                if let Some(heard) = self.process(rank).said.pop_front() {
+                    break heard;
+                }
+                assert!(!self.process(rank).ended, "rank {rank} ended: {}", self.last_words(rank));
+                assert!(self.listen(until), "nothing from rank {rank}: {}", self.last_words(rank));
             };
-            match news {
-                News::Said(said, at) => {
-                    assert!(awaited.remove(&rank), "rank {rank} says {said:?} unasked");
-                    reports.insert(rank, Heard { said, at });
-                }
-                News::Ended => {
-                    assert!(!awaited.contains(&rank), "rank {rank} ended: {}", self.last_words(rank));
-                    self.process(rank).ended = true;
-                }
-            }
+            reports.insert(rank, heard);
         }
         reports
+    }
+
+    /// The next report of a rank, if it has come.
+    pub fn heard(&mut self, rank: u32) -> Option<Heard> {
+        while self.listen(Instant::now()) {}
+        self.process(rank).said.pop_front()
+    }
+
+    /// Demands that no rank says anything, or ends, for so long.
+    pub fn demand_silence(&mut self, time: Duration) {
+        assert!(!self.listen(Instant::now() + time), "somebody spoke");
+    }
+
+    /// Takes in one piece of news. False if there is none before a point in time.
+    fn listen(&mut self, until: Instant) -> bool {
+        let Ok((rank, news)) = self.heard.recv_timeout(until.saturating_duration_since(Instant::now()))
+        else {
+            return false;
+        };
+        match news {
+            News::Said(heard) => self.process(rank).said.push_back(heard),
+            News::Ended => self.process(rank).ended = true,
+        }
+        true
     }
 
     /// Demands the same report of each of these ranks within a time. Returns the longest it took.
@@ -260,25 +281,20 @@ impl Job {
         }
     }
 
-    /// Waits for the end of a rank. Returns its exit code; none if a signal ended it.
+    /// Waits for the end of a rank, which must have said nothing unheard. Returns its exit code; none if a signal
+    /// ended it.
     pub fn ended(&mut self, rank: u32) -> Option<i32> {
         let until = Instant::now() + LONG;
         while !self.process(rank).ended {
-            match self.heard.recv_timeout(until.saturating_duration_since(Instant::now())) {
-                Ok((ended, News::Ended)) => self.process(ended).ended = true,
-                Ok((rank, News::Said(said, _))) => panic!("rank {rank} says {said:?} unasked"),
-                Err(_) => panic!("rank {rank} does not end: {}", self.last_words(rank)),
-            }
+            assert!(self.listen(until), "rank {rank} does not end: {}", self.last_words(rank));
         }
+        let unheard: Vec<Report> = self.process(rank).said.drain(..).map(|heard| heard.said).collect();
+        assert_eq!(unheard, [], "rank {rank}");
         self.process(rank).child.wait().expect("our child").code()
     }
 
     fn process(&mut self, rank: u32) -> &mut Process {
         self.ranks.get_mut(&rank).unwrap_or_else(|| panic!("rank {rank} was not started"))
-    }
-
-    fn words_of(&mut self, ranks: &BTreeSet<u32>) -> String {
-        ranks.iter().map(|&rank| format!("\nrank {rank}: {}", self.last_words(rank))).collect()
     }
 
     fn last_words(&mut self, rank: u32) -> String {

@@ -3,7 +3,7 @@
 //! ```text
 //!   test ── Job ──► spawns its own binary once per rank, with a launcher's variables and a socket as stdin
 //!            │ Command ──────────►  rank::serve: World::from_env, then one command after another
-//!            │ ◄────────── Report   exactly one per command; the end of the stream is the end of the process
+//!            │ ◄────────── Report   mostly one per command; the end of the stream is the end of the process
 //! ```
 //!
 //! A test is a script in the parent: it tells ranks what to do, kills or stops them, and demands what they report.
@@ -36,6 +36,8 @@ pub enum Command {
     StartRound,
     /// The rest of the round that was started.
     FinishRound,
+    /// A round, after which the rank leaves the world and ends, whatever came of it: as most programs do.
+    LastRound,
     /// Sleeps until the world is dead.
     AwaitDeath,
     /// Meets the survivors again.

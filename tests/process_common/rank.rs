@@ -25,7 +25,8 @@ pub fn serve() {
     }
     let stdin = std::io::stdin().as_fd().try_clone_to_owned().expect("stdin");
     let line = UnixStream::from(stdin);
-    let mut talk = Talk { commands: BufReader::new(line.try_clone().expect("a second handle")), reports: line };
+    let mut talk =
+        Talk { commands: BufReader::new(line.try_clone().expect("a second handle")), reports: line };
     match World::from_env() {
         Ok(world) => Rank { talk, world, ep: None, rounds: 0 }.obey(),
         Err(error) => talk.say(&Report::Failed(error.into())),
@@ -61,7 +62,7 @@ struct Rank {
 }
 
 impl Rank {
-    fn obey(&mut self) {
+    fn obey(mut self) {
         let mut report = Ok(self.joined());
         loop {
             self.talk.say(&report.unwrap_or_else(Report::Failed));
@@ -70,6 +71,7 @@ impl Rank {
                 Command::Loop => self.run().map_err(Failure::from),
                 Command::StartRound => self.in_halves().map_err(Failure::from),
                 Command::FinishRound => Err(Failure::Other("no round was started".into())),
+                Command::LastRound => return self.end_with_a_round(),
                 Command::AwaitDeath => Err(self.await_death()),
                 Command::Rebuild => self.rebuild().map_err(Failure::from),
                 Command::ListMemory => Ok(Report::Memory(memory())),
@@ -108,6 +110,13 @@ impl Rank {
             assert_eq!(talk.hear(), Command::FinishRound);
         })?;
         Ok(Report::Verified { rounds: 1, rows })
+    }
+
+    fn end_with_a_round(mut self) {
+        let report = self.rounds(1).map_err(Failure::from).unwrap_or_else(Report::Failed);
+        let Rank { mut talk, world, ep, .. } = self;
+        drop((ep, world));
+        talk.say(&report);
     }
 
     fn round(&mut self, between_halves: impl FnOnce(&mut Talk)) -> Result<u64, Error> {

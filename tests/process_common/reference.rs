@@ -50,12 +50,17 @@ impl Round {
 
     pub fn routing(&self) -> Routing<'_> {
         let mine = &self.all[self.me];
-        Routing::new(TOP_K, mine.ids.as_slice(), mine.weights.as_slice()).expect("a routing of the right shape")
+        Routing::new(TOP_K, mine.ids.as_slice(), mine.weights.as_slice())
+            .expect("a routing of the right shape")
     }
 
     /// Checks what a dispatch brought, lets experts work, and checks what combine brings home. Returns the number of
     /// rows that were compared.
-    pub fn complete(&self, ep: &mut ExpertParallel, (rows, handle): (ExpertRows, Handle)) -> Result<u64, Error> {
+    pub fn complete(
+        &self,
+        ep: &mut ExpertParallel,
+        (rows, handle): (ExpertRows, Handle),
+    ) -> Result<u64, Error> {
         let seen = rows.rows::<bf16>()?;
         assert_eq!(rows.len() as usize, self.rows.len(), "rows of rank {}", self.me);
         for (row, origin) in self.rows.iter().enumerate() {
