@@ -6,7 +6,7 @@ mod support;
 use std::time::{Duration, Instant};
 
 use process_common::job::{Job, Setup, others};
-use process_common::{Command, Failure, Report, SOON, rank};
+use process_common::{Command, Failure, LONG, Report, SOON, rank};
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::pipe::{PipeFlags, pipe_with};
 
@@ -23,16 +23,15 @@ fn lost(rank: u32) -> Report {
 /// All ranks go through rounds.
 fn set_running(job: &mut Job, ranks: u32) {
     job.tell(0..ranks, Command::Loop);
-    job.demand(0..ranks, Instant::now(), Duration::MAX, &Report::Running);
+    job.demand(0..ranks, Instant::now(), LONG, &Report::Running);
 }
 
 /// All ranks but one go into a dispatch, of which that one has done the first half, or nothing.
 fn set_waiting(job: &mut Job, ranks: u32, awaited: u32, halfway: bool) {
     job.verify(0..ranks, 2);
     let started = (0..ranks).filter(|&rank| halfway || rank != awaited);
-    job.tell(started.clone(), Command::StartRound);
-    job.demand(started, Instant::now(), Duration::MAX, &Report::Halfway);
-    job.tell(others(ranks, awaited), Command::FinishRound);
+    job.start_round(started.clone());
+    job.finish_round(others(ranks, awaited));
 }
 
 #[test]
@@ -117,6 +116,23 @@ fn ranks_that_end_as_soon_as_they_hear_of_a_loss_are_not_mistaken_for_it() {
             job.demand(others(8, victim), since, SOON + SOON, &lost(victim));
             others(8, victim).for_each(|rank| assert_eq!(job.ended(rank), Some(0)));
         }
+    }
+}
+
+#[test]
+fn who_comes_after_others_have_given_up_is_told_the_first_reason() {
+    // Some wait for the leaver first, and tell those who wait for the late one first.
+    for (leaver, late) in [(5, 2), (3, 0), (5, 7)] {
+        let mut job = Setup::new(8).nodes(2).join();
+        job.verify(0..8, 2);
+        job.end([leaver]);
+        let given_up = (0..8).filter(|&rank| rank != leaver && rank != late);
+        let since = Instant::now();
+        job.tell(given_up.clone(), Command::LastRound);
+        job.demand(given_up, since, SOON + SOON, &lost(leaver));
+        job.tell([late], Command::Rounds(1));
+        job.demand([late], since, SOON + SOON, &lost(leaver));
+        job.end([late]);
     }
 }
 

@@ -178,11 +178,17 @@ impl ExpertParallel {
         if bytes * neighbours > cache + cache / 2 { Stores::Streaming } else { Stores::Cached }
     }
 
-    /// A lane error ends the world: peers must not wait for a rank that has given up.
+    /// An error of the lanes ends the world: peers must not wait for a rank that has given up, nor take it for the
+    /// reason. A rank that left while it was awaited kills no world by itself: whoever noticed says so.
     pub(super) fn fail(&self, error: Error) -> Error {
-        if let Error::Lane(LaneError::Deadline { peer, waited, .. }) = error {
-            let rank = self.lanes.world_ranks.get(peer as usize).copied().unwrap_or(peer);
-            self.shared.hub.cancel(Cause::Stalled { rank, by: self.shared.hub.rank(), waited });
+        let hub = &self.shared.hub;
+        match &error {
+            Error::Lane(LaneError::Deadline { peer, waited, .. }) => {
+                let rank = self.lanes.world_ranks.get(*peer as usize).copied().unwrap_or(*peer);
+                hub.cancel(Cause::Stalled { rank, by: hub.rank(), waited: *waited });
+            }
+            Error::World(cause) if hub.health().check().is_ok() => hub.cancel(cause.clone()),
+            _ => {}
         }
         error
     }

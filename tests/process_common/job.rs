@@ -239,6 +239,18 @@ impl Job {
         self.verified(ranks, rounds);
     }
 
+    /// Ranks do the first half of a dispatch.
+    pub fn start_round(&mut self, ranks: impl IntoIterator<Item = u32> + Clone) {
+        self.tell(ranks.clone(), Command::StartRound);
+        self.demand(ranks, Instant::now(), LONG, &Report::Halfway);
+    }
+
+    /// They go into its second half.
+    pub fn finish_round(&mut self, ranks: impl IntoIterator<Item = u32> + Clone) {
+        self.tell(ranks.clone(), Command::FinishRound);
+        self.demand(ranks, Instant::now(), LONG, &Report::Finishing);
+    }
+
     /// Demands that these ranks report rounds.
     pub fn verified(&mut self, ranks: impl IntoIterator<Item = u32>, rounds: u32) {
         let mut compared = 0;

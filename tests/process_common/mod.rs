@@ -34,7 +34,7 @@ pub enum Command {
     Loop,
     /// The first half of a dispatch.
     StartRound,
-    /// The rest of the round that was started.
+    /// The rest of the round that was started: reports that it goes on, and then what came of it.
     FinishRound,
     /// A round, after which the rank leaves the world and ends, whatever came of it: as most programs do.
     LastRound,
@@ -63,6 +63,8 @@ pub enum Report {
     Running,
     /// It stands between the halves of a dispatch.
     Halfway,
+    /// It goes into the second half.
+    Finishing,
     /// It has overwritten so many bytes.
     Scribbled(u64),
     /// What it has mapped.

@@ -108,6 +108,7 @@ impl Rank {
         let rows = self.round(|talk| {
             talk.say(&Report::Halfway);
             assert_eq!(talk.hear(), Command::FinishRound);
+            talk.say(&Report::Finishing);
         })?;
         Ok(Report::Verified { rounds: 1, rows })
     }
