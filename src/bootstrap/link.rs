@@ -149,25 +149,22 @@ impl Link {
         }
     }
 
+    /// Waits for something to do.
     fn wait(&self, next: Instant) -> Result<(), BootstrapError> {
         let bell = PollFd::new(&self.shared.bell, PollFlags::IN);
         let mut fds = vec![self.wire.poll_fd(), bell];
         fds.extend(self.launcher.as_ref().map(Launcher::poll_fd));
         wait(&mut fds, next)?;
-        let launcher_stirs = fds.get(2).is_some_and(|fd| !fd.revents().is_empty());
         let mut count = [0; 8];
         // Empties the bell; it is empty already when something else woke this thread.
         let _ = rustix::io::read(&self.shared.bell, &mut count);
-        if let Some(launcher) = self.launcher.as_ref().filter(|_| launcher_stirs)
-            && launcher.is_gone()
-        {
-            self.fail(Cause::LauncherGone { pid: launcher.pid() });
-        }
         Ok(())
     }
 
     fn read(&mut self, liveness: &mut Liveness, now: Instant) {
         self.wire.fill();
+        // Looked at after that: ranks leave when they see the launcher's end, so what they say of it comes later.
+        self.look_at_launcher();
         let mut answered = false;
         while let Some(message) = self.wire.next() {
             liveness.heard(0, now);
@@ -192,6 +189,12 @@ impl Link {
         }
         if answered {
             self.shared.wake_callers();
+        }
+    }
+
+    fn look_at_launcher(&mut self) {
+        if let Some(launcher) = self.launcher.take_if(|launcher| launcher.is_gone()) {
+            self.fail(Cause::LauncherGone { pid: launcher.pid() });
         }
     }
 

@@ -21,7 +21,7 @@ use super::{
     join::{Knock, Miss, Seat},
     muster::Muster,
     parts::Refusal,
-    rendezvous::host,
+    rendezvous::{attended, host},
     wire::failed,
 };
 use crate::error::{BootstrapError, Cause};
@@ -98,7 +98,7 @@ fn lead(old: &TcpHub, knock: &Knock<'_>) -> Result<Rebuilt, Miss> {
     let absent = Box::new(move || health.absent());
     let (address, coordinator) =
         host(listener, &old.job, knock.meeting, muster, absent, knock.until).map_err(Miss::Failed)?;
-    let seat = knock.at(address)?;
+    let (seat, coordinator) = attended(knock.at(address), coordinator)?;
     sit(old, knock.meeting.epoch, seat, Some(coordinator))
 }
 

@@ -61,7 +61,9 @@ pub fn connect(
             let listener = bind(identity)?;
             let (address, coordinator) =
                 host(listener, &job, meeting, Muster::first(identity.size), Box::new(Vec::new), until)?;
-            (seek(identity, &job, meeting, &[address], until)?, Some(coordinator))
+            let seat = seek(identity, &job, meeting, &[address], until);
+            let (seat, coordinator) = attended(seat, coordinator)?;
+            (seat, Some(coordinator))
         }
         _ => (seek(identity, &job, meeting, &[], until)?, None),
     };
@@ -89,6 +91,21 @@ pub(super) fn host(
     let thread = thread::Builder::new().name("sidelane coordinator".to_owned());
     let thread = thread.spawn(move || coordinator::run(setting));
     Ok((address, thread.map_err(|error| failed("thread spawn", &error))?))
+}
+
+/// A host without a seat waits for its coordinator, which still has to tell the others: the process may end next.
+pub(super) fn attended<E>(
+    seat: Result<Seat, E>,
+    coordinator: JoinHandle<()>,
+) -> Result<(Seat, JoinHandle<()>), E> {
+    match seat {
+        Ok(seat) => Ok((seat, coordinator)),
+        Err(error) => {
+            // A thread that panicked has said so already.
+            let _ = coordinator.join();
+            Err(error)
+        }
+    }
 }
 
 /// Binds the first free port.

@@ -188,16 +188,18 @@ impl ExpertParallel {
         }
     }
 
-    /// An error amid a call ends the world: peers must not wait for a rank that has given up.
+    /// An error amid a call ends the world: peers must not wait for a rank that has given up, nor take it for the
+    /// reason. A rank that left while it was awaited kills no world by itself: whoever noticed says so.
     pub(super) fn fail(&self, error: Error) -> Error {
-        let by = self.shared.hub.rank();
-        match error {
-            Error::World(_) => {}
+        let hub = &self.shared.hub;
+        match &error {
             Error::Lane(LaneError::Deadline { peer, waited, .. }) => {
-                let rank = self.lanes.world_ranks.get(peer as usize).copied().unwrap_or(peer);
-                self.shared.hub.cancel(Cause::Stalled { rank, by, waited });
+                let rank = self.lanes.world_ranks.get(*peer as usize).copied().unwrap_or(*peer);
+                hub.cancel(Cause::Stalled { rank, by: hub.rank(), waited: *waited });
             }
-            _ => self.shared.hub.cancel(Cause::Cancelled { by }),
+            Error::World(cause) if hub.health().check().is_ok() => hub.cancel(cause.clone()),
+            Error::World(_) => {}
+            _ => hub.cancel(Cause::Cancelled { by: hub.rank() }),
         }
         error
     }

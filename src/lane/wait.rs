@@ -15,6 +15,9 @@ const PAUSES: u32 = 50;
 const YIELDS: u32 = 400;
 /// The longest time in which a waiter does not look whether the world is alive.
 const SLICE: Duration = Duration::from_millis(10);
+/// The longest time between two looks of a waiter that is awake. What goes beyond it is a stop of this process, which
+/// is nobody else's fault: it does not count as waiting.
+const STRIDE: Duration = Duration::from_millis(500);
 
 /// How long to wait, and what ends it early.
 #[derive(Clone, Copy, Debug)]
@@ -44,14 +47,15 @@ pub enum Interrupted {
 pub struct Waiter<'a> {
     patience: Patience<'a>,
     turns: u32,
-    since: Option<Instant>,
+    waited: Duration,
+    looked: Option<Instant>,
     absent: bool,
 }
 
 impl<'a> Waiter<'a> {
     /// A wait that has not begun to wait.
     pub fn new(patience: Patience<'a>) -> Self {
-        Waiter { patience, turns: 0, since: None, absent: false }
+        Waiter { patience, turns: 0, waited: Duration::ZERO, looked: None, absent: false }
     }
 
     /// One turn: returns at once while pausing, after a moment later on. `sleep` is called on the last step with the
@@ -73,9 +77,13 @@ impl<'a> Waiter<'a> {
         // What it did before it left may still be on its way: it is looked for once more.
         let absent = self.patience.health.is_absent(self.patience.awaited);
         if std::mem::replace(&mut self.absent, absent) {
+            // Ranks leave in the wake of a world that died: then the cause, which came first, is the reason.
+            self.patience.health.check().map_err(Interrupted::Dead)?;
             return Err(Interrupted::Dead(Cause::Lost { rank: self.patience.awaited, how: Loss::Closed }));
         }
-        let waited = self.since.get_or_insert_with(Instant::now).elapsed();
+        let now = Instant::now();
+        self.waited += now.duration_since(self.looked.replace(now).unwrap_or(now)).min(STRIDE);
+        let waited = self.waited;
         if waited >= self.patience.deadline {
             return Err(Interrupted::Late { waited });
         }

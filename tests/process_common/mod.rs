@@ -1,0 +1,124 @@
+//! Worlds of real processes, directed by a test.
+//!
+//! ```text
+//!   test ── Job ──► spawns its own binary once per rank, with a launcher's variables and a socket as stdin
+//!            │ Command ──────────►  rank::serve: World::from_env, then one command after another
+//!            │ ◄────────── Report   mostly one per command; the end of the stream is the end of the process
+//! ```
+//!
+//! A test is a script in the parent: it tells ranks what to do, kills or stops them, and demands what they report.
+//! Nothing counts that was not reported: a rank that ends or stays silent instead fails the test, with its stderr.
+#![allow(dead_code, reason = "each test program uses a part of this")]
+
+pub mod job;
+pub mod rank;
+pub mod reference;
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use sidelane::Error;
+use sidelane::error::{BootstrapError, Cause, LaneError, Loss};
+
+/// Longer than anything takes that works.
+pub const LONG: Duration = Duration::from_secs(60);
+/// A loss is named within this.
+pub const SOON: Duration = Duration::from_secs(2);
+
+/// What a rank is told.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Command {
+    /// Dispatch and combine so often, each row and sum compared with the reference.
+    Rounds(u32),
+    /// As [`Command::Rounds`], for ever; reports that it runs, and then what ended it.
+    Loop,
+    /// The first half of a dispatch.
+    StartRound,
+    /// The rest of the round that was started: reports that it goes on, and then what came of it.
+    FinishRound,
+    /// A round, after which the rank leaves the world and ends, whatever came of it: as most programs do.
+    LastRound,
+    /// Sleeps until the world is dead.
+    AwaitDeath,
+    /// Meets the survivors again.
+    Rebuild,
+    /// Says what memory of other ranks is mapped.
+    ListMemory,
+    /// Overwrites every byte of the library's shared memory that this process has mapped.
+    Scribble,
+    /// Panics.
+    Panic,
+    /// Leaves the world and ends.
+    End,
+}
+
+/// What a rank says.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Report {
+    /// It is in a world; for each of its ranks, the rank before.
+    Joined { rank: u32, size: u32, epoch: u16, previous: Vec<u32> },
+    /// All rows of these rounds were right.
+    Verified { rounds: u32, rows: u64 },
+    /// It loops over rounds.
+    Running,
+    /// It stands between the halves of a dispatch.
+    Halfway,
+    /// It goes into the second half.
+    Finishing,
+    /// It has overwritten so many bytes.
+    Scribbled(u64),
+    /// What it has mapped.
+    Memory(Memory),
+    /// The command ended so.
+    Failed(Failure),
+}
+
+/// The library's segments in a process: inodes, ascending.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Memory {
+    pub heaps: Vec<u64>,
+    pub wires: Vec<u64>,
+    /// Segments with another name.
+    pub others: Vec<String>,
+    /// Descriptors of segments that are still open.
+    pub open: Vec<String>,
+}
+
+/// An error, as far as tests tell them apart.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Failure {
+    Lost { rank: u32, silent: bool },
+    LauncherGone { pid: u32 },
+    Evicted { rank: u32, epoch: u16 },
+    Stalled { rank: u32, by: u32 },
+    Deadline { rank: u32, peer: u32 },
+    NoRendezvous,
+    WrongSecret,
+    Missing(Vec<u32>),
+    Other(String),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::World(cause) | Error::Bootstrap(BootstrapError::World(cause)) => cause.into(),
+            Error::Lane(LaneError::Deadline { rank, peer, .. }) => Failure::Deadline { rank, peer },
+            Error::Bootstrap(BootstrapError::NoRendezvous { .. }) => Failure::NoRendezvous,
+            Error::Bootstrap(BootstrapError::WrongSecret { .. }) => Failure::WrongSecret,
+            Error::Bootstrap(BootstrapError::Deadline { missing, .. }) => Failure::Missing(missing),
+            other => Failure::Other(other.to_string()),
+        }
+    }
+}
+
+impl From<Cause> for Failure {
+    fn from(cause: Cause) -> Self {
+        match cause {
+            Cause::Lost { rank, how } => Failure::Lost { rank, silent: matches!(how, Loss::Silent(_)) },
+            Cause::LauncherGone { pid } => Failure::LauncherGone { pid },
+            Cause::Evicted { rank, epoch } => Failure::Evicted { rank, epoch },
+            Cause::Stalled { rank, by, .. } => Failure::Stalled { rank, by },
+            other => Failure::Other(other.to_string()),
+        }
+    }
+}

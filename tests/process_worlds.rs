@@ -1,0 +1,106 @@
+//! Worlds of real processes: what they exchange, what they share, and how they go on without those that are lost.
+
+mod process_common;
+mod support;
+
+use std::collections::BTreeSet;
+use std::time::Instant;
+
+use process_common::job::{Job, Setup, others};
+use process_common::{Command, Failure, Memory, Report, SOON, rank};
+
+#[test]
+#[ignore = "started by the tests below, once per rank"]
+fn a_rank_of_the_worlds_below() {
+    rank::serve();
+}
+
+#[test]
+fn every_row_lands_and_comes_home_between_processes() {
+    for nodes in [1, 2, 8] {
+        let mut job = Setup::new(8).nodes(nodes).join();
+        job.verify(0..8, 12);
+        job.end(0..8);
+    }
+}
+
+/// What each rank has mapped, after rounds that have laid all wires.
+fn memory_of(job: &mut Job, ranks: u32) -> Vec<Memory> {
+    job.verify(0..ranks, 2);
+    job.tell(0..ranks, Command::ListMemory);
+    let heard = job.hear(0..ranks).into_values().map(|heard| match heard.said {
+        Report::Memory(memory) => memory,
+        other => panic!("{other:?}"),
+    });
+    heard.collect()
+}
+
+#[test]
+fn a_rank_maps_the_heaps_of_its_node_and_one_wire_to_each_rank_elsewhere() {
+    let mut job = Setup::new(4).nodes(2).join();
+    let seen = memory_of(&mut job, 4);
+    for (rank, mine) in seen.iter().enumerate() {
+        assert_eq!(mine.heaps.len(), 2, "rank {rank}: {mine:?}");
+        assert_eq!(mine.wires.len(), 2, "rank {rank}: {mine:?}");
+        assert_eq!(
+            (mine.others.as_slice(), mine.open.as_slice()),
+            ([].as_slice(), [].as_slice()),
+            "rank {rank}"
+        );
+        for (peer, theirs) in seen.iter().enumerate().filter(|&(peer, _)| peer != rank) {
+            let shared = |a: &[u64], b: &[u64]| a.iter().filter(|inode| b.contains(inode)).count();
+            let (heaps, wires) = (shared(&mine.heaps, &theirs.heaps), shared(&mine.wires, &theirs.wires));
+            let expected = if rank / 2 == peer / 2 { (2, 0) } else { (0, 1) };
+            assert_eq!((heaps, wires), expected, "ranks {rank} and {peer}: {mine:?}, {theirs:?}");
+        }
+    }
+    let wires: BTreeSet<u64> = seen.iter().flat_map(|memory| &memory.wires).copied().collect();
+    assert_eq!(wires.len(), 4, "one per pair of ranks on different nodes");
+    job.end(0..4);
+}
+
+#[test]
+fn a_rank_of_one_node_has_no_wires() {
+    let mut job = Setup::new(3).join();
+    for mine in memory_of(&mut job, 3) {
+        assert_eq!((mine.heaps.len(), mine.wires.len()), (3, 0), "{mine:?}");
+    }
+    job.end(0..3);
+}
+
+/// Kills a rank of a world of `size` processes in the middle of rounds and rebuilds without it. `processes` are those
+/// of the world, in order of rank; returns those of the next.
+fn lose_and_rebuild(job: &mut Job, processes: &[u32], victim: u32, epoch: u16) -> Vec<u32> {
+    job.tell(processes.iter().copied(), Command::Loop);
+    for (process, heard) in job.hear(processes.iter().copied()) {
+        assert_eq!(heard.said, Report::Running, "process {process}");
+    }
+    let killed = job.kill(processes[victim as usize]);
+    let survivors: Vec<u32> =
+        processes.iter().copied().filter(|&p| p != processes[victim as usize]).collect();
+    let lost = Report::Failed(Failure::Lost { rank: victim, silent: false });
+    job.demand(survivors.iter().copied(), killed, SOON, &lost);
+    let asked = Instant::now();
+    job.tell(survivors.iter().copied(), Command::Rebuild);
+    let (size, previous) = (survivors.len() as u32, others(processes.len() as u32, victim));
+    for (process, heard) in job.hear(survivors.iter().copied()) {
+        let rank = survivors.iter().position(|&p| p == process).expect("a survivor") as u32;
+        let joined = Report::Joined { rank, size, epoch, previous: previous.clone().collect() };
+        assert_eq!(heard.said, joined, "process {process}");
+    }
+    println!("rebuilt {size} ranks, epoch {epoch}, in {:?}", asked.elapsed());
+    job.verify(survivors.iter().copied(), 5);
+    survivors
+}
+
+#[test]
+fn a_world_is_rebuilt_again_and_again() {
+    for nodes in [1, 2] {
+        let mut job = Setup::new(8).nodes(nodes).join();
+        let mut processes: Vec<u32> = (0..8).collect();
+        for (victim, epoch) in [(3, 1), (0, 2), (5, 3)] {
+            processes = lose_and_rebuild(&mut job, &processes, victim, epoch);
+        }
+        job.end(processes);
+    }
+}
