@@ -7,7 +7,7 @@ pub mod ep;
 pub mod error;
 pub mod exec;
 pub mod gate;
-pub mod lane;
+mod lane;
 pub mod memory;
 pub mod plan;
 pub mod rows;

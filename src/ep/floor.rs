@@ -1,32 +1,52 @@
-//! The yardstick of a dispatch and its combine: see [`Floor`].
+//! The yardstick of a dispatch and its combine: the same bytes, moved by bare loops.
 
 use super::{ExpertOutput, ExpertParallel, ExpertRows, Handle};
 use crate::error::{BootstrapError, Error};
 use crate::lane::Floor;
 use crate::memory::Extent;
+use crate::rows::{Arithmetic, Stores};
 use crate::schedule::{At, chunk_bytes};
 use crate::world::Group;
 
-/// A [`Floor`] with the memory it needs for ranks of other nodes.
+/// The bare moves of a dispatch and of the combine that belongs to it, and the memory they go to.
 #[derive(Debug)]
 pub struct Yardstick {
-    /// The moves.
-    pub floor: Floor,
+    floor: Floor,
+    rows: ExpertRows,
+    output: ExpertOutput,
     _scratch: Extent,
+}
+
+impl Yardstick {
+    /// Moves the rows of `x`, `[tokens, hidden]` as bytes, to where the dispatch had put them, at this rank and its peers.
+    /// A shorter input moves nothing.
+    pub fn dispatch(&mut self, x: &[u8], stores: Stores) {
+        self.floor.dispatch(x, stores);
+    }
+
+    /// Sums the rows of all ranks' outputs into `out`, `[tokens, hidden]` as bytes. A shorter `out` is left as it is.
+    pub fn combine(&mut self, dtype: Arithmetic, out: &mut [u8], stores: Stores) {
+        self.floor.combine(dtype, out, stores);
+    }
+
+    /// Gives the rows and the output back.
+    pub fn into_parts(self) -> (ExpertRows, ExpertOutput) {
+        (self.rows, self.output)
+    }
 }
 
 impl ExpertParallel {
     /// The bare moves of the dispatch that made `handle`, into `rows`, and of a combine of `output`. Collective over
-    /// `group`, which must be the group this was built on. `rows`, `output` and `handle` must stay alive while it is
-    /// used, and no call may use them meanwhile.
+    /// `group`, which must be the group this was built on; on return from [`Yardstick::dispatch`] peers may still be
+    /// writing, so a barrier belongs behind it.
     ///
     /// # Errors
     /// Memory for what would go to other nodes; whatever ends an exchange of addresses.
     pub fn yardstick(
         &self,
         group: &Group,
-        rows: &ExpertRows,
-        output: &ExpertOutput,
+        rows: ExpertRows,
+        output: ExpertOutput,
         handle: &Handle,
     ) -> Result<Yardstick, Error> {
         let inner = handle.inner();
@@ -60,6 +80,6 @@ impl ExpertParallel {
         }
         let sum = inner.sum(&bases, false);
         let floor = self.port.floor(&inner.layout, inner.row_bytes, &landing, scratch.offset(), &sum)?;
-        Ok(Yardstick { floor, _scratch: scratch })
+        Ok(Yardstick { floor, rows, output, _scratch: scratch })
     }
 }

@@ -10,7 +10,7 @@ use super::{Event, Recorder};
 use crate::dtype::Dtype;
 use crate::error::Error;
 use crate::lane::{Io, Port, Reach, RowSource, Scratch};
-use crate::rows::{Arithmetic, Stores};
+use crate::rows::{Arithmetic, Rows, Stores};
 use crate::schedule::{Flag, Item, Op, Operand, Operands};
 
 /// What a host executor has moved since it was asked last.
@@ -66,6 +66,10 @@ impl Host {
             if let (Some(recorder), Some(start)) = (&self.recorder, start) {
                 recorder.record(Event::new(item, bytes, start));
             }
+        }
+        // Own rows and sums are followed by no signal that would order them.
+        if stores == Stores::Streaming {
+            Rows::fence();
         }
         Ok(())
     }

@@ -6,5 +6,6 @@
 mod host;
 mod recorder;
 
-pub use host::{Host, Moved};
+pub(crate) use host::Host;
+pub use host::Moved;
 pub use recorder::{Event, Recorder, write_chrome_trace};

@@ -46,7 +46,7 @@ fn monotonic_ns() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// Collects the events of one rank, up to a bound: what comes later is counted, not kept.
+/// Collects the events of one rank, up to a bound: what comes later is not kept, so that a long run costs no memory.
 #[derive(Debug)]
 pub struct Recorder {
     events: Mutex<Vec<Event>>,

@@ -4,16 +4,19 @@
 //! each token summed. What a dispatch or combine takes beyond this is the library's own cost. Rows for ranks whose
 //! memory is not mapped are written to scratch of this rank: each byte is still read and written once.
 
+use std::sync::Arc;
+
 use super::Port;
-use crate::error::Error;
+use crate::error::{Error, LaneError};
 use crate::plan::Layout;
 use crate::rows::{Arithmetic, Rows, Stores};
 use crate::schedule::{Sum, WindowId, chunk_bytes};
 
-/// A call's moves, ready to run. It holds addresses in windows: the port must outlive it, and whoever runs it must hold
-/// the extents it was built from.
+/// A call's moves, ready to run. It keeps the port alive whose windows it holds addresses of; whoever runs it must hold
+/// the extents it was built from exclusively.
 #[derive(Debug)]
 pub struct Floor {
+    _port: Arc<Port>,
     kernels: Rows,
     row_bytes: usize,
     input_rows: usize,
@@ -44,7 +47,7 @@ impl Port {
     /// # Errors
     /// [`MemoryError::OutOfBounds`](crate::error::MemoryError) if any of it lies outside its window.
     pub fn floor(
-        &self,
+        self: &Arc<Self>,
         layout: &Layout,
         row_bytes: u64,
         landing: &[u64],
@@ -64,6 +67,11 @@ impl Port {
                     spill += len;
                     (lanes.rank, spill - len)
                 };
+                let rows = &layout.rows[run.first as usize..][..run.count as usize];
+                if let Some(&row) = rows.iter().find(|&&row| row >= layout.tokens) {
+                    let (offset, len, size) = (row.into(), 1, layout.tokens.into());
+                    return Err(LaneError::SourceBounds { offset, len, size }.into());
+                }
                 let to = self.range(owner, WindowId::POOL, offset, len)?.cast_mut();
                 runs.push(FloorRun {
                     to,
@@ -76,12 +84,17 @@ impl Port {
         let mut terms = Vec::new();
         for term in sum.terms {
             let owner = term.owner as usize;
+            if term.row >= sum.chunk_rows[owner] {
+                let (offset, len, size) = (term.row.into(), 1, sum.chunk_rows[owner].into());
+                return Err(LaneError::SourceBounds { offset, len, size }.into());
+            }
             let chunk = chunk_bytes(sum.chunk_rows[owner], row_bytes);
             let base = self.range(sum.held_by[owner], WindowId::POOL, sum.bases[owner], chunk)?;
-            // SAFETY: the whole chunk was checked, and the plan's rows lie inside it.
+            // SAFETY: the whole chunk was checked, and the row lies inside it.
             terms.push(unsafe { base.add(term.row as usize * row_bytes as usize) });
         }
         Ok(Floor {
+            _port: Arc::clone(self),
             kernels: lanes.rows,
             row_bytes: row_bytes as usize,
             input_rows: layout.tokens as usize,
@@ -102,7 +115,7 @@ impl Floor {
             return;
         }
         for run in &self.runs {
-            // SAFETY: targets were checked when this was built; row indices are below the tokens, which `input` holds.
+            // SAFETY: targets and row indices were checked when this was built; `input` holds all tokens.
             unsafe {
                 self.kernels.gather(
                     run.to,
@@ -119,10 +132,10 @@ impl Floor {
 
     /// Sums all tokens into `output`, `[tokens, row]`. A shorter output is left as it is.
     pub fn combine(&self, dtype: Arithmetic, output: &mut [u8], stores: Stores) {
-        if output.len() < (self.starts.len() - 1) * self.row_bytes {
+        if output.len() < self.input_rows * self.row_bytes {
             return;
         }
-        for (token, out) in output.chunks_exact_mut(self.row_bytes).enumerate().take(self.starts.len() - 1) {
+        for (token, out) in output.chunks_exact_mut(self.row_bytes).enumerate().take(self.input_rows) {
             let rows = &self.terms[self.starts[token] as usize..self.starts[token + 1] as usize];
             let all = [rows.len() as u32];
             let groups = match self.groups[..] {

@@ -34,4 +34,3 @@ pub use group::{Lanes, Reach};
 pub use port::{Io, Part, Port, RowSource, Window};
 pub use rail::{Card, Link, Region, Regions, ring_bytes};
 pub use sum::Scratch;
-pub use wait::{Interrupted, Patience, Waiter};

@@ -79,11 +79,16 @@ impl<'a> RowSource<'a> {
     /// The rows of one run, all inside the input.
     pub(super) fn checked(&self, run: RowRun) -> Result<&'a [u32], LaneError> {
         let (row_bytes, size) = (self.row_bytes, self.input.len() as u64);
-        let bad = |row: u64| LaneError::SourceBounds { offset: row * row_bytes, len: row_bytes, size };
+        let bad = |row: u64| LaneError::SourceBounds {
+            offset: row.saturating_mul(row_bytes),
+            len: row_bytes,
+            size,
+        };
         let (first, count) = (run.first as usize, run.count as usize);
-        let index = self.rows.get(first..first + count).ok_or_else(|| bad(self.rows.len() as u64))?;
+        let index =
+            self.rows.get(first..first.saturating_add(count)).ok_or_else(|| bad(self.rows.len() as u64))?;
         match index.iter().max() {
-            Some(&last) if (u64::from(last) + 1) * row_bytes > size => Err(bad(last.into())),
+            Some(&last) if (u64::from(last) + 1).saturating_mul(row_bytes) > size => Err(bad(last.into())),
             _ => Ok(index),
         }
     }
@@ -170,11 +175,14 @@ impl Port {
     ) -> Result<(), Error> {
         let index = source.checked(run)?;
         let RowSource { row_bytes, input, .. } = source;
-        let offset = base + u64::from(run.to_row) * row_bytes;
-        let (len, pad) = (u64::from(run.count) * row_bytes, u64::from(run.pad) * row_bytes);
+        // What does not fit into 64 bits fits into no window either.
+        let bytes = |rows: u32| u64::from(rows).saturating_mul(row_bytes);
+        let offset = base.saturating_add(bytes(run.to_row));
+        let (len, pad) = (bytes(run.count), bytes(run.pad));
+        let all = len.saturating_add(pad);
         match self.reach(to)? {
             Reach::Own | Reach::Load => {
-                let at = self.window(window)?.at(to, offset, len + pad)?.as_ptr();
+                let at = self.window(window)?.at(to, offset, all)?.as_ptr();
                 let kernels = self.lanes.rows;
                 // SAFETY: the target was checked for all rows and zeros, each source row by `checked`.
                 unsafe {
@@ -186,7 +194,7 @@ impl Port {
                 Ok(())
             }
             Reach::Rail(link) => {
-                let part = self.window(window)?.part(to, offset, len + pad)?;
+                let part = self.window(window)?.part(to, offset, all)?;
                 link.put_run((part.region, part.offset + offset), run, source, self.lanes.patience(to))
                     .map_err(|e| self.no_credit(to, e))
             }

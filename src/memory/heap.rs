@@ -1,8 +1,10 @@
 //! The heap of a rank and those of its neighbours.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::{Mapped, PageReport, Pool, Segment, Symmetric, shared_huge_bytes};
+use crate::bootstrap::Health;
 use crate::error::MemoryError;
 
 /// How a heap is divided. Bytes.
@@ -29,7 +31,13 @@ impl Heap {
     ///
     /// # Errors
     /// [`MemoryError::System`], [`MemoryError::WrongSize`] if a neighbour's segment is not `sizes.total` long.
-    pub fn new(rank: u32, sizes: HeapSizes, segments: &[Option<Segment>]) -> Result<Self, MemoryError> {
+    pub(crate) fn new(
+        rank: u32,
+        sizes: HeapSizes,
+        segments: &[Option<Segment>],
+        health: &Arc<Health>,
+        deadline: Duration,
+    ) -> Result<Self, MemoryError> {
         for (peer, segment) in segments.iter().enumerate() {
             if let Some(seen) = segment.as_ref().map(Segment::len).filter(|&len| len != sizes.total) {
                 return Err(MemoryError::WrongSize { rank: peer as u32, seen, expected: sizes.total });
@@ -39,7 +47,7 @@ impl Heap {
         let mapped = Arc::new(Mapped::new(&present)?);
         mapped.populate(rank, 0, sizes.total)?;
         let symmetric = sizes.symmetric.next_multiple_of(4096).min(sizes.total);
-        let pool = Pool::new(rank, Arc::clone(&mapped), rank, symmetric);
+        let pool = Pool::new(rank, Arc::clone(&mapped), symmetric, Arc::clone(health), deadline);
         let symmetric = Symmetric::new(rank, Arc::clone(&mapped), symmetric);
         Ok(Heap { rank, mapped, symmetric, pool })
     }

@@ -72,11 +72,6 @@ impl Mapped {
         Ok(mapped)
     }
 
-    /// Number of members, reachable or not.
-    pub fn members(&self) -> usize {
-        self.lens.len()
-    }
-
     /// Bytes mapped of a member; 0 where it is out of reach.
     pub fn len_of(&self, member: u32) -> u64 {
         self.lens.get(member as usize).copied().unwrap_or(0)

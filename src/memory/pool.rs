@@ -11,8 +11,10 @@
 
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::{Extents, Mapped};
+use crate::bootstrap::Health;
 use crate::error::MemoryError;
 
 /// Knows whether all readers of a retired extent have finished.
@@ -29,6 +31,9 @@ pub struct Pool {
     member: u32,
     /// First byte of the pool in the heap.
     start: u64,
+    health: Arc<Health>,
+    /// How long readers of retired extents are waited for.
+    deadline: Duration,
     state: Mutex<State>,
 }
 
@@ -64,33 +69,53 @@ pub struct PoolReport {
 
 impl Pool {
     /// The bytes from `start` to the end of `member`'s segment.
-    pub(super) fn new(rank: u32, mapped: Arc<Mapped>, member: u32, start: u64) -> Arc<Self> {
-        let extents = Extents::new(mapped.len_of(member) - start);
+    pub(super) fn new(
+        rank: u32,
+        mapped: Arc<Mapped>,
+        start: u64,
+        health: Arc<Health>,
+        deadline: Duration,
+    ) -> Arc<Self> {
+        let extents = Extents::new(mapped.len_of(rank) - start);
         let state = Mutex::new(State { extents, retired: Vec::with_capacity(64), live: 0 });
-        Arc::new(Pool { rank, mapped, member, start, state })
+        Arc::new(Pool { rank, mapped, member: rank, start, health, deadline, state })
     }
 
-    /// Reserves `len` bytes.
+    /// Reserves `len` bytes. Where they are missing only because peers have not finished reading what was offered to
+    /// them, waits for these: they need nothing more of this rank for that.
     ///
     /// # Errors
     /// [`MemoryError::OutOfSpace`].
     pub fn take(self: &Arc<Self>, len: u64) -> Result<Extent, MemoryError> {
-        let mut state = self.state();
-        state.reap();
-        let offset = state.extents.take(len).map_err(|free| MemoryError::OutOfSpace {
-            rank: self.rank,
-            asked: len,
-            free,
-            total: state.extents.total(),
-            space: "pool",
-            setting: "SIDELANE_HEAP",
-        })?;
-        state.live += 1;
-        Ok(Extent { pool: Arc::clone(self), offset, len: Extents::round(len) })
+        let mut since = None;
+        loop {
+            let mut state = self.state();
+            state.reap();
+            let free = match state.extents.take(len) {
+                Ok(offset) => {
+                    state.live += 1;
+                    return Ok(Extent { pool: Arc::clone(self), offset, len: Extents::round(len) });
+                }
+                Err(free) => free,
+            };
+            let waited = since.get_or_insert_with(Instant::now).elapsed();
+            if state.retired.is_empty() || waited > self.deadline || self.health.check().is_err() {
+                return Err(MemoryError::OutOfSpace {
+                    rank: self.rank,
+                    asked: len,
+                    free,
+                    total: state.extents.total(),
+                    space: "pool",
+                    setting: "SIDELANE_HEAP",
+                });
+            }
+            drop(state);
+            std::thread::yield_now();
+        }
     }
 
     /// Reserves the largest free extent, or `most` bytes of it if that is less, for others to write to. It may be empty.
-    pub fn announce(self: &Arc<Self>, most: u64) -> Extent {
+    pub(crate) fn announce(self: &Arc<Self>, most: u64) -> Extent {
         let mut state = self.state();
         state.reap();
         let (offset, len) = state.extents.take_largest(most);
@@ -100,18 +125,18 @@ impl Pool {
 
     /// Gives an extent back once all its readers have finished. Nobody waits for that: whoever next asks for memory
     /// looks whether the licence is there.
-    pub fn retire(&self, mut extent: Extent, licence: &Arc<dyn Licence>, value: u64) {
+    pub(crate) fn retire(&self, mut extent: Extent, licence: &Arc<dyn Licence>, value: u64) {
         let (offset, len) = (extent.offset, std::mem::take(&mut extent.len));
         self.state().retired.push(Retired { offset, len, licence: Arc::clone(licence), value });
     }
 
     /// Looks which retired extents are free by now, and lets go of what their licences hold.
-    pub fn reap(&self) {
+    pub(crate) fn reap(&self) {
         self.state().reap();
     }
 
     /// First byte of the pool in its rank's heap.
-    pub fn start(&self) -> u64 {
+    pub(crate) fn start(&self) -> u64 {
         self.start
     }
 
@@ -259,6 +284,10 @@ impl Drop for Extent {
     fn drop(&mut self) {
         let mut state = self.pool.state();
         state.live -= 1;
-        state.extents.give(self.offset, self.len);
+        // In a dead world a call may have ended while peers still write to what was announced: it stays reserved, until
+        // the rebuilt world has a heap of its own.
+        if self.pool.health.check().is_ok() {
+            state.extents.give(self.offset, self.len);
+        }
     }
 }

@@ -19,7 +19,7 @@ impl Symmetric {
         Arc::new(Symmetric { rank, mapped, extents: Mutex::new(Extents::new(len)) })
     }
 
-    /// Takes `len` bytes, zeroed.
+    /// Takes `len` bytes, as they are: whoever had them last may still be read by a slow peer.
     ///
     /// # Errors
     /// [`MemoryError::OutOfSpace`].
@@ -34,9 +34,6 @@ impl Symmetric {
             setting: "SIDELANE_SYMMETRIC",
         })?;
         drop(extents);
-        let at = self.mapped.at(self.rank, offset, len)?;
-        // SAFETY: freshly taken bytes of our own heap, checked by `at`; no peer knows of them yet.
-        unsafe { std::ptr::write_bytes(at.as_ptr(), 0, len as usize) };
         Ok(SymmetricExtent { space: Arc::clone(self), offset, len })
     }
 }
@@ -53,6 +50,17 @@ impl SymmetricExtent {
     /// First byte, counted from the start of the heap.
     pub fn offset(&self) -> u64 {
         self.offset
+    }
+
+    /// Clears the bytes. Every peer must have finished with what lay here before, and none know of them yet.
+    ///
+    /// # Errors
+    /// None in practice: the extent lies inside its heap.
+    pub fn clear(&mut self) -> Result<(), MemoryError> {
+        let at = self.space.mapped.at(self.space.rank, self.offset, self.len)?;
+        // SAFETY: our own bytes, checked by `at`, held exclusively.
+        unsafe { std::ptr::write_bytes(at.as_ptr(), 0, self.len as usize) };
+        Ok(())
     }
 
     /// The mapping of the heaps.

@@ -215,7 +215,11 @@ impl Group {
         let parts = answers.iter().zip(&self.ranks);
         let parts =
             parts.map(|(&[.., offset, _], &member)| Part { member, region: 0, offset, len }).collect();
-        Ok(SymmetricRange { extent: taken?, parts })
+        // All members are here, so none is still in a call that used these bytes; none may use them before all are clear.
+        let mut extent = taken?;
+        extent.clear()?;
+        self.gather(&[])?;
+        Ok(SymmetricRange { extent, parts })
     }
 
     /// The name of the next collective step: the same on all members, as they take the same steps.

@@ -22,7 +22,8 @@ pub struct Options {
     pub config: Config,
     /// How long to wait for what.
     pub clocks: Clocks,
-    /// Keep the last so many operations of each rank for a timeline; 0 keeps none and costs nothing.
+    /// Keep so many operations of each rank for a timeline, the first ones since the recorder was emptied; 0 keeps none
+    /// and costs nothing.
     pub record: usize,
 }
 
@@ -196,7 +197,7 @@ impl World {
             })
             .collect::<Result<_, MemoryError>>()?;
         segments[rank as usize] = Some(own);
-        Ok(Heap::new(rank, sizes, &segments)?)
+        Ok(Heap::new(rank, sizes, &segments, hub.health(), options.clocks.deadline)?)
     }
 
     /// This rank.

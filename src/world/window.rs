@@ -10,7 +10,7 @@ use super::group::SymmetricRange;
 use super::{Group, Shared};
 use crate::bootstrap::exchange_fds;
 use crate::dtype::Dtype;
-use crate::error::{Error, MemoryError};
+use crate::error::{Error, MemoryError, PlanError};
 use crate::exec::Host;
 use crate::lane::{self, Io, Lanes, Part, Port, Region};
 use crate::memory::{Mapped, Segment};
@@ -57,6 +57,8 @@ pub struct Window {
     host: Host,
     len: u64,
     barriers: u64,
+    /// Per peer: the value last signalled to it.
+    signalled: Vec<u64>,
     lanes: Arc<Lanes>,
     _flags: SymmetricRange,
     /// The bytes themselves: symmetric, or registered.
@@ -157,8 +159,9 @@ impl Window {
         let flags = group.take_symmetric(flag_bytes)?;
         let port = Port::new(Arc::clone(&lanes), vec![data, flags.window()], FLAGS);
         let host = Host::new(Dtype::Bytes, group.shared.recorder.clone());
+        let signalled = vec![0; group.size() as usize];
         let _world = Arc::clone(&group.shared);
-        Ok(Window { port, host, len, barriers: 0, lanes, _flags: flags, _data: owner, _world })
+        Ok(Window { port, host, len, barriers: 0, signalled, lanes, _flags: flags, _data: owner, _world })
     }
 
     /// Bytes at each member.
@@ -185,16 +188,29 @@ impl Window {
     /// # Errors
     /// As [`Window::put`].
     pub fn put_signal(&mut self, peer: u32, offset: u64, src: &[u8], value: u64) -> Result<(), Error> {
-        let signal = Op::Signal { to: peer, flag: Flag::Landed, level: Level::Call };
+        let signal = self.rising(peer, value)?;
         self.run(&[Op::Put { to: peer, slot: Slot(0) }, signal], peer, offset, src, value)
     }
 
-    /// Raises this rank's word at `peer` to `value`, after all earlier puts to it. Values must grow.
+    /// Raises this rank's word at `peer` to `value`, after all earlier puts to it. Values must grow, from 1 on.
     ///
     /// # Errors
-    /// As [`Window::put`].
+    /// As [`Window::put`], and [`PlanError::BadParameter`] if the value does not grow.
     pub fn signal(&mut self, peer: u32, value: u64) -> Result<(), Error> {
-        self.run(&[Op::Signal { to: peer, flag: Flag::Landed, level: Level::Call }], peer, 0, &[], value)
+        let signal = self.rising(peer, value)?;
+        self.run(&[signal], peer, 0, &[], value)
+    }
+
+    /// The signal of this value: a lower one than before would be overlooked, or undo what was said.
+    fn rising(&mut self, peer: u32, value: u64) -> Result<Op, Error> {
+        if let Some(last) = self.signalled.get_mut(peer as usize) {
+            if value <= *last {
+                let (parameter, expected) = ("signal", "a value larger than the last one to this peer");
+                return Err(PlanError::BadParameter { parameter, seen: value, expected }.into());
+            }
+            *last = value;
+        }
+        Ok(Op::Signal { to: peer, flag: Flag::Landed, level: Level::Call })
     }
 
     /// Waits until the word that `peer` raises here is at least `value`. All that `peer` put here before that signal is

@@ -37,7 +37,8 @@ impl Regions {
         table.len() as u32 - 1
     }
 
-    /// From now on, writes to this region are refused. Numbers are not used again.
+    /// From now on, what comes for this region is dropped: it was under way when its owner let go of it. Numbers are
+    /// not used again.
     pub fn remove(&self, number: u32) {
         if let Some(slot) =
             self.table.write().unwrap_or_else(PoisonError::into_inner).get_mut(number as usize)
@@ -53,23 +54,25 @@ impl Regions {
     pub(super) unsafe fn apply(&self, record: Record, payload: *const u8) -> Result<(), MemoryError> {
         // Held until the bytes are written: a region that is removed may be unmapped at once.
         let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
-        let at = |region, offset, len| match table.get(region as usize) {
-            Some(Some(Region { mapped, member })) => mapped.at(*member, offset, len),
-            _ => Err(MemoryError::OutOfBounds { peer: region, offset, len, size: 0 }),
+        let Some(number) = record.region() else { return Ok(()) };
+        let Region { mapped, member } = match table.get(number as usize) {
+            Some(Some(region)) => region,
+            Some(None) => return Ok(()),
+            None => return Err(MemoryError::OutOfBounds { peer: number, offset: 0, len: 0, size: 0 }),
         };
         match record {
-            Record::Put { region, offset, len } => {
-                let to = at(region, offset, len)?;
+            Record::Put { offset, len, .. } => {
+                let to = mapped.at(*member, offset, len)?;
                 // SAFETY: the target was checked against its region; the source by the caller.
                 unsafe { std::ptr::copy_nonoverlapping(payload, to.as_ptr(), len as usize) };
             }
-            Record::Zero { region, offset, len } => {
-                let to = at(region, offset, len)?;
+            Record::Zero { offset, len, .. } => {
+                let to = mapped.at(*member, offset, len)?;
                 // SAFETY: the target was checked against its region.
                 unsafe { std::ptr::write_bytes(to.as_ptr(), 0, len as usize) };
             }
-            Record::Signal { region, offset, value, tag } => {
-                let line = at(region, offset, 64)?;
+            Record::Signal { offset, value, tag, .. } => {
+                let line = mapped.at(*member, offset, 64)?;
                 if line.as_ptr().align_offset(64) != 0 {
                     return Err(MemoryError::Misaligned { address: line.as_ptr() as usize, align: 64 });
                 }
@@ -162,7 +165,7 @@ impl Shared {
     fn run(&self) {
         let mut idle = 0;
         while !self.stop.load(Ordering::Acquire) && self.health.check().is_ok() {
-            if self.links().iter().any(|link| link.drain(&self.health)) {
+            if self.drain() {
                 idle = 0;
             } else if idle < IDLE_ROUNDS {
                 idle += 1;
@@ -172,6 +175,15 @@ impl Shared {
                 idle = 0;
             }
         }
+    }
+
+    /// Receives from every partner: none starves behind a busy one.
+    fn drain(&self) -> bool {
+        let mut news = false;
+        for link in self.links().iter() {
+            news |= link.drain(&self.health);
+        }
+        news
     }
 
     /// Asks all partners to ring. Returns whether there is news already.

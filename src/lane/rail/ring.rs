@@ -96,6 +96,16 @@ impl Record {
         })
     }
 
+    /// The receiver's region that it is for, if any.
+    pub fn region(self) -> Option<u32> {
+        match self {
+            Record::Put { region, .. } | Record::Zero { region, .. } | Record::Signal { region, .. } => {
+                Some(region)
+            }
+            Record::Skip { .. } => None,
+        }
+    }
+
     /// Bytes of payload that follow the header.
     fn payload(self) -> usize {
         match self {

@@ -48,7 +48,7 @@ pub struct Track<'a, E> {
     pub routing: &'a sidelane::gate::Routing<'static>,
     pub x: &'a [E],
     pub out: &'a mut [E],
-    pub yardstick: &'a Yardstick,
+    pub yardstick: &'a mut Yardstick,
     /// Faster stores of the floor, for scattered rows and for sums.
     pub stores: [Stores; 2],
     /// Handle of a dispatch that stays alive: combines and backward calls follow it.
@@ -115,7 +115,7 @@ impl<E: Number> Track<'_, E> {
     fn floor(&mut self, kind: Kind, laps: &mut Laps) -> Result<(), Error> {
         self.barrier.barrier()?;
         let [scatter, sum] = self.stores;
-        let (floor, dtype) = (&self.yardstick.floor, Arithmetic::try_from(self.config.dtype)?);
+        let (floor, dtype) = (&mut *self.yardstick, Arithmetic::try_from(self.config.dtype)?);
         if kind.sums() {
             let out = bytemuck::cast_slice_mut(self.out);
             laps.time(|| floor.combine(dtype, out, sum));

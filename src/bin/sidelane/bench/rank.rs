@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use half::{bf16, f16};
 use sidelane::dtype::Dtype;
-use sidelane::ep::{ExpertOutput, ExpertRows, Handle};
+use sidelane::ep::{ExpertRows, Handle, Yardstick};
 use sidelane::exec::{Event, write_chrome_trace};
 use sidelane::plan::Order as Sums;
 use sidelane::{Error, ExpertParallel, Group, Options, World};
@@ -68,7 +68,8 @@ impl<'t, E: Number> Rank<'t, E> {
         if task.config.backward {
             rank.backward_and_check(&fill, &handle)?;
         }
-        let (passes, memcpy) = rank.time(&rows, &output, &fill, &handle)?;
+        let yardstick = rank.ep.yardstick(&rank.group, rows, output, &handle)?;
+        let (passes, memcpy, rows) = rank.time(yardstick, &fill, &handle)?;
         // The floor has written the same rows again and again: they must still be right.
         rank.check_rows(&rows, &handle)?;
         rank.combine_and_check(&fill, &handle)?;
@@ -145,13 +146,11 @@ impl<'t, E: Number> Rank<'t, E> {
 
     fn time(
         &mut self,
-        rows: &ExpertRows,
-        output: &ExpertOutput,
+        mut yardstick: Yardstick,
         y: &[E],
         handle: &Handle,
-    ) -> Result<(Vec<Pair>, f64), CliError> {
+    ) -> Result<(Vec<Pair>, f64, ExpertRows), CliError> {
         let config = &self.task.config;
-        let yardstick = self.ep.yardstick(&self.group, rows, output, handle)?;
         let mut barrier = self.group.window(0)?;
         let memcpy = memcpy_gbps(&self.group, &mut barrier)?;
         let routing = self.router.routing(config, self.world.rank()).map_err(Error::from)?;
@@ -162,7 +161,7 @@ impl<'t, E: Number> Rank<'t, E> {
             routing: &routing,
             x: &self.x,
             out: &mut self.out,
-            yardstick: &yardstick,
+            yardstick: &mut yardstick,
             stores: [Stores::Streaming, Stores::Cached],
             handle,
             output: None,
@@ -183,7 +182,8 @@ impl<'t, E: Number> Rank<'t, E> {
             bar.inc(1);
         }
         bar.finish_and_clear();
-        Ok((pairs, memcpy))
+        barrier.barrier()?;
+        Ok((pairs, memcpy, yardstick.into_parts().0))
     }
 
     /// One more round, with everything recorded before it thrown away.
