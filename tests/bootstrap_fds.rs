@@ -1,8 +1,11 @@
 //! Descriptors handed between ranks: memory written by one is read by another.
 
 use std::{
-    io::{Read, Seek, SeekFrom, Write},
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    io::Write,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::fs::FileExt,
+    },
     thread,
     time::Duration,
 };
@@ -22,10 +25,11 @@ fn memory(text: &str) -> OwnedFd {
 }
 
 fn content(fd: OwnedFd) -> String {
-    let (mut file, mut text) = (std::fs::File::from(fd), String::new());
-    file.seek(SeekFrom::Start(0)).unwrap();
-    file.read_to_string(&mut text).unwrap();
-    text
+    // All who were passed the descriptor share its position: it must not be moved.
+    let file = std::fs::File::from(fd);
+    let mut bytes = vec![0; file.metadata().unwrap().len() as usize];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    String::from_utf8(bytes).unwrap()
 }
 
 fn each<R: Send>(hubs: Vec<Box<dyn Hub>>, work: impl Fn(Box<dyn Hub>) -> R + Sync) -> Vec<R> {
