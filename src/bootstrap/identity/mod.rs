@@ -10,10 +10,16 @@
 //! The order is that of the table: torchrun runs under srun and mpirun runs inside SLURM allocations, and the inner
 //! launcher is right. SIDELANE_PORT and MASTER_PORT overrule a derived port everywhere.
 
+mod secret;
+mod slurm;
+
 use std::net::{IpAddr, Ipv4Addr};
 
-use super::slurm::first_host;
+pub use secret::Secret;
+pub(super) use secret::random;
+
 use crate::error::BootstrapError;
+use slurm::first_host;
 
 /// Ports that are tried one after the other.
 const CANDIDATES: u16 = 16;
@@ -297,5 +303,4 @@ fn fnv1a(text: &str) -> u64 {
 }
 
 #[cfg(test)]
-#[path = "identity_tests.rs"]
 mod tests;
