@@ -2,6 +2,12 @@
 //!
 //! A launcher keeps the write end of a pipe that its ranks inherit the read end of. However it dies, the kernel
 //! closes its end, and every rank reads the end of the stream at once.
+//!
+//! The inherited number itself stays as it is: open, and not closed on exec. To change it, its number would have to
+//! be believed to be a descriptor that nobody else owns, which is unsafe code and this room has none; the number
+//! is but a claim of the environment. So programs that a rank starts inherit the read end, too. That is harmless:
+//! they hold no write end, so the stream still ends with the launcher, and one that is told the number, because
+//! the environment is passed on, can watch the launcher just as its parent does.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
