@@ -74,7 +74,16 @@ fn sum(criterion: &mut Criterion) {
                         // SAFETY: every row lies in the pool, every token in the target.
                         unsafe {
                             let out = out.as_mut_ptr().cast::<u8>().add(token * COLUMNS * 2);
-                            loops.sum(Arithmetic::Bf16, out, rows, COLUMNS, Stores::Cached);
+                            let groups = [ROWS as u32];
+                            loops.grouped_sum(
+                                Arithmetic::Bf16,
+                                out,
+                                rows,
+                                None,
+                                &groups,
+                                COLUMNS,
+                                Stores::Cached,
+                            );
                         }
                     }
                 });

@@ -139,22 +139,17 @@ proptest! {
         let weights = weighted.then_some(&weights[..]);
         let mut sources: Vec<_> = rows.iter().map(|row| Guarded::holding(row, random.next() as usize)).collect();
         let pointers: Vec<_> = sources.iter_mut().map(|row| row.ptr().cast_const()).collect();
-        let grouped = reference_sum(dtype, &rows, weights, &groups, columns);
-        let plain = reference_sum(dtype, &rows, weights, &[count], columns);
+        let sums = [groups, vec![count]].map(|groups| {
+            let expected = reference_sum(dtype, &rows, weights, &groups, columns);
+            (groups, expected)
+        });
         for rows in Simd::available().map(Rows::new) {
-            let mut out = Guarded::new(columns * dtype.size(), at);
-            // SAFETY: rows and target have the lengths said.
-            unsafe { rows.grouped_sum(dtype, out.ptr(), &pointers, weights, &groups, columns, stores) };
-            prop_assert_eq!(out.content(), &grouped[..], "{} grouped", rows.simd());
-            let mut out = Guarded::new(columns * dtype.size(), at);
-            // SAFETY: rows and target have the lengths said.
-            unsafe {
-                match weights {
-                    Some(weights) => rows.weighted_sum(dtype, out.ptr(), &pointers, weights, columns, stores),
-                    None => rows.sum(dtype, out.ptr(), &pointers, columns, stores),
-                }
+            for (groups, expected) in &sums {
+                let mut out = Guarded::new(columns * dtype.size(), at);
+                // SAFETY: rows and target have the lengths said.
+                unsafe { rows.grouped_sum(dtype, out.ptr(), &pointers, weights, groups, columns, stores) };
+                prop_assert_eq!(out.content(), &expected[..], "{} {:?}", rows.simd(), groups);
             }
-            prop_assert_eq!(out.content(), &plain[..], "{} plain", rows.simd());
         }
     }
 
@@ -229,14 +224,26 @@ fn every_two_byte_value_sums_to_the_reference_bits_beside_special_ones() {
     }
 }
 
+/// The plain sum of one column, as its bytes.
+fn sum_of<const N: usize>(
+    rows: Rows,
+    dtype: Arithmetic,
+    values: &[[u8; N]],
+    weights: Option<&[f32]>,
+) -> [u8; N] {
+    let (mut out, all) = ([0xff; N], [values.len() as u32]);
+    let sources: Vec<_> = values.iter().map(|value| value.as_ptr()).collect();
+    assert_eq!(N, dtype.size());
+    // SAFETY: one column on both sides, and as many weights as rows.
+    unsafe { rows.grouped_sum(dtype, out.as_mut_ptr(), &sources, weights, &all, 1, Stores::Cached) };
+    out
+}
+
 #[test]
 fn a_denormal_bf16_survives_a_sum() {
-    let row = 0x0040u16.to_ne_bytes();
+    let denormal = 0x0040u16.to_ne_bytes();
     for rows in Simd::available().map(Rows::new) {
-        let mut out = [0u8; 2];
-        // SAFETY: one column on both sides.
-        unsafe { rows.sum(Arithmetic::Bf16, out.as_mut_ptr(), &[row.as_ptr()], 1, Stores::Cached) };
-        assert_eq!(u16::from_ne_bytes(out), 0x0040, "{}", rows.simd());
+        assert_eq!(sum_of(rows, Arithmetic::Bf16, &[denormal], None), denormal, "{}", rows.simd());
     }
 }
 
@@ -244,11 +251,8 @@ fn a_denormal_bf16_survives_a_sum() {
 fn a_sum_of_no_rows_and_of_minus_zeros_is_plus_zero() {
     let minus = (-0f32).to_ne_bytes();
     for rows in Simd::available().map(Rows::new) {
-        for sources in [&[][..], &[minus.as_ptr()], &[minus.as_ptr(), minus.as_ptr()]] {
-            let mut out = [0xff; 4];
-            // SAFETY: one column on both sides.
-            unsafe { rows.sum(Arithmetic::F32, out.as_mut_ptr(), sources, 1, Stores::Cached) };
-            assert_eq!(u32::from_ne_bytes(out), 0, "{}", rows.simd());
+        for values in [&[][..], &[minus], &[minus, minus]] {
+            assert_eq!(sum_of(rows, Arithmetic::F32, values, None), [0; 4], "{}", rows.simd());
         }
     }
 }
@@ -256,18 +260,12 @@ fn a_sum_of_no_rows_and_of_minus_zeros_is_plus_zero() {
 #[test]
 fn a_product_is_rounded_before_it_is_added() {
     // (1 + 2^-12)^2 - 1 differs between a fused and a rounded product.
-    let x = (1.0 + 1.0 / 4096.0f32).to_ne_bytes();
-    let minus_one = (-1f32).to_ne_bytes();
-    let weight = 1.0 + 1.0 / 4096.0f32;
-    let rounded = weight * weight - 1.0;
-    assert_ne!(rounded, weight.mul_add(weight, -1.0));
+    let x = 1.0 + 1.0 / 4096.0f32;
+    let rounded = x * x - 1.0;
+    assert_ne!(rounded, x.mul_add(x, -1.0));
+    let values = [-1f32, x].map(f32::to_ne_bytes);
     for rows in Simd::available().map(Rows::new) {
-        let mut out = [0; 4];
-        let sources = [minus_one.as_ptr(), x.as_ptr()];
-        // SAFETY: one column on both sides.
-        unsafe {
-            rows.weighted_sum(Arithmetic::F32, out.as_mut_ptr(), &sources, &[1.0, weight], 1, Stores::Cached);
-        }
-        assert_eq!(f32::from_ne_bytes(out), rounded, "{}", rows.simd());
+        let sum = sum_of(rows, Arithmetic::F32, &values, Some(&[1.0, x]));
+        assert_eq!(f32::from_ne_bytes(sum), rounded, "{}", rows.simd());
     }
 }

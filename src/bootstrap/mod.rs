@@ -25,94 +25,27 @@
 //! | `SIDELANE_DEADLINE_MS`, `SIDELANE_RENDEZVOUS_MS` | two of the [`Clocks`] |
 //! | `SIDELANE_LAUNCHER_FD`, `SIDELANE_LAUNCHER_PID` | a pipe whose end is the end of the launcher |
 
-mod auth;
-mod client;
-mod clocks;
-mod coordinator;
+// The map: each folder knows only those below it, but for two: a hub can be rebuilt, which is a meeting, and its
+// coordinator keeps the door of the meeting that made it.
+//
+//   descriptors   which ranks are of one machine, and how they hand each other descriptors
+//   meet          rendezvous and rebuild: from processes to the seats of a world
+//   hub           a world while it lives: store, coordinator, link; or threads
+//   watch         who is silent, whether the launcher is there, the one word of health, the clocks
+//   wire          proofs, messages, frames, a connection that never blocks
+//   identity      who this process is, and the job's secret
+//   os            waiting for descriptors, errors of system calls
+
 mod descriptors;
-mod frame;
-mod health;
+mod hub;
 mod identity;
-mod join;
-mod launcher;
-mod link;
-mod liveness;
-mod lobby;
-mod location;
-mod message;
-mod muster;
-mod parts;
-mod passing;
-mod rebuild;
-mod rendezvous;
-mod secret;
-mod slurm;
-mod store;
-mod threads;
+mod meet;
+mod os;
+mod watch;
 mod wire;
 
-use std::{sync::Arc, time::Duration};
-
-pub use clocks::Clocks;
-pub use descriptors::exchange_fds;
-pub use health::Health;
-pub use identity::{Identity, Launcher, LauncherPipe};
-pub use location::Location;
-pub use rendezvous::connect;
-pub use secret::Secret;
-pub use threads::threads;
-
-use crate::error::{BootstrapError, Cause};
-
-/// A rank's connection to its world.
-///
-/// Dropping a hub leaves in peace, which is no failure: only a step that needs the rank fails. A hub dropped by
-/// an unwinding thread counts as lost.
-pub trait Hub: Send + Sync {
-    /// This rank.
-    fn rank(&self) -> u32;
-
-    /// Number of ranks of this epoch.
-    fn size(&self) -> u32;
-
-    /// How often the world has been rebuilt.
-    fn epoch(&self) -> u16;
-
-    /// Sets a value that every rank can get.
-    fn set(&self, key: &str, value: &[u8]) -> Result<(), BootstrapError>;
-
-    /// The value of a key, when it is set.
-    fn get(&self, key: &str, deadline: Duration) -> Result<Vec<u8>, BootstrapError>;
-
-    /// All-gather among `count` participants: number `index` contributes `blob`, all get all blobs in order of
-    /// index. A key serves one step; the step succeeds for all its participants or fails for all, and is
-    /// dropped then. Together the blobs must stay below 64 MiB.
-    fn gather(
-        &self,
-        key: &str,
-        index: u32,
-        count: u32,
-        blob: &[u8],
-        deadline: Duration,
-    ) -> Result<Vec<Vec<u8>>, BootstrapError>;
-
-    /// Returns when all `count` participants are here.
-    fn barrier(&self, key: &str, index: u32, count: u32, deadline: Duration) -> Result<(), BootstrapError> {
-        self.gather(key, index, count, &[], deadline).map(drop)
-    }
-
-    /// The health of this world. Whatever ends it ends every call of this hub at once.
-    fn health(&self) -> &Arc<Health>;
-
-    /// Ends the world on every rank with this cause.
-    fn cancel(&self, cause: Cause);
-
-    /// Meets the survivors in the next epoch. Returns its hub and, for each of its ranks, the rank in this one. A
-    /// world that still lives is cancelled first. All survivors must call it; one that does not come within a
-    /// short time after the others is left behind.
-    fn rebuild(&self, deadline: Duration) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError>;
-
-    /// Goes away without a goodbye, as a killed process does. For tests.
-    #[doc(hidden)]
-    fn abandon(self: Box<Self>);
-}
+pub use descriptors::{Location, exchange_fds};
+pub use hub::{Hub, threads};
+pub use identity::{Identity, Launcher, LauncherPipe, Secret};
+pub use meet::connect;
+pub use watch::{Clocks, Health};

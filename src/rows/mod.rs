@@ -1,11 +1,11 @@
 //! The vector loops: copying, gathering and summing rows.
 //!
 //! On a machine without a GPU these loops *are* the lane: a dispatch is a [`Rows::gather`] into the windows of
-//! other processes, a combine a [`Rows::sum`] over rows that lie there. Both run at the speed of memory or not
+//! other processes, a combine a [`Rows::grouped_sum`] over rows that lie there. Both run at the speed of memory or not
 //! at all, so each loop is written once, generic over sixteen lanes, and compiled for each instruction set.
 //!
 //! ```text
-//!   Simd::from_env()?  ->  Rows::new(simd)  ->  gather / sum / ...   one branch per call,
+//!   Simd::from_env()?  ->  Rows::new(simd)  ->  gather, sums ...     one branch per call,
 //!   (detected once)        (a Copy value)             |              none per row
 //!                                        portable   avx2   avx512
 //! ```
@@ -41,9 +41,6 @@ pub use simd::{SIMD_VARIABLE, Simd};
 use simd::Set;
 use vector::Kernel;
 
-/// In a list of source rows: no source row, the target row is zeros (a pad row).
-pub const ZERO_ROW: u32 = u32::MAX;
-
 /// How results are written. Neither is always right:
 ///
 /// ```text
@@ -62,8 +59,19 @@ pub enum Stores {
 
 /// The loops of one instruction set. A small value: keep a copy wherever rows are moved.
 ///
-/// Row pointers, `dst`, `src` and `out` need no alignment unless a method says so. Sources and targets of one
-/// call must not overlap.
+/// # Contract
+///
+/// The same for every method that takes pointers, besides what its own `Safety` section says:
+///
+/// * What is read is readable and initialised, what is written is writable, for the whole call. A length of
+///   zero touches nothing, and any pointer will do for it.
+/// * Nobody writes the sources meanwhile, nobody reads or writes the targets. Sources and targets of one call
+///   do not overlap; sources may overlap each other.
+/// * No pointer needs an alignment.
+///
+/// A loop cannot check pointers, in any build. Where lengths contradict each other, a method asserts in debug
+/// builds only, and says so: breaking that is undefined behaviour in release builds, where nothing is checked.
+/// The methods that take slices are safe and check what they need in every build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rows {
     simd: Simd,
@@ -84,21 +92,22 @@ impl Rows {
     ///
     /// # Safety
     ///
-    /// `len` bytes are readable at `src` and writable at `dst`; nobody else writes either meanwhile.
+    /// The [contract](Rows#contract), for `len` bytes at `src` and at `dst`. Nothing is asserted.
     pub unsafe fn copy(&self, dst: *mut u8, src: *const u8, len: usize, stores: Stores) {
         // SAFETY: the caller answers for the pointers.
         unsafe { self.run(transfer::Span { dst, src, len, stores }) }
     }
 
     /// Gathers rows: target row `i`, at `dst + i * row_bytes`, becomes source row `rows[i]`, at
-    /// `src + rows[i] * row_bytes`, or zeros for [`ZERO_ROW`].
+    /// `src + rows[i] * row_bytes`. A source row may be named any number of times.
     ///
-    /// Pass a whole run at once: while a row is copied, the next one is fetched.
+    /// Pass a whole run at once: while a row is copied, the next one is fetched. The pad rows behind a run are
+    /// written with [`Rows::zero`].
     ///
     /// # Safety
     ///
-    /// `rows.len() * row_bytes` bytes are writable at `dst`, `row_bytes` readable at each source row named;
-    /// nobody else writes them meanwhile.
+    /// The [contract](Rows#contract), for `row_bytes` bytes at each source row named and
+    /// `rows.len() * row_bytes` bytes at `dst`. Nothing is asserted: how many rows `src` has is not known here.
     pub unsafe fn gather(
         &self,
         dst: *mut u8,
@@ -115,56 +124,28 @@ impl Rows {
     ///
     /// # Safety
     ///
-    /// `len` bytes are writable at `dst`; nobody else uses them meanwhile.
+    /// The [contract](Rows#contract), for `len` bytes at `dst`. Nothing is asserted.
     pub unsafe fn zero(&self, dst: *mut u8, len: usize, stores: Stores) {
         // SAFETY: the caller answers for the pointer.
         unsafe { self.run(transfer::Zero { dst, len, stores }) }
     }
 
-    /// `out[c] = round(+0 + rows[0][c] + rows[1][c] + ...)` for `columns` columns; +0 where there are no rows.
+    /// The sum of rows, by groups: `groups` are the lengths of consecutive groups of `rows`. For each of `columns`
+    /// columns `c`
+    ///
+    /// ```text
+    ///   group    = +0 + weights[i] * rows[i][c] + ...     f32, in order; a product is rounded, then added
+    ///   out[c]   = round(+0 + group + group + ...)        f32, in order; one rounding, at the end
+    /// ```
+    ///
+    /// Without weights the elements themselves are added. One group of all rows is the plain sum; a group for each
+    /// rank is combine with `order = rank`. No rows, no groups and empty groups give +0; rows beyond the
+    /// groups are not read.
     ///
     /// # Safety
     ///
-    /// `columns` elements of `dtype` are readable at each of `rows` and writable at `out`; nobody else writes
-    /// them meanwhile.
-    pub unsafe fn sum(
-        &self,
-        dtype: Arithmetic,
-        out: *mut u8,
-        rows: &[*const u8],
-        columns: usize,
-        stores: Stores,
-    ) {
-        // SAFETY: the caller answers for the pointers; one group covers all rows.
-        unsafe { self.grouped_sum(dtype, out, rows, None, &[rows.len() as u32], columns, stores) }
-    }
-
-    /// `out[c] = round(+0 + weights[0] * rows[0][c] + ...)`, each product rounded to `f32` first.
-    ///
-    /// # Safety
-    ///
-    /// As [`sum`](Rows::sum); there are at least as many weights as rows.
-    pub unsafe fn weighted_sum(
-        &self,
-        dtype: Arithmetic,
-        out: *mut u8,
-        rows: &[*const u8],
-        weights: &[f32],
-        columns: usize,
-        stores: Stores,
-    ) {
-        // SAFETY: the caller answers for pointers and weights; one group covers all rows.
-        unsafe { self.grouped_sum(dtype, out, rows, Some(weights), &[rows.len() as u32], columns, stores) }
-    }
-
-    /// Partial sums by group, then their sum: `groups` are the lengths of consecutive groups of `rows`. Each
-    /// group is summed in `f32` from +0, as the other sums do; then the partial sums are added in order from
-    /// +0. One rounding, at the end. Combine with `order = rank` is this, a group being the rows of a rank.
-    ///
-    /// # Safety
-    ///
-    /// As [`sum`](Rows::sum); the groups add up to at most `rows.len()`, and there are at least as many
-    /// weights as rows.
+    /// The [contract](Rows#contract), for `columns` elements of `dtype` at each row and at `out`. The groups add up to
+    /// at most `rows.len()`, and there are at least as many weights as rows: debug builds assert both.
     #[allow(
         clippy::too_many_arguments,
         reason = "the general form of the sums: each argument is one operand"
@@ -187,10 +168,12 @@ impl Rows {
 
     /// `<a, b>` over `columns` columns, in `f32` and in a fixed order: lane `j` of 16 adds the rounded products
     /// of columns `j`, `j + 16`, ... from +0; then lanes are folded by halves (8, 4, 2, 1). NaN is canonical.
+    /// No columns give +0.
     ///
     /// # Safety
     ///
-    /// `columns` elements of `dtype` are readable at `a` and `b`; nobody writes them meanwhile.
+    /// The [contract](Rows#contract), for `columns` elements of `dtype` at `a` and at `b`, which may be the same.
+    /// Nothing is asserted.
     pub unsafe fn dot(&self, dtype: Arithmetic, a: *const u8, b: *const u8, columns: usize) -> f32 {
         // SAFETY: the caller answers for the pointers.
         unsafe { self.run(gradient::Dot { dtype, a, b, columns }) }
@@ -200,26 +183,30 @@ impl Rows {
     ///
     /// # Safety
     ///
-    /// `columns` elements of `dtype` are readable and writable at `row`; nobody else uses them meanwhile.
+    /// The [contract](Rows#contract), for `columns` elements of `dtype` at `row`, which is source and target at once.
+    /// Nothing is asserted.
     pub unsafe fn scale(&self, dtype: Arithmetic, row: *mut u8, weight: f32, columns: usize) {
         // SAFETY: the caller answers for the pointer.
         unsafe { self.run(gradient::Scale { dtype, row, weight, columns }) }
     }
 
-    /// [`Rows::dot`] of two rows in this process's own memory, over the columns both have.
+    /// [`Rows::dot`] of two rows in this process's own memory. Safe in every build: of rows of different lengths,
+    /// the columns that both have count; bytes that are no whole element are ignored.
     pub fn dot_rows(&self, dtype: Arithmetic, a: &[u8], b: &[u8]) -> f32 {
         let columns = a.len().min(b.len()) / dtype.size();
         // SAFETY: both slices hold `columns` elements.
         unsafe { self.dot(dtype, a.as_ptr(), b.as_ptr(), columns) }
     }
 
-    /// [`Rows::scale`] of a row in this process's own memory.
+    /// [`Rows::scale`] of a row in this process's own memory. Safe in every build: bytes that are no whole element
+    /// stay as they are.
     pub fn scale_row(&self, dtype: Arithmetic, row: &mut [u8], weight: f32) {
         // SAFETY: the slice holds that many elements and is borrowed exclusively.
         unsafe { self.scale(dtype, row.as_mut_ptr(), weight, row.len() / dtype.size()) }
     }
 
-    /// Orders streaming stores of this thread before whatever it stores next, a signal above all.
+    /// Orders streaming stores of this thread before whatever it stores next, a signal above all. Needed once
+    /// after any number of calls with [`Stores::Streaming`], and by the thread that made them.
     pub fn fence() {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: every x86-64 CPU has SSE.

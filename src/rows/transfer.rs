@@ -9,12 +9,11 @@
 //! store to a line that is not cached. It pays when the targets together are larger than the cache.
 //!
 //! The source row after the one being copied is fetched meanwhile, line for line: the hardware cannot guess
-//! where it lies. Each row is read top-k times, so a caller whose source exceeds the cache should gather tile
-//! by tile (all runs of the first rows that fit a cache, then all runs of the next): each row then comes from
-//! memory once.
+//! where it lies. A dispatch gathers run after run, so a source row is read once for each of its targets: from
+//! the cache where the whole source fits, from memory top-k times where it does not.
 
+use super::Stores;
 use super::vector::{Kernel, LINE, Vector};
-use super::{Stores, ZERO_ROW};
 
 /// Arguments of a copy of one span, in bytes.
 pub(super) struct Span {
@@ -88,23 +87,18 @@ impl Kernel for Gather<'_> {
 impl Gather<'_> {
     /// # Safety
     ///
-    /// The CPU has the set of `V`; every target row is writable, every source row but [`ZERO_ROW`] readable.
+    /// The CPU has the set of `V`; every target row is writable, every source row named is readable.
     #[inline(always)]
     unsafe fn gather<V: Vector, const STREAM: bool>(&self) {
         let address = |row: u32| self.src.wrapping_add(row as usize * self.row_bytes);
         for (i, &row) in self.rows.iter().enumerate() {
-            // SAFETY: target rows are consecutive, so row `i` lies in the range the caller answers for; a source
-            // row is read only where there is one.
+            // Behind the last row there is nothing to fetch but that row itself.
+            let next = self.rows.get(i + 1).copied().unwrap_or(row);
+            // SAFETY: target rows are consecutive, so row `i` lies in the range the caller answers for, as it does
+            // for the source row.
             unsafe {
                 let dst = self.dst.add(i * self.row_bytes);
-                match row {
-                    ZERO_ROW => zero::<V, STREAM>(dst, self.row_bytes),
-                    row => {
-                        let next = self.rows.get(i + 1).copied().filter(|&next| next != ZERO_ROW);
-                        let next = address(next.unwrap_or(row));
-                        copy::<V, STREAM>(dst, address(row), self.row_bytes, next);
-                    }
-                }
+                copy::<V, STREAM>(dst, address(row), self.row_bytes, address(next));
             }
         }
     }

@@ -15,7 +15,7 @@ use std::{
 
 /// The gathering of a world.
 #[derive(Debug)]
-pub(super) struct Muster {
+pub(in crate::bootstrap) struct Muster {
     size: u32,
     window: Option<Duration>,
     here: BTreeSet<u32>,
@@ -29,12 +29,12 @@ impl Muster {
     }
 
     /// The survivors of a world of `size` ranks meet again.
-    pub(super) fn again(size: u32, window: Duration) -> Self {
+    pub(in crate::bootstrap) fn again(size: u32, window: Duration) -> Self {
         Muster { window: Some(window), ..Muster::first(size) }
     }
 
     /// A rank comes. False if it is here already or not of this world.
-    pub(super) fn join(&mut self, rank: u32, now: Instant) -> bool {
+    pub(in crate::bootstrap) fn join(&mut self, rank: u32, now: Instant) -> bool {
         let joined = rank < self.size && self.here.insert(rank);
         if joined && self.here.len() == 2 {
             self.second = Some(now);
@@ -43,7 +43,7 @@ impl Muster {
     }
 
     /// A rank goes away before the meeting began.
-    pub(super) fn part(&mut self, rank: u32) {
+    pub(in crate::bootstrap) fn part(&mut self, rank: u32) {
         self.here.remove(&rank);
         if self.here.len() < 2 {
             self.second = None;
@@ -51,17 +51,17 @@ impl Muster {
     }
 
     /// Whether the meeting is over for all when one gives up: without that one it could never begin.
-    pub(super) fn needs_all(&self) -> bool {
+    pub(in crate::bootstrap) fn needs_all(&self) -> bool {
         self.window.is_none()
     }
 
     /// Who has not come, of those not known absent.
-    pub(super) fn missing(&self, absent: &[u32]) -> Vec<u32> {
+    pub(in crate::bootstrap) fn missing(&self, absent: &[u32]) -> Vec<u32> {
         (0..self.size).filter(|rank| !self.here.contains(rank) && !absent.contains(rank)).collect()
     }
 
     /// The members, ascending, if the meeting may begin.
-    pub(super) fn members(&self, absent: &[u32], now: Instant) -> Option<Vec<u32>> {
+    pub(in crate::bootstrap) fn members(&self, absent: &[u32], now: Instant) -> Option<Vec<u32>> {
         let all = match self.window {
             None => self.here.len() == self.size as usize,
             Some(_) => !self.here.is_empty() && self.missing(absent).is_empty(),
@@ -71,7 +71,7 @@ impl Muster {
     }
 
     /// When the window closes.
-    pub(super) fn closes(&self) -> Option<Instant> {
+    pub(in crate::bootstrap) fn closes(&self) -> Option<Instant> {
         Some(self.second? + self.window?)
     }
 }

@@ -2,6 +2,12 @@
 //!
 //! A launcher keeps the write end of a pipe that its ranks inherit the read end of. However it dies, the kernel
 //! closes its end, and every rank reads the end of the stream at once.
+//!
+//! The inherited number itself stays as it is: open, and not closed on exec. To change it, its number would have to
+//! be believed to be a descriptor that nobody else owns, which is unsafe code and this room has none; the number
+//! is but a claim of the environment. So programs that a rank starts inherit the read end, too. That is harmless:
+//! they hold no write end, so the stream still ends with the launcher, and one that is told the number, because
+//! the environment is passed on, can watch the launcher just as its parent does.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
@@ -12,12 +18,14 @@ use rustix::{
     io::Errno,
 };
 
-use super::{identity::LauncherPipe, wire::failed};
-use crate::error::BootstrapError;
+use crate::{
+    bootstrap::{identity::LauncherPipe, os::failed},
+    error::BootstrapError,
+};
 
 /// The read end of the launcher's pipe.
 #[derive(Debug)]
-pub(super) struct Launcher {
+pub(in crate::bootstrap) struct Launcher {
     pipe: File,
     pid: u32,
 }
@@ -25,7 +33,7 @@ pub(super) struct Launcher {
 impl Launcher {
     /// Opens the inherited end again, through `/proc`: the number alone is a claim of the environment, and this
     /// turns it into a descriptor of our own or an error.
-    pub(super) fn open(pipe: LauncherPipe) -> Result<Self, BootstrapError> {
+    pub(in crate::bootstrap) fn open(pipe: LauncherPipe) -> Result<Self, BootstrapError> {
         let flags = (OFlags::NONBLOCK | OFlags::CLOEXEC).bits() as i32;
         let path = format!("/proc/self/fd/{}", pipe.fd);
         let file = OpenOptions::new().read(true).custom_flags(flags).open(path);
@@ -33,16 +41,16 @@ impl Launcher {
         Ok(Launcher { pipe: pipe_end, pid: pipe.pid })
     }
 
-    pub(super) fn pid(&self) -> u32 {
+    pub(in crate::bootstrap) fn pid(&self) -> u32 {
         self.pid
     }
 
-    pub(super) fn poll_fd(&self) -> PollFd<'_> {
+    pub(in crate::bootstrap) fn poll_fd(&self) -> PollFd<'_> {
         PollFd::new(&self.pipe, PollFlags::IN)
     }
 
     /// Whether the stream has ended. What a launcher writes is read and ignored.
-    pub(super) fn is_gone(&self) -> bool {
+    pub(in crate::bootstrap) fn is_gone(&self) -> bool {
         let mut buffer = [0; 64];
         loop {
             match rustix::io::read(&self.pipe, &mut buffer) {

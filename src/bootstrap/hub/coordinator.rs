@@ -17,23 +17,22 @@ use std::{
 
 use rustix::event::PollFd;
 
-use super::{
-    clocks::Clocks,
-    liveness::Liveness,
-    lobby::{Arrival, Lobby},
-    message::Message,
-    muster::Muster,
-    parts::{Door, Refusal},
-    store::{Caller, Delivery, Store},
-    wire::{Wire, wait},
+use super::store::{Caller, Delivery, Store};
+use crate::{
+    bootstrap::{
+        meet::{Arrival, Lobby, Muster},
+        os::wait,
+        watch::{Clocks, Liveness},
+        wire::{Door, Message, Refusal, Wire},
+    },
+    error::{BootstrapError, Cause, Loss},
 };
-use crate::error::{BootstrapError, Cause, Loss};
 
 /// How long a coordinator whose own rank has left stays for the others.
 const LINGER: Duration = Duration::from_secs(2);
 
 /// What a coordinator needs to begin.
-pub(super) struct Setting {
+pub(in crate::bootstrap) struct Setting {
     pub lobby: Lobby,
     pub muster: Muster,
     /// Ranks known absent, asked again and again.
@@ -44,7 +43,7 @@ pub(super) struct Setting {
 }
 
 /// Gathers the ranks, then serves them until its own rank is gone.
-pub(super) fn run(mut setting: Setting) {
+pub(in crate::bootstrap) fn coordinate(mut setting: Setting) {
     let served = assemble(&mut setting).and_then(|members| match members {
         Some(wires) => Coordinator::new(setting.lobby, setting.clocks, wires).serve(),
         None => Ok(()),
@@ -305,7 +304,3 @@ impl Coordinator {
         }
     }
 }
-
-#[cfg(test)]
-#[path = "coordinator_tests.rs"]
-mod tests;

@@ -18,33 +18,33 @@ use sha2::{Digest, Sha256};
 use super::{
     message::{Hello, Message, PROTOCOL},
     parts::Refusal,
-    secret::Secret,
 };
+use crate::bootstrap::identity::Secret;
 
 /// The digest under which a job is known.
-pub(super) fn job_digest(job: &str) -> [u8; 32] {
+pub(in crate::bootstrap) fn job_digest(job: &str) -> [u8; 32] {
     Sha256::digest(job.as_bytes()).into()
 }
 
 /// The side that knocks.
 #[derive(Debug)]
-pub(super) struct Guest {
+pub(in crate::bootstrap) struct Guest {
     secret: Secret,
     hello: Hello,
 }
 
 impl Guest {
-    pub(super) fn new(secret: Secret, hello: Hello) -> Self {
+    pub(in crate::bootstrap) fn new(secret: Secret, hello: Hello) -> Self {
         Guest { secret, hello }
     }
 
     /// What to say first.
-    pub(super) fn hello(&self) -> Message {
+    pub(in crate::bootstrap) fn hello(&self) -> Message {
         Message::Hello(self.hello.clone())
     }
 
     /// The proof that answers the host's challenge, once the host has proved itself.
-    pub(super) fn answer(&self, challenge: Message) -> Result<Message, Refusal> {
+    pub(in crate::bootstrap) fn answer(&self, challenge: Message) -> Result<Message, Refusal> {
         match challenge {
             Message::Challenge { version, .. } if version != PROTOCOL => Err(Refusal::Version(version)),
             Message::Challenge { nonce, proof, .. } => {
@@ -62,7 +62,7 @@ impl Guest {
 
 /// Which meeting a host holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Meeting {
+pub(in crate::bootstrap) struct Meeting {
     pub job: [u8; 32],
     pub size: u32,
     pub epoch: u16,
@@ -71,7 +71,7 @@ pub(super) struct Meeting {
 
 /// The side that is knocked at: one of these per visitor.
 #[derive(Debug)]
-pub(super) struct Porter {
+pub(in crate::bootstrap) struct Porter {
     secret: Secret,
     meeting: Meeting,
     nonce: [u8; 32],
@@ -80,17 +80,17 @@ pub(super) struct Porter {
 
 impl Porter {
     /// `nonce` must be fresh: it is what makes a recorded proof worthless.
-    pub(super) fn new(secret: Secret, meeting: Meeting, nonce: [u8; 32]) -> Self {
+    pub(in crate::bootstrap) fn new(secret: Secret, meeting: Meeting, nonce: [u8; 32]) -> Self {
         Porter { secret, meeting, nonce, hello: None }
     }
 
     /// Whether the hello has been heard and the proof is awaited.
-    pub(super) fn challenged(&self) -> bool {
+    pub(in crate::bootstrap) fn challenged(&self) -> bool {
         self.hello.is_some()
     }
 
     /// The challenge to a hello.
-    pub(super) fn challenge(&mut self, message: Message) -> Result<Message, Refusal> {
+    pub(in crate::bootstrap) fn challenge(&mut self, message: Message) -> Result<Message, Refusal> {
         let Message::Hello(hello) = message else { return Err(Refusal::Malformed) };
         if hello.version != PROTOCOL {
             return Err(Refusal::Version(PROTOCOL));
@@ -104,7 +104,7 @@ impl Porter {
     }
 
     /// Who it is, proved.
-    pub(super) fn admit(self, message: Message) -> Result<Hello, Refusal> {
+    pub(in crate::bootstrap) fn admit(self, message: Message) -> Result<Hello, Refusal> {
         let (Message::Proof(proof), Some(hello)) = (message, self.hello) else {
             return Err(Refusal::Malformed);
         };
@@ -131,7 +131,7 @@ fn transcript(secret: &Secret, role: &[u8], nonce: &[u8; 32], hello: &Hello) -> 
 }
 
 /// HMAC-SHA256 under a key of any length. A longer key than a block is hashed first, as RFC 2104 says.
-pub(super) fn keyed(key: &[u8]) -> Hmac<Sha256> {
+pub(in crate::bootstrap) fn keyed(key: &[u8]) -> Hmac<Sha256> {
     let mut block = [0; 64];
     if key.len() <= block.len() {
         block[..key.len()].copy_from_slice(key);

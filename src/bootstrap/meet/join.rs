@@ -5,14 +5,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{
-    auth::{Guest, Meeting},
-    message::{Hello, Message, PROTOCOL},
-    parts::{Door, Refusal},
-    secret::{Secret, random},
-    wire::{Wire, failed},
+use crate::{
+    bootstrap::{
+        identity::{Secret, random},
+        os::failed,
+        wire::{Door, Guest, Hello, Meeting, Message, PROTOCOL, Refusal, Wire},
+    },
+    error::BootstrapError,
 };
-use crate::error::BootstrapError;
 
 /// Bound of one attempt to connect.
 const CONNECT: Duration = Duration::from_secs(1);
@@ -20,7 +20,7 @@ const CONNECT: Duration = Duration::from_secs(1);
 const LAST_QUESTION: Duration = Duration::from_secs(1);
 
 /// A place in a world.
-pub(super) struct Seat {
+pub(in crate::bootstrap) struct Seat {
     pub wire: Wire,
     pub rank: u32,
     /// For each rank of the new world, its rank before.

@@ -4,7 +4,7 @@ use std::{fmt, fs};
 
 use crate::error::BootstrapError;
 
-/// Key of the job: whoever knows it may join. It is never sent, only proved (see the module `auth`).
+/// Key of the job: whoever knows it may join. It is never sent, only proved (see the module `wire::auth`).
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(Vec<u8>);
 
@@ -49,11 +49,11 @@ impl Secret {
     }
 
     /// The empty key of jobs that run without a secret.
-    pub(super) fn none() -> Self {
+    pub(in crate::bootstrap) fn none() -> Self {
         Secret(Vec::new())
     }
 
-    pub(super) fn bytes(&self) -> &[u8] {
+    pub(in crate::bootstrap) fn bytes(&self) -> &[u8] {
         &self.0
     }
 
@@ -80,7 +80,7 @@ fn from_digits(text: &[u8]) -> Option<Vec<u8>> {
 }
 
 /// Random bytes of the system.
-pub(super) fn random<const N: usize>() -> Result<[u8; N], BootstrapError> {
+pub(in crate::bootstrap) fn random<const N: usize>() -> Result<[u8; N], BootstrapError> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes).map_err(|error| BootstrapError::System {
         call: "getrandom",

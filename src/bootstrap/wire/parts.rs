@@ -2,22 +2,38 @@
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
-use super::{
-    frame::{Malformed, Reader, Writer},
-    store::Answer,
-};
+use super::frame::{Malformed, Reader, Writer};
 use crate::error::{Cause, Loss};
+
+/// The answer to a request to the store.
+#[derive(Clone, Debug, PartialEq)]
+pub(in crate::bootstrap) enum Answer {
+    /// The value is set.
+    Done,
+    /// The value of a key.
+    Value(Arc<Vec<u8>>),
+    /// The blobs of all participants.
+    Gathered(Arc<Vec<Vec<u8>>>),
+    /// A participant gave up: these had not come.
+    Missing(Vec<u32>),
+    /// A rank left, so the step cannot be completed.
+    Left(u32),
+    /// Participants disagree about the step.
+    Disagree { rank: u32, seen: String, expected: String },
+    /// The blobs together, this many bytes, are too large for one answer.
+    TooLarge(u64),
+}
 
 /// Where a rank listens. No address means: on the machine of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Door {
+pub(in crate::bootstrap) struct Door {
     pub ip: Option<IpAddr>,
     pub port: u16,
 }
 
 /// Why somebody is not let in.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Refusal {
+pub(in crate::bootstrap) enum Refusal {
     /// The host speaks this version.
     Version(u32),
     /// The host belongs to another job, or is not who the guest believes.

@@ -2,11 +2,13 @@
 
 use std::{fs, os::unix::fs::MetadataExt};
 
-use super::{
-    frame::{Malformed, Reader, Writer},
-    wire::failed,
+use crate::{
+    bootstrap::{
+        os::failed,
+        wire::{Malformed, Reader, Writer},
+    },
+    error::BootstrapError,
 };
-use crate::error::BootstrapError;
 
 /// The place of a process. Two processes share a *machine* if the same kernel runs them, in one network
 /// namespace (through which descriptors are passed), for one user. They share a *node* if they were not told to

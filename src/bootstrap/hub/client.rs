@@ -12,23 +12,22 @@ use std::{
 
 use super::{
     Hub,
-    clocks::Clocks,
-    frame::MAX_FRAME,
-    health::{Health, lock},
-    identity::LauncherPipe,
-    join::Seat,
-    launcher::Launcher,
     link::{End, HOST, Link, Shared},
-    message::Message,
-    secret::Secret,
-    store::Answer,
-    wire::failed,
 };
-use crate::error::{BootstrapError, Cause};
+use crate::{
+    bootstrap::{
+        identity::{LauncherPipe, Secret},
+        meet::{Seat, rebuild},
+        os::failed,
+        watch::{Clocks, Health, Launcher, lock},
+        wire::{Answer, MAX_FRAME, Message},
+    },
+    error::{BootstrapError, Cause},
+};
 
 /// What stays the same from epoch to epoch.
 #[derive(Clone)]
-pub(super) struct Job {
+pub(in crate::bootstrap) struct Job {
     pub digest: [u8; 32],
     pub secret: Secret,
     pub clocks: Clocks,
@@ -36,16 +35,16 @@ pub(super) struct Job {
 }
 
 /// A rank's connection to its world.
-pub(super) struct TcpHub {
-    pub(super) job: Job,
-    pub(super) rank: u32,
-    pub(super) size: u32,
-    pub(super) epoch: u16,
+pub(in crate::bootstrap) struct TcpHub {
+    pub(in crate::bootstrap) job: Job,
+    pub(in crate::bootstrap) rank: u32,
+    pub(in crate::bootstrap) size: u32,
+    pub(in crate::bootstrap) epoch: u16,
     pub(super) shared: Arc<Shared>,
     /// Where each rank listens for a rebuild.
-    pub(super) doors: Vec<SocketAddr>,
+    pub(in crate::bootstrap) doors: Vec<SocketAddr>,
     /// Where this rank does.
-    pub(super) standing: TcpListener,
+    pub(in crate::bootstrap) standing: TcpListener,
     tickets: AtomicU64,
     link: Option<JoinHandle<()>>,
     coordinator: Option<JoinHandle<()>>,
@@ -53,7 +52,7 @@ pub(super) struct TcpHub {
 
 impl TcpHub {
     /// Sits down in the world of an epoch. `coordinator` is the thread that hosts it, where that is ours.
-    pub(super) fn new(
+    pub(in crate::bootstrap) fn new(
         job: Job,
         epoch: u16,
         seat: Seat,
@@ -216,7 +215,7 @@ impl Hub for TcpHub {
     }
 
     fn rebuild(&self, deadline: Duration) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError> {
-        super::rebuild::rebuild(self, deadline)
+        rebuild(self, deadline)
     }
 
     fn abandon(mut self: Box<Self>) {

@@ -9,6 +9,11 @@
 //!
 //! Abstract names are visible to every user of the machine, so a name proves nothing: the nonce does, which went
 //! through the hub alone. A stranger that connects is shown out, and nobody waits for it.
+//!
+//! Which ranks are of one machine, their [`Location`]s say; the conversation of a pair is in `passing`.
+
+mod location;
+mod passing;
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
@@ -24,14 +29,18 @@ use rustix::{
     },
 };
 
-use super::{
-    Hub,
-    frame::{Malformed, Reader, Writer},
-    passing::{Exchange, Packet, Pair, Progress, check_user, receive},
-    secret::random,
-    wire::{system, wait},
+pub use location::Location;
+
+use crate::{
+    bootstrap::{
+        hub::Hub,
+        identity::random,
+        os::{system, wait},
+        wire::{Malformed, Reader, Writer},
+    },
+    error::BootstrapError,
 };
-use crate::error::BootstrapError;
+use passing::{Exchange, Packet, Pair, Progress, check_user, receive};
 
 /// How often the health of the world is looked at, which is no descriptor to wait for.
 const SLICE: Duration = Duration::from_millis(20);

@@ -16,21 +16,20 @@ use std::{
 };
 
 use super::{
-    Hub,
-    auth::{Meeting, job_digest},
-    client::{Job, TcpHub},
-    clocks::Clocks,
-    coordinator::{self, Setting},
-    identity::Identity,
     join::{Knock, Miss, Seat},
-    link::HOST,
     lobby::Lobby,
     muster::Muster,
-    parts::Refusal,
-    secret::Secret,
-    wire::failed,
 };
-use crate::error::{BootstrapError, Cause};
+use crate::{
+    bootstrap::{
+        hub::{HOST, Hub, Job, Setting, TcpHub, coordinate},
+        identity::{Identity, Secret},
+        os::failed,
+        watch::Clocks,
+        wire::{Meeting, PROTOCOL, Refusal, job_digest},
+    },
+    error::{BootstrapError, Cause},
+};
 
 /// Bound of the challenge of one candidate: a stranger that accepts and says nothing costs this much.
 const GREETING: Duration = Duration::from_secs(2);
@@ -89,7 +88,7 @@ pub(super) fn host(
     let lobby = Lobby::new(listener, job.secret.clone(), meeting);
     let setting = Setting { lobby, muster, absent, clocks: job.clocks, until };
     let thread = thread::Builder::new().name("sidelane coordinator".to_owned());
-    let thread = thread.spawn(move || coordinator::run(setting));
+    let thread = thread.spawn(move || coordinate(setting));
     Ok((address, thread.map_err(|error| failed("thread spawn", &error))?))
 }
 
@@ -192,7 +191,7 @@ fn explain(refusal: Refusal, identity: &Identity, address: SocketAddr, start: In
     let peer = address.to_string();
     let (rank, size) = (identity.rank, identity.size);
     match refusal {
-        Refusal::Version(seen) => BootstrapError::Version { peer, seen, expected: super::message::PROTOCOL },
+        Refusal::Version(seen) => BootstrapError::Version { peer, seen, expected: PROTOCOL },
         Refusal::WrongSecret => BootstrapError::WrongSecret { peer },
         Refusal::Rank => BootstrapError::RankRefused { rank, size },
         Refusal::Evicted(epoch) => BootstrapError::World(Cause::Evicted { rank, epoch }),

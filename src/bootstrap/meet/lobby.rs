@@ -13,12 +13,9 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::{
-    auth::{Meeting, Porter},
-    message::{Hello, Message},
-    parts::Refusal,
-    secret::{Secret, random},
-    wire::Wire,
+use crate::bootstrap::{
+    identity::{Secret, random},
+    wire::{Hello, Meeting, Message, Porter, Refusal, Wire},
 };
 
 /// Time a visitor has to prove who it is.
@@ -37,14 +34,14 @@ struct Visitor {
 
 /// Somebody of this job.
 #[derive(Debug)]
-pub(super) struct Arrival {
+pub(in crate::bootstrap) struct Arrival {
     pub hello: Hello,
     pub wire: Wire,
 }
 
 impl Arrival {
     /// Shows it out. What was queued is sent; a reason that does not fit the socket's buffer is lost.
-    pub(super) fn refuse(mut self, refusal: Refusal) {
+    pub(in crate::bootstrap) fn refuse(mut self, refusal: Refusal) {
         self.wire.send(&Message::Refused(refusal));
         self.wire.flush();
     }
@@ -52,7 +49,7 @@ impl Arrival {
 
 /// A listener and those it has not yet let in.
 #[derive(Debug)]
-pub(super) struct Lobby {
+pub(in crate::bootstrap) struct Lobby {
     listener: TcpListener,
     secret: Secret,
     meeting: Meeting,
@@ -66,24 +63,24 @@ impl Lobby {
         Lobby { listener, secret, meeting, visitors: Vec::new(), rests_until: None }
     }
 
-    pub(super) fn meeting(&self) -> &Meeting {
+    pub(in crate::bootstrap) fn meeting(&self) -> &Meeting {
         &self.meeting
     }
 
     /// What to wait for.
-    pub(super) fn poll_fds(&self) -> impl Iterator<Item = PollFd<'_>> {
+    pub(in crate::bootstrap) fn poll_fds(&self) -> impl Iterator<Item = PollFd<'_>> {
         let open = self.rests_until.is_none() && self.visitors.len() < MAX_VISITORS;
         let listener = open.then(|| PollFd::new(&self.listener, PollFlags::IN));
         listener.into_iter().chain(self.visitors.iter().map(|visitor| visitor.wire.poll_fd()))
     }
 
     /// When to look even if nothing comes.
-    pub(super) fn next(&self) -> Option<Instant> {
+    pub(in crate::bootstrap) fn next(&self) -> Option<Instant> {
         self.visitors.iter().map(|visitor| visitor.until).chain(self.rests_until).min()
     }
 
     /// Lets visitors go one step on. Returns those who have proved that they belong here.
-    pub(super) fn turn(&mut self, now: Instant) -> Vec<Arrival> {
+    pub(in crate::bootstrap) fn turn(&mut self, now: Instant) -> Vec<Arrival> {
         self.rests_until = self.rests_until.filter(|&until| now < until);
         if self.rests_until.is_none() {
             self.accept(now);

@@ -15,22 +15,24 @@ use std::{
 };
 
 use super::{
-    Hub,
-    auth::Meeting,
-    client::TcpHub,
     join::{Knock, Miss, Seat},
     muster::Muster,
-    parts::Refusal,
     rendezvous::{attended, host},
-    wire::failed,
 };
-use crate::error::{BootstrapError, Cause};
+use crate::{
+    bootstrap::{
+        hub::{Hub, TcpHub},
+        os::failed,
+        wire::{Meeting, Refusal},
+    },
+    error::{BootstrapError, Cause},
+};
 
 /// Where a hub went, and where its ranks come from.
 type Rebuilt = (Box<dyn Hub>, Vec<u32>);
 
 /// Meets the survivors in the next epoch.
-pub(super) fn rebuild(old: &TcpHub, deadline: Duration) -> Result<Rebuilt, BootstrapError> {
+pub(in crate::bootstrap) fn rebuild(old: &TcpHub, deadline: Duration) -> Result<Rebuilt, BootstrapError> {
     let start = Instant::now();
     let until = start + deadline;
     may_rebuild(old)?;

@@ -18,22 +18,20 @@ use std::{
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 
-use super::{
-    clocks::Clocks,
-    health::{Health, lock},
-    launcher::Launcher,
-    liveness::Liveness,
-    message::Message,
-    store::Answer,
-    wire::{Wire, system, wait},
+use crate::{
+    bootstrap::{
+        os::{system, wait},
+        watch::{Clocks, Health, Launcher, Liveness, lock},
+        wire::{Answer, Message, Wire},
+    },
+    error::{BootstrapError, Cause, Loss},
 };
-use crate::error::{BootstrapError, Cause, Loss};
 
 /// Bound of handing the last words to the system.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// The coordinator is always the first rank of its world.
-pub(super) const HOST: u32 = 0;
+pub(in crate::bootstrap) const HOST: u32 = 0;
 
 /// How a hub ends.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -93,7 +93,7 @@ impl Health {
     }
 
     /// Notes that a rank is lost or has left.
-    pub(super) fn note_absent(&self, rank: u32) {
+    pub(in crate::bootstrap) fn note_absent(&self, rank: u32) {
         lock(&self.absent).insert(rank);
     }
 }
@@ -119,7 +119,7 @@ fn word(cause: &Cause) -> u32 {
 
 /// A lock that a panicking holder cannot take from the others: what the mutexes of this room guard is whole
 /// after each statement.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(in crate::bootstrap) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

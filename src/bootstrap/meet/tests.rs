@@ -1,16 +1,25 @@
-//! A coordinator among wires that the test drives by hand, so that a rank can fall silent and wake up.
+//! A meeting whose guests are wires that the test drives by hand, so that a rank can fall silent and wake up.
 
-use std::{net::TcpListener, thread};
+use std::{
+    net::TcpListener,
+    thread,
+    time::{Duration, Instant},
+};
 
 use super::{
-    super::{
-        auth::{Meeting, job_digest},
-        join::{Knock, Seat},
-        rendezvous::host,
-    },
-    *,
+    join::{Knock, Seat},
+    muster::Muster,
+    rendezvous::host,
 };
-use crate::bootstrap::{client::Job, secret::Secret};
+use crate::{
+    bootstrap::{
+        hub::Job,
+        identity::Secret,
+        watch::Clocks,
+        wire::{Meeting, Message, job_digest},
+    },
+    error::{Cause, Loss},
+};
 
 const LONG: Duration = Duration::from_secs(20);
 const CLOCKS: Clocks = Clocks {

@@ -17,12 +17,16 @@ use std::{
 use super::{
     Hub,
     client::refused,
-    clocks::Clocks,
-    health::{Health, lock},
-    muster::Muster,
-    store::{Answer, Caller, Delivery, Store},
+    store::{Caller, Delivery, Store},
 };
-use crate::error::{BootstrapError, Cause, Loss};
+use crate::{
+    bootstrap::{
+        meet::Muster,
+        watch::{Clocks, Health, lock},
+        wire::Answer,
+    },
+    error::{BootstrapError, Cause, Loss},
+};
 
 /// The hubs of a world whose `n` ranks are threads of this process, in order of rank.
 pub fn threads(n: u32, clocks: Clocks) -> Vec<Box<dyn Hub>> {

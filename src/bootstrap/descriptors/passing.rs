@@ -25,8 +25,10 @@ use rustix::{
     },
 };
 
-use super::{auth::keyed, wire::system};
-use crate::error::BootstrapError;
+use crate::{
+    bootstrap::{os::system, wire::keyed},
+    error::BootstrapError,
+};
 
 /// Descriptors that the kernel passes in one packet.
 const PER_PACKET: usize = 253;

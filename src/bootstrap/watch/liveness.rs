@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// Silence of a set of peers.
 #[derive(Debug)]
-pub(super) struct Liveness {
+pub(in crate::bootstrap) struct Liveness {
     limit: Duration,
     /// Longest time between two looks of an observer that is awake.
     stride: Duration,
@@ -22,19 +22,24 @@ pub(super) struct Liveness {
 
 impl Liveness {
     /// Watches `peers` peers, all heard `now`. An observer that is awake looks at least every `heartbeat`.
-    pub(super) fn new(peers: usize, heartbeat: Duration, limit: Duration, now: Instant) -> Self {
+    pub(in crate::bootstrap) fn new(
+        peers: usize,
+        heartbeat: Duration,
+        limit: Duration,
+        now: Instant,
+    ) -> Self {
         Liveness { limit, stride: heartbeat * 2, looked: now, last: vec![Some(now); peers] }
     }
 
     /// Something came from this peer.
-    pub(super) fn heard(&mut self, peer: usize, now: Instant) {
+    pub(in crate::bootstrap) fn heard(&mut self, peer: usize, now: Instant) {
         if let Some(Some(last)) = self.last.get_mut(peer) {
             *last = (*last).max(now);
         }
     }
 
     /// This peer is not watched any more.
-    pub(super) fn forget(&mut self, peer: usize) {
+    pub(in crate::bootstrap) fn forget(&mut self, peer: usize) {
         if let Some(last) = self.last.get_mut(peer) {
             *last = None;
         }
@@ -42,7 +47,7 @@ impl Liveness {
 
     /// The observer looks, after it has read all that was pending. Returns who has been silent for how long;
     /// each is named once.
-    pub(super) fn expired(&mut self, now: Instant) -> Vec<(usize, Duration)> {
+    pub(in crate::bootstrap) fn expired(&mut self, now: Instant) -> Vec<(usize, Duration)> {
         let gap = now.saturating_duration_since(self.looked);
         self.looked = now;
         // Only what goes beyond the stride: an observer that is merely slow must still notice silence.
@@ -61,7 +66,7 @@ impl Liveness {
     }
 
     /// When the next peer will have been silent for too long, if nothing comes.
-    pub(super) fn next(&self) -> Option<Instant> {
+    pub(in crate::bootstrap) fn next(&self) -> Option<Instant> {
         self.last.iter().flatten().min().map(|last| *last + self.limit)
     }
 }

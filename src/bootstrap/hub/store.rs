@@ -13,29 +13,10 @@ use std::{
     sync::Arc,
 };
 
-use super::frame::MAX_FRAME;
+use crate::bootstrap::wire::{Answer, MAX_FRAME};
 
 /// Room for everything in an answer that is not a blob.
 const OVERHEAD: usize = 64 << 10;
-
-/// The answer to a request.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) enum Answer {
-    /// The value is set.
-    Done,
-    /// The value of a key.
-    Value(Arc<Vec<u8>>),
-    /// The blobs of all participants.
-    Gathered(Arc<Vec<Vec<u8>>>),
-    /// A participant gave up: these had not come.
-    Missing(Vec<u32>),
-    /// A rank left, so the step cannot be completed.
-    Left(u32),
-    /// Participants disagree about the step.
-    Disagree { rank: u32, seen: String, expected: String },
-    /// The blobs together, this many bytes, are too large for one answer.
-    TooLarge(u64),
-}
 
 /// An answer on its way.
 #[derive(Debug, PartialEq)]

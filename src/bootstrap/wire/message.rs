@@ -12,19 +12,18 @@
 use super::{
     frame::{Malformed, Reader, Writer},
     parts::{
-        Door, Refusal, read_answer, read_cause, read_door, read_refusal, write_answer, write_cause,
+        Answer, Door, Refusal, read_answer, read_cause, read_door, read_refusal, write_answer, write_cause,
         write_door, write_ranks, write_refusal,
     },
-    store::Answer,
 };
 use crate::error::Cause;
 
 /// Version of everything in this file.
-pub(super) const PROTOCOL: u32 = 1;
+pub(in crate::bootstrap) const PROTOCOL: u32 = 1;
 
 /// Who knocks, for what, and where it listens itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Hello {
+pub(in crate::bootstrap) struct Hello {
     pub version: u32,
     /// Digest of the job's name.
     pub job: [u8; 32],
@@ -42,7 +41,7 @@ pub(super) struct Hello {
 
 /// A message.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Message {
+pub(in crate::bootstrap) enum Message {
     Hello(Hello),
     Challenge { version: u32, nonce: [u8; 32], proof: [u8; 32] },
     Proof([u8; 32]),
@@ -61,7 +60,7 @@ pub(super) enum Message {
 
 impl Message {
     /// The frame of this message.
-    pub(super) fn encode(&self) -> Vec<u8> {
+    pub(in crate::bootstrap) fn encode(&self) -> Vec<u8> {
         let mut w = Writer::new();
         match self {
             Message::Hello(hello) => {

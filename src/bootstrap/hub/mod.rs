@@ -1,0 +1,79 @@
+//! The hub: what the ranks of a world say to each other while it lives.
+//!
+//! ```text
+//!   Hub ─┬─ client (TcpHub) ── link ═══ TCP ═══ coordinator ── store      ranks that are processes
+//!        └─ threads ──────────────────────────────────────────┘           ranks that are threads of one
+//! ```
+//!
+//! The store decides everything and knows neither sockets nor time, so both kinds of world behave alike.
+
+mod client;
+mod coordinator;
+mod link;
+mod store;
+mod threads;
+
+use std::{sync::Arc, time::Duration};
+
+pub(super) use client::{Job, TcpHub};
+pub(super) use coordinator::{Setting, coordinate};
+pub(super) use link::HOST;
+pub use threads::threads;
+
+use crate::{
+    bootstrap::watch::Health,
+    error::{BootstrapError, Cause},
+};
+
+/// A rank's connection to its world.
+///
+/// Dropping a hub leaves in peace, which is no failure: only a step that needs the rank fails. A hub dropped by
+/// an unwinding thread counts as lost.
+pub trait Hub: Send + Sync {
+    /// This rank.
+    fn rank(&self) -> u32;
+
+    /// Number of ranks of this epoch.
+    fn size(&self) -> u32;
+
+    /// How often the world has been rebuilt.
+    fn epoch(&self) -> u16;
+
+    /// Sets a value that every rank can get.
+    fn set(&self, key: &str, value: &[u8]) -> Result<(), BootstrapError>;
+
+    /// The value of a key, when it is set.
+    fn get(&self, key: &str, deadline: Duration) -> Result<Vec<u8>, BootstrapError>;
+
+    /// All-gather among `count` participants: number `index` contributes `blob`, all get all blobs in order of
+    /// index. A key serves one step; the step succeeds for all its participants or fails for all, and is
+    /// dropped then. Together the blobs must stay below 64 MiB.
+    fn gather(
+        &self,
+        key: &str,
+        index: u32,
+        count: u32,
+        blob: &[u8],
+        deadline: Duration,
+    ) -> Result<Vec<Vec<u8>>, BootstrapError>;
+
+    /// Returns when all `count` participants are here.
+    fn barrier(&self, key: &str, index: u32, count: u32, deadline: Duration) -> Result<(), BootstrapError> {
+        self.gather(key, index, count, &[], deadline).map(drop)
+    }
+
+    /// The health of this world. Whatever ends it ends every call of this hub at once.
+    fn health(&self) -> &Arc<Health>;
+
+    /// Ends the world on every rank with this cause.
+    fn cancel(&self, cause: Cause);
+
+    /// Meets the survivors in the next epoch. Returns its hub and, for each of its ranks, the rank in this one. A
+    /// world that still lives is cancelled first. All survivors must call it; one that does not come within a
+    /// short time after the others is left behind.
+    fn rebuild(&self, deadline: Duration) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError>;
+
+    /// Goes away without a goodbye, as a killed process does. For tests.
+    #[doc(hidden)]
+    fn abandon(self: Box<Self>);
+}

@@ -1,0 +1,25 @@
+//! Meeting: how processes become the ranks of a world, the first time and again after a loss.
+//!
+//! ```text
+//!   rendezvous (first)  ┐                       ┌ join    the guest's side: knock, prove, take a seat
+//!   rebuild    (again)  ┴── who hosts, where? ──┤
+//!                                               └ lobby   the host's side: who is at the door, and proved?
+//!                                                   └──── muster    who is here, and may the world begin?
+//! ```
+//!
+//! The coordinator of the new world runs the host's side; who has a seat gets a hub.
+
+mod join;
+mod lobby;
+mod muster;
+mod rebuild;
+mod rendezvous;
+
+pub(super) use join::Seat;
+pub(super) use lobby::{Arrival, Lobby};
+pub(super) use muster::Muster;
+pub(super) use rebuild::rebuild;
+pub use rendezvous::connect;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,19 @@
+//! Watching: whether everybody is still there, and what the world is told when somebody is not.
+//!
+//! ```text
+//!   a peer falls silent    liveness ┐
+//!   the launcher is gone   launcher ┼──►  health    one word that every wait looks at, one cause
+//!   a connection ends        (link) ┘
+//!   how long is too long     clocks
+//! ```
+
+mod clocks;
+mod health;
+mod launcher;
+mod liveness;
+
+pub use clocks::Clocks;
+pub use health::Health;
+pub(super) use health::lock;
+pub(super) use launcher::Launcher;
+pub(super) use liveness::Liveness;

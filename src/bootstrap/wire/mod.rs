@@ -1,0 +1,22 @@
+//! The wire: what is said between ranks, and how it becomes bytes on a connection.
+//!
+//! ```text
+//!   auth         proves that both sides know the secret: messages in, messages out
+//!   message      what can be said         ── parts     what messages are made of
+//!   frame        bytes, with a length that is not believed
+//!   connection   a TCP stream that never blocks
+//! ```
+//!
+//! Nothing here knows what a message is good for.
+
+mod auth;
+mod connection;
+mod frame;
+mod message;
+mod parts;
+
+pub(super) use auth::{Guest, Meeting, Porter, job_digest, keyed};
+pub(super) use connection::Wire;
+pub(super) use frame::{MAX_FRAME, Malformed, Reader, Writer};
+pub(super) use message::{Hello, Message, PROTOCOL};
+pub(super) use parts::{Answer, Door, Refusal};
