@@ -1,4 +1,23 @@
 //! Sidelane: MoE expert-parallel dispatch and combine that run beside the compute.
+//!
+//! Start at [`World`]: a job's ranks as one of them sees it. Build an [`ExpertParallel`] on a [`Group`] of them, then
+//! `dispatch`, let your experts work, and `combine`. [`Window`] is the one-sided face underneath.
+//!
+//! The rooms, from those that know nothing to those that use them all:
+//!
+//! | module | what is in it |
+//! |---|---|
+//! | [`error`], [`config`], [`dtype`], [`topology`] | words that everybody uses |
+//! | [`gate`] | router decisions: [`Routing`](gate::Routing), synthetic and recorded |
+//! | [`plan`] | from routing and counts to placement; pure |
+//! | [`schedule`] | programs of puts, signals, waits and sums; their proof and their random check; pure |
+//! | [`bootstrap`] | meeting, authentication, liveness, descriptors, rebuild |
+//! | [`memory`] | heaps, windows, the receive pool |
+//! | [`rows`] | the vector loops |
+//! | `lane` (private) | shm and loop: how bytes and signals move |
+//! | [`exec`] | the stepper, and timelines |
+//! | [`world`] | worlds, groups, windows |
+//! | [`ep`] | dispatch, combine, gradients |
 
 pub mod bootstrap;
 pub mod config;
@@ -19,3 +38,8 @@ pub use dtype::{Dtype, Element};
 pub use ep::ExpertParallel;
 pub use error::{Error, Result};
 pub use world::{Group, Options, Window, World};
+
+/// The README's example compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

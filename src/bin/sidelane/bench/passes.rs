@@ -5,7 +5,7 @@
 
 use sidelane::ep::{ExpertOutput, ExpertRows, Handle, Yardstick};
 use sidelane::rows::{Arithmetic, Stores};
-use sidelane::{Error, ExpertParallel, Group, Window};
+use sidelane::{Error, ExpertParallel, Group, Window, World};
 
 use super::clock::Laps;
 use super::config::Config;
@@ -149,18 +149,24 @@ impl<E: Number> Track<'_, E> {
     }
 }
 
-/// Speed of memcpy, all ranks at once, far beyond the cache: 10^9 bytes per second.
-pub fn memcpy_gbps(group: &Group, barrier: &mut Window) -> Result<f64, Error> {
-    const BYTES: usize = 32 << 20;
+/// Speed of memcpy, all ranks at once, from private memory to where rows land, as much as the cache does not hold: 10^9
+/// bytes per second.
+pub fn memcpy_gbps(world: &World, group: &Group, barrier: &mut Window) -> Result<f64, Error> {
+    const MOST: u64 = 32 << 20;
     const ROUNDS: usize = 7;
-    let (from, mut to) = (vec![1u8; BYTES], vec![2u8; BYTES]);
+    let bytes = world.pool().report().largest_free.min(MOST);
+    let mut extent = world.pool().take(bytes)?;
+    let to = extent.slice_mut::<u8>(0, bytes as usize)?;
+    let from = vec![1u8; to.len()];
     let mut laps = Laps::default();
     for _ in 0..ROUNDS {
         barrier.barrier()?;
-        laps.time(|| std::hint::black_box(&mut to).copy_from_slice(std::hint::black_box(&from)));
+        laps.time(|| std::hint::black_box(&mut *to).copy_from_slice(std::hint::black_box(&from)));
     }
     let mut rounds = Laps::rounds_us(&group.gather(laps.to_bytes())?);
     rounds.sort_unstable_by(f64::total_cmp);
-    let total = BYTES as f64 * f64::from(group.size());
-    Ok(total / rounds[ROUNDS / 2] / 1e3)
+    let sizes = group.gather(&bytes.to_le_bytes())?;
+    let total: u64 =
+        sizes.iter().map(|blob| bytemuck::try_pod_read_unaligned::<u64>(blob).unwrap_or(0)).sum();
+    Ok(total as f64 / rounds[ROUNDS / 2] / 1e3)
 }

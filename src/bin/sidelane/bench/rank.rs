@@ -152,7 +152,7 @@ impl<'t, E: Number> Rank<'t, E> {
     ) -> Result<(Vec<Pair>, f64, ExpertRows), CliError> {
         let config = &self.task.config;
         let mut barrier = self.group.window(0)?;
-        let memcpy = memcpy_gbps(&self.group, &mut barrier)?;
+        let memcpy = memcpy_gbps(&self.world, &self.group, &mut barrier)?;
         let routing = self.router.routing(config, self.world.rank()).map_err(Error::from)?;
         let mut track = Track {
             ep: &mut self.ep,
