@@ -1,7 +1,7 @@
 //! Executors: interpreters of schedules that move bytes.
 //!
-//! [`Host`] steps all tracks of a rank in the caller's thread, in launch order. A [`Recorder`] can watch it (or any
-//! other executor) and write what it saw as a timeline.
+//! The host stepper (`Host`) steps all tracks of a rank in the caller's thread, in launch order. A [`Recorder`] can watch
+//! it (or any other executor) and write what it saw as a timeline.
 
 mod host;
 mod recorder;
