@@ -5,7 +5,7 @@ mod groups;
 
 use std::time::Instant;
 
-use groups::{Group, rounds};
+use groups::{Group, ROWS, dispatch, ret, rounds};
 use sidelane::schedule::Op;
 use sidelane::schedule::check::check;
 use sidelane::schedule::prove::{Fault, Proof, prove};
@@ -130,11 +130,32 @@ fn waiting_first_deadlocks_when_every_rank_does() {
 #[test]
 fn doubled_tags_and_publications_are_for_refused_calls() {
     let group = Group::new(&[0, 0, 1, 1], 1, 3);
-    let refused = |call: &Call| matches!(call, Call::RefusedDispatch { .. } | Call::RefusedReturn { .. });
-    let calls: Vec<Call> = rounds().into_iter().filter(|call| !refused(call)).collect();
+    let moves =
+        |call: &Call| matches!(call, Call::Dispatch { .. } | Call::Cached { .. } | Call::Return { .. });
+    let calls: Vec<Call> = rounds().into_iter().filter(moves).collect();
     for slip in [Slip::OneTag, Slip::OnePublication] {
         prove(&group.tell(&calls, Some(slip))).expect("whoever moves rows has read tags and counts");
         let fault = prove(&group.tell(&rounds(), Some(slip))).unwrap_err();
         assert!(matches!(fault, Fault::Race { .. }), "{fault}");
+    }
+}
+
+#[test]
+fn calls_that_ranks_disagree_about_are_counted_by_all() {
+    for labels in [[0, 0, 1, 1], [0; 4]] {
+        let group = Group::new(&labels, 1, 3);
+        let mixed = Call::Mixed { routing: 1, handle: 0 };
+        let calls = [dispatch(0), mixed, dispatch(1), ret(1, ROWS), mixed, mixed, ret(0, ROWS), dispatch(0)];
+        let story = group.tell(&calls, None);
+        proved("mixed", &story);
+        check(&story, 0..100).unwrap_or_else(|fault| panic!("{labels:?}: {fault}"));
+
+        // Once, publications took turns by the number of dispatches: right as long as all make the same calls.
+        let slip = Some(Slip::CountDispatches);
+        let alike: Vec<Call> = calls.into_iter().filter(|&call| call != mixed).collect();
+        prove(&group.tell(&alike, slip)).expect("all count the same dispatches");
+        let fault = prove(&group.tell(&calls, slip)).unwrap_err();
+        println!("{labels:?}: {fault}");
+        assert!(matches!(fault, Fault::Unwritten { of: 2 | 7, .. }), "{fault}");
     }
 }

@@ -6,6 +6,7 @@ use super::handle::Kept;
 use super::{Contribution, ExpertOutput, ExpertParallel, ExpertRows, Handle};
 use crate::dtype::Element;
 use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::lane::Io;
 use crate::rows::Arithmetic;
 use crate::schedule::Parts;
 
@@ -51,7 +52,8 @@ impl ExpertParallel {
         let parts = Parts { rows: true, weights: row_weight_gradients.is_some() };
         let call = Return { kind: CallKind::DispatchBackward, parts, weighted: false, keep: false };
         let started = self.start_return(call, row_gradients.into(), row_weight_gradients, handle, checked)?;
-        self.finish_return(started, handle, bytemuck::cast_slice_mut(tokens), weights)
+        let io = Io { output: bytemuck::cast_slice_mut(tokens), weights, ..Io::default() };
+        self.finish_return(started, handle, Some(io))
     }
 
     fn check_weights(&self, rows: Option<&[f32]>, weights: &[f32], handle: &Handle) -> Result<(), Error> {
@@ -98,7 +100,7 @@ impl ExpertParallel {
         let call = Return { kind: CallKind::WeightsHome, parts, weighted: true, keep: true };
         let mut weights = vec![0.0; self.choices(handle)];
         let started = self.start_return(call, output, None, handle, checked)?;
-        self.finish_return(started, handle, &mut [], &mut weights)?;
+        self.finish_return(started, handle, Some(Io { weights: &mut weights, ..Io::default() }))?;
         Ok((rows, Some(weights)))
     }
 

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use super::buffers::check_tensor;
-use super::call::{ENTRY, HOME, SUM, options};
+use super::call::{Begun, options};
 use super::handle::{Inner, Kept};
 use super::{Contribution, ExpertOutput, ExpertParallel, Handle};
 use crate::dtype::Element;
@@ -15,7 +15,7 @@ use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::lane::Io;
 use crate::memory::Extent;
 use crate::rows::{Arithmetic, Stores};
-use crate::schedule::{At, Parts, Tag, chunk_bytes};
+use crate::schedule::{Parts, Tag};
 
 /// A return that all ranks have entered, or will.
 #[derive(Debug)]
@@ -31,12 +31,17 @@ pub(super) struct Return {
 #[derive(Debug)]
 pub(super) struct StartedReturn {
     call: Return,
-    chunk: Option<Extent>,
+    tag: Tag,
+    ready: Result<Offer, Error>,
+}
+
+/// What a rank brings into a return.
+#[derive(Debug)]
+struct Offer {
+    chunk: Extent,
     /// The chunk is a copy: the caller still has the rows.
     copied: bool,
-    staging: Option<Extent>,
-    tag: Tag,
-    refused: Option<Error>,
+    staging: Extent,
 }
 
 /// A combine that was started: peers may read this rank's rows. Finish it before the next call; dropping it cancels
@@ -44,9 +49,9 @@ pub(super) struct StartedReturn {
 #[must_use = "the other ranks wait until this is finished"]
 #[derive(Debug)]
 pub struct PendingCombine<'a> {
-    ep: &'a mut ExpertParallel,
+    begun: Begun<'a>,
     handle: &'a Handle,
-    started: Option<StartedReturn>,
+    started: StartedReturn,
 }
 
 impl ExpertParallel {
@@ -81,7 +86,8 @@ impl ExpertParallel {
             check_tensor("combined tokens", out, handle.tokens(), (self.spec.hidden, self.spec.dtype));
         let call = self.combine_call();
         let started = self.start_return(call, y.into(), None, handle, checked)?;
-        self.finish_return(started, handle, bytemuck::cast_slice_mut(out), &mut [])
+        let output = bytemuck::cast_slice_mut(out);
+        self.finish_return(started, handle, Some(Io { output, ..Io::default() }))
     }
 
     /// First half of [`ExpertParallel::combine`]: offers this rank's rows, and does not wait for the others'.
@@ -94,8 +100,8 @@ impl ExpertParallel {
         handle: &'a Handle,
     ) -> Result<PendingCombine<'a>, Error> {
         let call = self.combine_call();
-        let started = Some(self.start_return(call, y.into(), None, handle, Ok(()))?);
-        Ok(PendingCombine { ep: self, handle, started })
+        let started = self.start_return(call, y.into(), None, handle, Ok(()))?;
+        Ok(PendingCombine { begun: Begun::new(self), handle, started })
     }
 
     fn combine_call(&self) -> Return {
@@ -125,32 +131,22 @@ impl ExpertParallel {
             .and_then(|()| Ok(Arithmetic::try_from(self.spec.dtype).map(drop)?))
             .and_then(|()| self.chunk_of(elsewhere, row_weights, handle));
         let ready = chunk.and_then(|chunk| match self.take_staging(inner) {
-            Ok(staging) => Ok((chunk, staging)),
+            Ok(staging) => Ok(Offer { chunk, copied, staging }),
             Err(error) => {
-                inner.give_back(Some(chunk), copied);
+                inner.give_back(chunk, copied);
                 Err(error)
             }
         });
-        let mut tag = Tag { kind: call.kind, options: digest(&call), handle: inner.number, ..Tag::default() };
-        let (chunk, staging, refused) = match ready {
-            Ok((chunk, staging)) => (Some(chunk), Some(staging), None),
-            Err(error) => (None, None, Some(error)),
-        };
-        if let Some(error) = &refused {
-            tag = Self::refuse(tag, error);
-        }
+        let tag = Tag { kind: call.kind, options: digest(&call), handle: inner.number, ..Tag::default() };
+        let tag = Self::entry(tag, &ready);
         self.tables.clear();
-        self.tables.tags.fill(tag);
-        if let Some(chunk) = &chunk {
-            for peer in 0..self.size() {
-                let local = self.lanes.nodes.same_node(self.lanes.rank, peer);
-                let base = if local { chunk.offset() } else { self.tables.bases[peer as usize] };
-                self.tables.tags[peer as usize].base = base;
-            }
+        match &ready {
+            Ok(offer) => self.tables.offer(&Self::at(&self.lanes), tag, offer.chunk.offset()),
+            Err(_) => self.tables.tags.fill(tag),
         }
         let skeletons = Arc::clone(&self.skeletons);
-        self.run(skeletons.ret.stages[ENTRY].halves().0, None, &mut Io::default(), Stores::Cached)?;
-        Ok(StartedReturn { call, chunk, copied, staging, tag, refused })
+        self.run(skeletons.ret.entry.start(), None, &mut Io::default(), Stores::Cached)?;
+        Ok(StartedReturn { call, tag, ready })
     }
 
     /// The chunk this rank offers: the caller's buffer, which the handle keeps safe, or a copy of rows elsewhere.
@@ -197,65 +193,47 @@ impl ExpertParallel {
 
     /// One extent for the chunks that ranks of other nodes put here; `tables.bases` says where each goes.
     fn take_staging(&mut self, inner: &Inner) -> Result<Extent, Error> {
-        let at = At { nodes: &self.lanes.nodes, me: self.lanes.rank };
-        let size = |rank: u32| chunk_bytes(inner.layout.chunk_rows[rank as usize], inner.row_bytes);
-        let staging = self.shared.heap.pool().take(at.remote().map(size).sum())?;
-        let mut next = staging.offset();
-        for rank in at.remote() {
-            self.tables.bases[rank as usize] = next;
-            next += size(rank);
-        }
+        let at = Self::at(&self.lanes);
+        let staging = self.pool().take(at.staging_bytes(&inner.layout, inner.row_bytes))?;
+        self.tables.stage(&at, &inner.layout, inner.row_bytes, staging.offset());
         Ok(staging)
     }
 
+    /// Second half of a return. Without `io` this rank sums nothing: its caller has no place for it, but does all that
+    /// its peers wait for.
     pub(super) fn finish_return(
         &mut self,
         started: StartedReturn,
         handle: &Handle,
-        out: &mut [u8],
-        weights_out: &mut [f32],
+        io: Option<Io<'_>>,
     ) -> Result<(), Error> {
-        let StartedReturn { call, chunk, copied, staging, tag, refused } = started;
+        let StartedReturn { call, tag, ready } = started;
         let inner = handle.inner();
         let skeletons = Arc::clone(&self.skeletons);
-        self.run(skeletons.ret.stages[ENTRY].halves().1, None, &mut Io::default(), Stores::Cached)?;
-        if let Err(error) = self.agree(tag, refused) {
-            inner.give_back(chunk, copied);
-            return Err(error);
-        }
-        let Some(chunk) = chunk else {
-            return Err(CallError::PeerRefused { call: self.calls, peer: self.rank() }.into());
-        };
+        self.run(skeletons.ret.entry.finish(), None, &mut Io::default(), Stores::Cached)?;
+        let Offer { chunk, staging, .. } =
+            self.agree(tag, ready, |offer| inner.give_back(offer.chunk, offer.copied))?;
         for peer in 0..self.size() {
-            let base = if peer == self.rank() { chunk.offset() } else { self.tag_of(peer)?.base };
-            if self.lanes.nodes.same_node(self.lanes.rank, peer) {
-                self.tables.bases[peer as usize] = base;
-            } else {
-                self.landing[peer as usize] = base;
-            }
+            let base = self.base_of(peer)?;
+            self.tables.offered(&Self::at(&self.lanes), peer, base);
         }
-        let at = At { nodes: &self.lanes.nodes, me: self.lanes.rank };
-        self.tables.home(&at, &inner.layout, inner.row_bytes, chunk.offset(), &self.landing, call.parts);
-        self.tables.sum(&at, call.parts);
-        self.run(&skeletons.ret.stages[HOME].items, None, &mut Io::default(), Stores::Cached)?;
-        let stores = self.stores(out.len() as u64);
-        weights_out.fill(0.0);
-        let mut io = Io { output: out, weights: weights_out, ..Io::default() };
-        self.run_sum(&skeletons.ret.stages[SUM].items, Some(inner), call.weighted, &mut io, stores)?;
-        self.last_return = self.calls;
+        let at = Self::at(&self.lanes);
+        self.tables.home(&at, &inner.layout, inner.row_bytes, call.parts);
+        self.tables.sum(&at, if io.is_some() { call.parts } else { Parts::default() });
+        self.run(&skeletons.ret.home.items, None, &mut Io::default(), Stores::Cached)?;
+        let mut io = io.unwrap_or_default();
+        let stores = self.stores(io.output.len() as u64);
+        io.weights.fill(0.0);
+        self.run_sum(&skeletons.ret.sum.items, Some(inner), call.weighted, &mut io, stores)?;
+        self.calls.returned();
         drop(staging);
         if call.keep {
             let licence = Arc::clone(&self.licence);
-            inner.kept.replace(Some(Kept { extent: chunk, licence, value: self.calls }));
+            inner.kept.replace(Some(Kept { extent: chunk, licence, value: self.calls.value() }));
         } else {
             self.retire(chunk);
         }
         Ok(())
-    }
-
-    /// Ends the world: a call that was started is not going to be finished.
-    pub(super) fn abandon(&self) {
-        self.shared.hub.cancel(crate::error::Cause::Cancelled { by: self.shared.hub.rank() });
     }
 }
 
@@ -270,26 +248,15 @@ impl PendingCombine<'_> {
     /// Second half: waits until all ranks offer their rows, and sums into `out`, `[tokens, hidden]`.
     ///
     /// # Errors
-    /// As [`ExpertParallel::combine`]; but `out` of a wrong shape or type ends the world, as the other ranks have gone on.
-    pub fn finish<E: Element>(mut self, out: &mut [E]) -> Result<(), Error> {
-        let Some(started) = self.started.take() else {
-            unreachable!("a combine is finished once: finish takes it")
-        };
-        let ep = &mut *self.ep;
-        let checked =
-            check_tensor("combined tokens", out, self.handle.tokens(), (ep.spec.hidden, ep.spec.dtype));
-        if let Err(error) = checked {
-            ep.abandon();
-            return Err(error);
-        }
-        ep.finish_return(started, self.handle, bytemuck::cast_slice_mut(out), &mut [])
-    }
-}
-
-impl Drop for PendingCombine<'_> {
-    fn drop(&mut self) {
-        if self.started.is_some() {
-            self.ep.abandon();
-        }
+    /// As [`ExpertParallel::combine`]. That `out` is of a wrong shape or type is found too late to refuse the call: the
+    /// other ranks get their sums, this one gets none, and the rows are used up.
+    pub fn finish<E: Element>(self, out: &mut [E]) -> Result<(), Error> {
+        let PendingCombine { mut begun, handle, started } = self;
+        let ep = begun.finish();
+        let checked = check_tensor("combined tokens", out, handle.tokens(), (ep.spec.hidden, ep.spec.dtype));
+        let output = bytemuck::cast_slice_mut(out);
+        let io = checked.is_ok().then(|| Io { output, ..Io::default() });
+        ep.finish_return(started, handle, io)?;
+        checked
     }
 }

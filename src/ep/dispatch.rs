@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::buffers::check_tensor;
-use super::call::{ENTRY, ROWS};
+use super::call::Begun;
 use super::handle::Inner;
 use super::{ExpertParallel, ExpertRows, Handle};
 use crate::dtype::Element;
@@ -12,25 +12,20 @@ use crate::gate::Routing;
 use crate::lane::Io;
 use crate::memory::Extent;
 use crate::rows::Stores;
-use crate::schedule::{At, Tag};
+use crate::schedule::{DispatchSkeleton, Tag};
 
 /// A dispatch that was started: counts are on their way. Finish it before the next call; dropping it cancels the
 /// world, because the other ranks cannot go on.
 #[must_use = "the other ranks wait until this is finished"]
 #[derive(Debug)]
 pub struct PendingDispatch<'a> {
-    ep: &'a mut ExpertParallel,
+    begun: Begun<'a>,
     x: &'a [u8],
     top_k: u32,
     weights: &'a [f32],
-    started: Option<Started>,
-}
-
-#[derive(Debug)]
-struct Started {
-    announced: Extent,
     tag: Tag,
-    refused: Option<Error>,
+    /// The extent this rank announced, unless it refuses its input.
+    ready: Result<Extent, Error>,
 }
 
 impl ExpertParallel {
@@ -61,24 +56,22 @@ impl ExpertParallel {
         routing: &'a Routing<'_>,
     ) -> Result<PendingDispatch<'a>, Error> {
         self.enter()?;
-        let refused = self.sort(x, routing).err();
-        if refused.is_some() {
+        let sorted = self.sort(x, routing);
+        if sorted.is_err() {
             self.sorted.clear(&self.spec.map);
         }
         let announced = self.pool().announce(self.most_bytes());
         self.publish(&announced)?;
-        let mut tag = Tag { kind: CallKind::Dispatch, handle: self.calls, ..Tag::default() };
-        if let Some(error) = &refused {
-            tag = Self::refuse(tag, error);
-        }
+        let ready = sorted.map(|()| announced);
+        let tag = Tag { kind: CallKind::Dispatch, handle: self.calls.number(), ..Tag::default() };
+        let tag = Self::entry(tag, &ready);
         self.tables.tags.fill(tag);
-        let at = At { nodes: &self.lanes.nodes, me: self.lanes.rank };
-        self.tables.publications(&at, &self.control, self.calls, &self.spec.map, &self.sorted);
+        let at = Self::at(&self.lanes);
+        self.tables.publications(&at, &self.control, self.calls.parity(), &self.spec.map, &self.sorted);
         let skeletons = Arc::clone(&self.skeletons);
-        self.run(skeletons.dispatch.stages[ENTRY].halves().0, None, &mut Io::default(), Stores::Cached)?;
-        let x = bytemuck::cast_slice(x);
-        let started = Some(Started { announced, tag, refused });
-        Ok(PendingDispatch { ep: self, x, top_k: routing.top_k(), weights: routing.weights(), started })
+        self.run(skeletons.dispatch.entry.start(), None, &mut Io::default(), Stores::Cached)?;
+        let (x, top_k, weights) = (bytemuck::cast_slice(x), routing.top_k(), routing.weights());
+        Ok(PendingDispatch { begun: Begun::new(self), x, top_k, weights, tag, ready })
     }
 
     fn sort<E: Element>(&mut self, x: &[E], routing: &Routing<'_>) -> Result<(), Error> {
@@ -125,7 +118,7 @@ impl ExpertParallel {
             if asked > free || rows == u32::MAX {
                 return Err(self.out_of_space(rank, asked, free));
             }
-            self.landing[rank as usize] = offset;
+            self.tables.landing[rank as usize] = offset;
         }
         let mut inner = self.spare_handle();
         let frame = self.frame();
@@ -137,11 +130,11 @@ impl ExpertParallel {
         }
         inner.row_bytes = row_bytes;
         inner.instance = self.instance;
-        inner.number = self.calls;
-        inner.pool = Some(Arc::clone(self.pool()));
+        inner.number = self.calls.number();
         announced.trim(u64::from(inner.layout.landed) * row_bytes);
         self.host.take_moved();
-        self.put_rows(&inner, x)?;
+        let skeletons = Arc::clone(&self.skeletons);
+        self.put_rows(&skeletons.dispatch, &inner, x)?;
         inner.copied.set(0);
         inner.report.moved = self.host.take_moved();
         inner.report.lanes.clone_from(&self.lane_use);
@@ -149,18 +142,11 @@ impl ExpertParallel {
         Ok((rows, self.handle_of(inner)))
     }
 
-    /// Stage "rows": everybody's rows to where `landing` says.
-    fn put_rows(&mut self, inner: &Inner, x: &[u8]) -> Result<(), Error> {
-        let at = At { nodes: &self.lanes.nodes, me: self.lanes.rank };
-        self.tables.rows(&at, &inner.layout, &self.landing);
+    /// Stage "rows": everybody's rows to where `tables.landing` says.
+    fn put_rows(&mut self, skeleton: &DispatchSkeleton, inner: &Inner, x: &[u8]) -> Result<(), Error> {
+        self.tables.rows(&Self::at(&self.lanes), &inner.layout);
         let stores = self.stores(inner.layout.rows.len() as u64 * inner.row_bytes);
-        let skeletons = Arc::clone(&self.skeletons);
-        self.run(
-            &skeletons.dispatch.stages[ROWS].items,
-            Some(inner),
-            &mut Io { input: x, ..Io::default() },
-            stores,
-        )
+        self.run(&skeleton.rows.items, Some(inner), &mut Io { input: x, ..Io::default() }, stores)
     }
 
     /// Sends tokens along the layout of an earlier dispatch: no ids, no counts. Collective.
@@ -182,34 +168,22 @@ impl ExpertParallel {
     ) -> Result<ExpertRows, Error> {
         self.enter()?;
         let inner = handle.inner();
-        let mut tag = Tag { kind, options, handle: inner.number, ..Tag::default() };
         let row_bytes = self.spec.row_bytes();
         let ready = self.check_handle(inner).and_then(|()| {
             check_tensor("tokens", x, inner.layout.tokens, (self.spec.hidden, self.spec.dtype))?;
             Ok(self.pool().take(u64::from(inner.layout.landed) * row_bytes)?)
         });
-        let (extent, refused) = match ready {
-            Ok(extent) => (Some(extent), None),
-            Err(error) => (None, Some(error)),
-        };
-        match (&extent, &refused) {
-            (Some(extent), _) => tag.base = extent.offset(),
-            (None, Some(error)) => tag = Self::refuse(tag, error),
-            (None, None) => {}
-        }
+        let base = ready.as_ref().map_or(0, Extent::offset);
+        let tag = Self::entry(Tag { kind, options, handle: inner.number, base, ..Tag::default() }, &ready);
         self.tables.clear();
         self.tables.tags.fill(tag);
         let skeletons = Arc::clone(&self.skeletons);
-        self.run(&skeletons.cached.stages[ENTRY].items, None, &mut Io::default(), Stores::Cached)?;
-        self.agree(tag, refused)?;
-        let Some(extent) = extent else {
-            return Err(CallError::PeerRefused { call: self.calls, peer: self.rank() }.into());
-        };
+        self.run(&skeletons.cached.entry.items, None, &mut Io::default(), Stores::Cached)?;
+        let extent = self.agree(tag, ready, drop)?;
         for peer in 0..self.size() {
-            let base = if peer == self.rank() { extent.offset() } else { self.tag_of(peer)?.base };
-            self.landing[peer as usize] = base;
+            self.tables.landing[peer as usize] = self.base_of(peer)?;
         }
-        self.put_rows(inner, bytemuck::cast_slice(x))?;
+        self.put_rows(&skeletons.cached, inner, bytemuck::cast_slice(x))?;
         Ok(ExpertRows { extent, rows: inner.layout.landed, row_bytes })
     }
 
@@ -226,22 +200,12 @@ impl PendingDispatch<'_> {
     ///
     /// # Errors
     /// As [`ExpertParallel::dispatch`].
-    pub fn finish(mut self) -> Result<(ExpertRows, Handle), Error> {
-        let Some(Started { announced, tag, refused }) = self.started.take() else {
-            unreachable!("a dispatch is finished once: finish takes it")
-        };
-        let ep = &mut *self.ep;
+    pub fn finish(self) -> Result<(ExpertRows, Handle), Error> {
+        let PendingDispatch { mut begun, x, top_k, weights, tag, ready } = self;
+        let ep = begun.finish();
         let skeletons = Arc::clone(&ep.skeletons);
-        ep.run(skeletons.dispatch.stages[ENTRY].halves().1, None, &mut Io::default(), Stores::Cached)?;
-        ep.agree(tag, refused)?;
-        ep.finish_dispatch(announced, self.x, self.top_k, self.weights)
-    }
-}
-
-impl Drop for PendingDispatch<'_> {
-    fn drop(&mut self) {
-        if self.started.is_some() {
-            self.ep.abandon();
-        }
+        ep.run(skeletons.dispatch.entry.finish(), None, &mut Io::default(), Stores::Cached)?;
+        let announced = ep.agree(tag, ready, drop)?;
+        ep.finish_dispatch(announced, x, top_k, weights)
     }
 }

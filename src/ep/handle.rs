@@ -21,10 +21,9 @@ pub(super) struct Inner {
     pub weights: Vec<f32>,
     pub row_bytes: u64,
     pub instance: u64,
-    /// The call that made it.
+    /// The number of the call that made it.
     pub number: u64,
     pub report: Report,
-    pub pool: Option<Arc<Pool>>,
     /// The buffer of a call that was refused: it goes back to the caller.
     pub refused: RefCell<Option<Extent>>,
     /// Bytes copied because rows lay elsewhere.
@@ -79,9 +78,9 @@ impl Inner {
     }
 
     /// Keeps the chunk of a call that was refused for the caller, unless it is a copy.
-    pub fn give_back(&self, chunk: Option<Extent>, copied: bool) {
-        if !copied && chunk.is_some() {
-            self.refused.replace(chunk);
+    pub fn give_back(&self, chunk: Extent, copied: bool) {
+        if !copied {
+            self.refused.replace(Some(chunk));
         }
     }
 
@@ -128,20 +127,18 @@ impl LaneUse {
 /// The placement of one dispatch. Combine, cached dispatch and the gradients follow it; several may be alive.
 #[derive(Debug)]
 pub struct Handle {
-    inner: Option<Box<Inner>>,
-    spare: Arc<ArrayQueue<Box<Inner>>>,
+    inner: Inner,
+    pool: Arc<Pool>,
+    spare: Arc<ArrayQueue<Inner>>,
 }
 
 impl Handle {
-    pub(super) fn new(inner: Box<Inner>, spare: Arc<ArrayQueue<Box<Inner>>>) -> Self {
-        Handle { inner: Some(inner), spare }
+    pub(super) fn new(inner: Inner, pool: Arc<Pool>, spare: Arc<ArrayQueue<Inner>>) -> Self {
+        Handle { inner, pool, spare }
     }
 
     pub(super) fn inner(&self) -> &Inner {
-        // Taken only when dropped.
-        self.inner
-            .as_deref()
-            .unwrap_or_else(|| unreachable!("a handle holds its placement until it is dropped"))
+        &self.inner
     }
 
     /// Rows of each local expert.
@@ -176,10 +173,9 @@ impl Handle {
     /// [`MemoryError::OutOfSpace`](crate::error::MemoryError).
     pub fn output(&self) -> Result<ExpertOutput, Error> {
         let inner = self.inner();
-        let extent = match (inner.refused.take(), &inner.pool) {
-            (Some(extent), _) => extent,
-            (None, Some(pool)) => pool.take(inner.chunk_bytes())?,
-            (None, None) => unreachable!("every dispatch leaves its pool in the handle"),
+        let extent = match inner.refused.take() {
+            Some(extent) => extent,
+            None => self.pool.take(inner.chunk_bytes())?,
         };
         Ok(ExpertOutput::new(extent, inner.layout.landed, inner.row_bytes, inner.number, inner.instance))
     }
@@ -198,14 +194,12 @@ impl Handle {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        if let Some(inner) = self.inner.take() {
-            drop(inner.refused.take());
-            if let Some(Kept { extent, licence, value }) = inner.kept.take() {
-                let pool = Arc::clone(extent.pool());
-                pool.retire(extent, &licence, value);
-            }
-            // A full queue means that enough memory is kept for later.
-            let _ = self.spare.push(inner);
+        let inner = std::mem::take(&mut self.inner);
+        drop(inner.refused.take());
+        if let Some(Kept { extent, licence, value }) = inner.kept.take() {
+            self.pool.retire(extent, &licence, value);
         }
+        // A full queue means that enough memory is kept for later.
+        let _ = self.spare.push(inner);
     }
 }

@@ -15,7 +15,9 @@ use crate::lane::{Lanes, Part, Port, Window};
 use crate::memory::{Extent, Licence, Pool};
 use crate::plan::{Counts, ExpertMap, Frame, Sizes, Sorted};
 use crate::rows::Stores;
-use crate::schedule::{Control, Direct, Flag, Route, Skeleton, Tables, WindowId};
+use crate::schedule::{
+    Calls, Control, Direct, DispatchSkeleton, Flag, ReturnSkeleton, Route, Tables, WindowId,
+};
 use crate::world::{Group, Shared, SymmetricRange};
 
 /// Handles whose memory is kept for the next dispatches.
@@ -63,24 +65,19 @@ pub struct ExpertParallel {
     pub(super) lane_use: Vec<LaneUse>,
     /// Scratch for weight gradients.
     pub(super) products: Vec<f32>,
-    /// Per rank: where rows or chunks land there.
-    pub(super) landing: Vec<u64>,
-    /// Calls made, with the epoch in the high bits: the generation of the running call. Its parity picks the
-    /// publication: every rank counts every call, also one that ranks refuse because they do not make the same.
-    pub(super) calls: u64,
-    pub(super) last_return: u64,
+    pub(super) calls: Calls,
     pub(super) licence: Arc<dyn Licence>,
     /// Tells handles of different instances apart, within this process.
     pub(super) instance: u64,
-    pub(super) spare: Arc<ArrayQueue<Box<Inner>>>,
+    pub(super) spare: Arc<ArrayQueue<Inner>>,
 }
 
 /// The programs of this rank.
 #[derive(Debug)]
 pub(super) struct Skeletons {
-    pub dispatch: Skeleton,
-    pub cached: Skeleton,
-    pub ret: Skeleton,
+    pub dispatch: DispatchSkeleton,
+    pub cached: DispatchSkeleton,
+    pub ret: ReturnSkeleton,
 }
 
 impl ExpertParallel {
@@ -116,9 +113,7 @@ impl ExpertParallel {
             publication: Publication::new(spec.map.slots()),
             lane_use: LaneUse::of(&lanes),
             products: Vec::new(),
-            landing: vec![0; ranks as usize],
-            calls: u64::from(group.shared.hub.epoch()) << 48,
-            last_return: 0,
+            calls: Calls::new(group.shared.hub.epoch()),
             instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
             spare: Arc::new(ArrayQueue::new(SPARE_HANDLES)),
             shared: Arc::clone(&group.shared),
@@ -205,17 +200,17 @@ impl ExpertParallel {
     }
 
     /// Memory of an old handle, or new memory.
-    pub(super) fn spare_handle(&self) -> Box<Inner> {
+    pub(super) fn spare_handle(&self) -> Inner {
         self.spare.pop().unwrap_or_default()
     }
 
-    pub(super) fn handle_of(&self, inner: Box<Inner>) -> Handle {
-        Handle::new(inner, Arc::clone(&self.spare))
+    pub(super) fn handle_of(&self, inner: Inner) -> Handle {
+        Handle::new(inner, Arc::clone(self.pool()), Arc::clone(&self.spare))
     }
 
     /// Gives a chunk that peers were offered in the running call back to the pool, once they have read it.
     pub(super) fn retire(&self, chunk: Extent) {
-        self.pool().retire(chunk, &self.licence, self.calls);
+        self.pool().retire(chunk, &self.licence, self.calls.value());
     }
 }
 

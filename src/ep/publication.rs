@@ -23,7 +23,7 @@ impl Publication {
 impl ExpertParallel {
     /// Writes this rank's publication to its own control window; peers of the node read it there.
     pub(super) fn publish(&mut self, announced: &Extent) -> Result<(), MemoryError> {
-        let at = self.control.publication(self.calls);
+        let at = self.control.publication(self.calls.parity());
         let mut header = [0u64; HEADER_WORDS];
         header[..2].copy_from_slice(&[announced.offset(), announced.len()]);
         self.port.write(WindowId::CONTROL, at, &header)?;
@@ -45,7 +45,7 @@ impl ExpertParallel {
             self.port.read(owner, WindowId::CONTROL, at + Control::COUNTS, counts)?;
             let entries: u64 = counts.iter().map(|&count| u64::from(count)).sum();
             if entries > self.control.max_entries() {
-                let (call, what, rank) = (self.calls, "number of entries", me);
+                let (call, what, rank) = (self.calls.number(), "number of entries", me);
                 let (mine, theirs) = (self.control.max_entries(), entries);
                 let kind = crate::error::CallKind::Dispatch;
                 return Err(CallError::Disagree { call, kind, what, rank, peer: source, mine, theirs }.into());
@@ -80,11 +80,6 @@ impl ExpertParallel {
 
     /// In whose control window, and where, the publication of `source` can be read.
     fn place_of(&self, source: u32) -> (u32, u64) {
-        let me = self.rank();
-        if self.lanes.nodes.same_node(me, source) {
-            (source, self.control.publication(self.calls))
-        } else {
-            (me, self.control.mailbox(source, self.calls))
-        }
+        self.control.published(&Self::at(&self.lanes), source, self.calls.parity())
     }
 }

@@ -1,7 +1,5 @@
 //! Ranks that disagree about a collective call.
 
-use super::PlanError;
-
 /// What a rank was doing in a collective call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u16)]
@@ -120,7 +118,4 @@ pub enum CallError {
         /// What is missing.
         missing: &'static str,
     },
-    /// Bad input of this rank.
-    #[error(transparent)]
-    Input(#[from] PlanError),
 }

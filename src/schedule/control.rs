@@ -14,10 +14,10 @@
 //! read the last tag. With two tags in turn it cannot: by entry n + 2 everybody has signalled n + 1, and so has read n.
 //!
 //! A rank writes its *publication* once per dispatch; ranks that share its memory read it there, the others get it
-//! put into their *mailbox*. Both are doubled by the parity of the dispatch: a rank can begin dispatch n + 2 only
-//! when everybody has published n + 1, and so has read n. That is the licence, and it costs nothing.
+//! put into their *mailbox*. Both are doubled by the parity of the call, for the reason of the tags: that is the
+//! licence, and it costs nothing. ([`Calls`](super::Calls) says why it is not the parity of the dispatch.)
 
-use super::{Flag, Place, SpanCopy, WindowId};
+use super::{At, Flag, Place, SpanCopy, WindowId};
 
 /// Bytes of a cache line: one flag word has it alone.
 pub const LINE: u64 = 64;
@@ -54,12 +54,12 @@ impl Control {
     /// Bytes of one [`Tag`](super::Tag); a line holds two, by parity of the call.
     pub const TAG_BYTES: u64 = 24;
 
-    /// The tag that comes with `writer`'s entry signal of `call` (any number of that parity).
-    pub fn tag(writer: u32, ranks: u32, call: u64) -> u64 {
-        Self::flag(writer, Flag::Entry, ranks) + Self::TAGS + (call & 1) * Self::TAG_BYTES
+    /// The tag that comes with `writer`'s entry signal of a call of this parity.
+    pub fn tag(writer: u32, ranks: u32, parity: u64) -> u64 {
+        Self::flag(writer, Flag::Entry, ranks) + Self::TAGS + (parity & 1) * Self::TAG_BYTES
     }
 
-    /// This rank's publication for dispatches of this parity.
+    /// This rank's publication in calls of this parity.
     pub fn publication(&self, parity: u64) -> u64 {
         Flag::COUNT as u64 * self.ranks * LINE + (parity & 1) * self.block()
     }
@@ -67,6 +67,14 @@ impl Control {
     /// Where the publication of a remote source is put.
     pub fn mailbox(&self, source: u32, parity: u64) -> u64 {
         self.publication(0) + (2 * (1 + u64::from(source)) + (parity & 1)) * self.block()
+    }
+
+    /// In whose control window, and where, a rank finds the publication of `source`.
+    pub fn published(&self, at: &At, source: u32, parity: u64) -> (u32, u64) {
+        match at.near(source) {
+            true => (source, self.publication(parity)),
+            false => (at.me, self.mailbox(source, parity)),
+        }
     }
 
     /// From the start of a publication to its counts.

@@ -16,7 +16,7 @@
 //!
 //! Peers are visited from `rank + 1` on, so that not all ranks write to the same one first.
 
-use super::{Flag, Item, Level, Op, Skeleton, Slot, Stage};
+use super::{DispatchSkeleton, Flag, Item, Level, Op, ReturnSkeleton, Slot, Stage};
 use crate::topology::NodeMap;
 
 /// How rows reach the rank of their expert.
@@ -79,7 +79,7 @@ impl<'a> Direct<'a> {
     }
 
     /// Dispatch with counts.
-    pub fn dispatch(&self) -> Skeleton {
+    pub fn dispatch(&self) -> DispatchSkeleton {
         let mut counts = Vec::new();
         for peer in self.peers() {
             if !self.local(peer) {
@@ -88,16 +88,17 @@ impl<'a> Direct<'a> {
             counts.push(self.on(peer, Op::Signal { to: peer, flag: Flag::Entry, level: Level::Call }));
         }
         counts.extend(self.waits(Flag::Entry, Level::Call, |_| true));
-        self.skeleton(vec![self.licence(), Stage { name: "counts", items: counts }, self.rows_stage()], false)
+        let entry = Stage { name: "counts", items: counts };
+        DispatchSkeleton { licence: self.licence(), entry, rows: self.rows_stage() }
     }
 
     /// Dispatch along a known layout.
-    pub fn cached_dispatch(&self) -> Skeleton {
-        self.skeleton(vec![self.licence(), self.entry(), self.rows_stage()], false)
+    pub fn cached_dispatch(&self) -> DispatchSkeleton {
+        DispatchSkeleton { licence: self.licence(), entry: self.entry(), rows: self.rows_stage() }
     }
 
     /// Rows (and one `f32` per row) back to their tokens: combine, and the gradient of dispatch.
-    pub fn ret(&self) -> Skeleton {
+    pub fn ret(&self) -> ReturnSkeleton {
         let mut home = Vec::new();
         for peer in self.peers().filter(|&p| !self.local(p)) {
             home.push(self.on(peer, Op::Put { to: peer, slot: Self::home(peer) }));
@@ -113,18 +114,12 @@ impl<'a> Direct<'a> {
                 .filter(|&p| self.local(p))
                 .map(|p| self.on(self.rank, Op::Signal { to: p, flag: Flag::Read, level: Level::Call })),
         );
-        let stages = vec![
-            self.licence(),
-            self.entry(),
-            Stage { name: "home", items: home },
-            Stage { name: "sum", items: sum },
-        ];
-        self.skeleton(stages, true)
-    }
-
-    fn skeleton(&self, stages: Vec<Stage>, returns: bool) -> Skeleton {
-        let ranks = self.ranks();
-        Skeleton { rank: self.rank, ranks, tracks: ranks, slots: 2 * ranks + 2, stages, returns }
+        ReturnSkeleton {
+            licence: self.licence(),
+            entry: self.entry(),
+            home: Stage { name: "home", items: home },
+            sum: Stage { name: "sum", items: sum },
+        }
     }
 
     /// Whatever this rank offered in its last return has been read: its memory may be written again.

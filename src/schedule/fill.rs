@@ -1,10 +1,12 @@
 //! Fills a skeleton's operands from a layout. Pure, and without allocation once the tables have grown.
 //!
-//! The same functions serve the real calls (`ep`) and the unrolled ones that `prove` reads, so what is
-//! proved is what runs.
+//! A real call (`ep`) and an unrolled one (`story`) fill their operands here, count with the same
+//! [`Calls`](super::Calls), look into the same [`Control`] and follow the same skeletons: so far, what is proved is what
+//! runs. What a story plays in its own words is the rest: when the planner and the caller touch memory, and which extent
+//! a pool gives. It takes the lowest, the hardest case; a real pool may be kinder.
 
 use super::direct::Direct;
-use super::{Control, Operand, Place, SpanCopy, Tag, WindowId, chunk_weights_offset};
+use super::{Control, Operand, Place, SpanCopy, Tag, WindowId, chunk_bytes, chunk_weights_offset};
 use crate::plan::{ExpertMap, Layout, Sorted};
 use crate::topology::NodeMap;
 
@@ -19,10 +21,12 @@ pub struct Tables {
     pub tags: Vec<Tag>,
     /// Per owner: where its chunk lies when it is summed.
     pub bases: Vec<u64>,
+    /// Per rank: where what this rank puts there lands.
+    pub landing: Vec<u64>,
 }
 
 /// Which parts of a chunk come home in a return.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Parts {
     /// The rows, summed.
     pub rows: bool,
@@ -38,6 +42,7 @@ impl Tables {
             spans: Vec::new(),
             tags: vec![Tag::default(); ranks as usize],
             bases: vec![0; ranks as usize],
+            landing: vec![0; ranks as usize],
         }
     }
 
@@ -65,8 +70,31 @@ impl Tables {
         }
     }
 
-    /// Stage "rows" of both dispatches: runs to every rank, from the start of the extent it announced.
-    pub fn rows(&mut self, at: &At, layout: &Layout, landing: &[u64]) {
+    /// Return, before its entry: cuts staging that begins at `start` into a place for the chunk of each remote rank.
+    /// It takes [`At::staging_bytes`].
+    pub fn stage(&mut self, at: &At, layout: &Layout, row_bytes: u64, start: u64) {
+        let mut next = start;
+        for owner in at.remote() {
+            self.bases[owner as usize] = next;
+            next += chunk_bytes(layout.chunk_rows[owner as usize], row_bytes);
+        }
+    }
+
+    /// Return, stage "entry": neighbours are told where this rank's chunk lies, the others where theirs has its place.
+    pub fn offer(&mut self, at: &At, tag: Tag, chunk: u64) {
+        for (peer, told) in (0..).zip(&mut self.tags) {
+            *told = Tag { base: if at.near(peer) { chunk } else { self.bases[peer as usize] }, ..tag };
+        }
+    }
+
+    /// Return, after its entry: what `peer` offered.
+    pub fn offered(&mut self, at: &At, peer: u32, base: u64) {
+        let known = if at.near(peer) { &mut self.bases } else { &mut self.landing };
+        known[peer as usize] = base;
+    }
+
+    /// Stage "rows" of both dispatches: runs to every rank, to where `landing` says.
+    pub fn rows(&mut self, at: &At, layout: &Layout) {
         let direct = Direct::new(at.nodes, at.me);
         for peer in 0..at.nodes.ranks() {
             let runs = layout.runs_to(peer);
@@ -74,22 +102,14 @@ impl Tables {
                 first: runs.start,
                 count: runs.end - runs.start,
                 to: WindowId::POOL,
-                base: landing[peer as usize],
+                base: self.landing[peer as usize],
             };
         }
     }
 
-    /// Stage "home" of a return: this rank's chunk at `chunk` in its pool, the segments of each remote source to
-    /// where that source said (`landing`, per rank).
-    pub fn home(
-        &mut self,
-        at: &At,
-        layout: &Layout,
-        row_bytes: u64,
-        chunk: u64,
-        landing: &[u64],
-        parts: Parts,
-    ) {
+    /// Stage "home" of a return: of this rank's chunk, the segments of each remote source to where that source said.
+    pub fn home(&mut self, at: &At, layout: &Layout, row_bytes: u64, parts: Parts) {
+        let chunk = self.bases[at.me as usize];
         for peer in at.remote() {
             let first = self.spans.len() as u32;
             let rows_there = layout.rows_from(peer);
@@ -100,7 +120,7 @@ impl Tables {
                         from: Place::Own(WindowId::POOL),
                         from_offset: chunk + from_offset,
                         to: WindowId::POOL,
-                        to_offset: landing[peer as usize] + to_offset,
+                        to_offset: self.landing[peer as usize] + to_offset,
                         len,
                     });
                 };
@@ -149,6 +169,16 @@ pub struct At<'a> {
 impl At<'_> {
     /// The ranks of other nodes, ascending.
     pub fn remote(&self) -> impl Iterator<Item = u32> + '_ {
-        (0..self.nodes.ranks()).filter(|&peer| !self.nodes.same_node(self.me, peer))
+        (0..self.nodes.ranks()).filter(|&peer| !self.near(peer))
+    }
+
+    /// Whether a rank is of this node.
+    pub fn near(&self, peer: u32) -> bool {
+        self.nodes.same_node(self.me, peer)
+    }
+
+    /// Bytes of a return's staging: the chunks of all remote ranks.
+    pub fn staging_bytes(&self, layout: &Layout, row_bytes: u64) -> u64 {
+        self.remote().map(|owner| chunk_bytes(layout.chunk_rows[owner as usize], row_bytes)).sum()
     }
 }

@@ -1,7 +1,7 @@
 //! One schedule, several interpreters.
 //!
 //! A dispatch or a combine is a *program*: operations in ordered tracks, grouped in stages. It is built once
-//! (the [`Skeleton`]: who signals whom, in which order), filled per call (the [`Operands`]: which bytes), and read
+//! (the skeleton, [`DispatchSkeleton`] or [`ReturnSkeleton`]: who signals whom, in which order), filled per call (the [`Operands`]: which bytes), and read
 //! by interpreters that do not know each other:
 //!
 //! ```text
@@ -21,6 +21,7 @@
 //!
 //! The operation set stays this small. A new feature is a new plan, not a new operation.
 
+mod calls;
 mod control;
 mod direct;
 mod fill;
@@ -32,10 +33,11 @@ pub mod mutate;
 pub mod prove;
 pub mod story;
 
+pub use calls::Calls;
 pub use control::{Control, HEADER_WORDS, LINE};
 pub use direct::{Direct, Route};
 pub use fill::{At, Parts, Tables};
-pub use op::{Flag, Item, Level, Op, Skeleton, Slot, Stage};
+pub use op::{DispatchSkeleton, Flag, Item, Level, Op, ReturnSkeleton, Slot, Stage};
 pub use operands::{
     Operand, Operands, Place, Refusal, SpanCopy, Sum, Tag, WindowId, chunk_bytes, chunk_weights_offset,
 };

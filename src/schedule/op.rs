@@ -106,44 +106,57 @@ pub struct Stage {
 }
 
 impl Stage {
-    /// What a rank can do at once, and what begins with its first wait: the halves of a call that is started now and
-    /// finished later.
-    pub fn halves(&self) -> (&[Item], &[Item]) {
+    /// What a rank can do at once: the half of a call that is started now and finished later.
+    pub fn start(&self) -> &[Item] {
+        &self.items[..self.first_wait()]
+    }
+
+    /// What begins with the first wait: the other half.
+    pub fn finish(&self) -> &[Item] {
+        &self.items[self.first_wait()..]
+    }
+
+    fn first_wait(&self) -> usize {
         let first = self.items.iter().position(|item| matches!(item.op, Op::Wait { .. }));
-        self.items.split_at(first.unwrap_or(self.items.len()))
+        first.unwrap_or(self.items.len())
     }
 }
 
-/// The part of a schedule that does not change from call to call: what one rank does.
+/// What one rank does in a dispatch, with counts or along a known layout: the part that does not change from call to
+/// call.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Skeleton {
-    /// Whose part this is.
-    pub rank: u32,
-    /// Number of ranks in the group.
-    pub ranks: u32,
-    /// Number of tracks.
-    pub tracks: u32,
-    /// Number of operand slots.
-    pub slots: u32,
-    /// The stages, in order.
-    pub stages: Vec<Stage>,
-    /// Whether peers read this rank's memory in this call, so that it becomes the [`Level::LastReturn`].
-    pub returns: bool,
+pub struct DispatchSkeleton {
+    /// Peers have read what this rank offered last.
+    pub licence: Stage,
+    /// Everybody says what it calls, and where it can receive.
+    pub entry: Stage,
+    /// Rows move.
+    pub rows: Stage,
 }
 
-impl Skeleton {
-    /// The stage of this name.
-    pub fn stage(&self, name: &str) -> Option<usize> {
-        self.stages.iter().position(|stage| stage.name == name)
+impl DispatchSkeleton {
+    /// The stages, in order.
+    pub fn stages(&self) -> Vec<&Stage> {
+        vec![&self.licence, &self.entry, &self.rows]
     }
+}
 
-    /// Number of operations in all stages.
-    pub fn len(&self) -> usize {
-        self.stages.iter().map(|stage| stage.items.len()).sum()
-    }
+/// What one rank does in a return.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReturnSkeleton {
+    /// Peers have read what this rank offered last.
+    pub licence: Stage,
+    /// Everybody says what it calls, and where its chunk lies or may be put.
+    pub entry: Stage,
+    /// Chunks move to other nodes.
+    pub home: Stage,
+    /// Chunks are read.
+    pub sum: Stage,
+}
 
-    /// Whether there is no operation at all (a group of one still copies its own rows, so this is rare).
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
+impl ReturnSkeleton {
+    /// The stages, in order.
+    pub fn stages(&self) -> Vec<&Stage> {
+        vec![&self.licence, &self.entry, &self.home, &self.sum]
     }
 }

@@ -217,3 +217,30 @@ fn a_combine_that_is_started_and_dropped_ends_the_world_for_all() {
         assert_eq!(rank.ep.combine::<bf16>(rows, &handle).unwrap_err(), cancelled);
     });
 }
+
+#[test]
+fn a_wrong_tensor_for_what_comes_home_costs_only_its_own_rank() {
+    everywhere(1 << 20, |rank| {
+        for weighted in [false, true] {
+            let mut ep = settings(&rank.group).weighted(weighted).build().unwrap();
+            let mut mine = rank.mine();
+            mine.weights.fill(1.0);
+            let (rows, handle) = ep.dispatch(&mine.x, &super::routing(&mine)).unwrap();
+            let mut out = vec![bf16::MAX; mine.x.len()];
+            let started = ep.start_combine(rows.rows::<bf16>().unwrap(), &handle).unwrap();
+            if rank.is_bad() {
+                let error = started.finish(&mut out[HIDDEN..]).unwrap_err();
+                let (what, seen) = ("combined tokens", 6 * HIDDEN);
+                assert_eq!(error, PlanError::WrongShape { what, seen, rows: 7, columns: HIDDEN }.into());
+                assert!(out.iter().all(|&x| x == bf16::MAX), "nothing is written to it");
+            } else {
+                started.finish(&mut out).unwrap();
+                assert_eq!(out, repeated(&mine));
+            }
+            out = ep.combine(rows.rows::<bf16>().unwrap(), &handle).unwrap();
+            assert_eq!(out, repeated(&mine), "the same layer and handle go on");
+            drop((rows, handle, ep));
+            rank.works();
+        }
+    });
+}

@@ -89,7 +89,8 @@ pub fn pairs(n: usize) -> Vec<Call> {
     (0..n).flat_map(|round| [dispatch(0), ret(round, ROWS)]).collect()
 }
 
-/// Four rounds with all kinds of calls after all kinds, several handles alive, refusals, and kept rows.
+/// Four rounds with all kinds of calls after all kinds, several handles alive, refusals, ranks that disagree,
+/// and kept rows.
 pub fn rounds() -> Vec<Call> {
     vec![
         dispatch(0),
@@ -110,6 +111,7 @@ pub fn rounds() -> Vec<Call> {
         Call::Cached { handle: 2 },
         ret(2, BOTH),
         dispatch(1),
+        Call::Mixed { routing: 0, handle: 4 },
         Call::RefusedDispatch { routing: 0 },
         Call::RefusedDispatch { routing: 1 },
         dispatch(0),
@@ -121,5 +123,8 @@ pub fn rounds() -> Vec<Call> {
         copy(6, BOTH),
         Call::Cached { handle: 6 },
         Call::Cached { handle: 7 },
+        Call::Mixed { routing: 1, handle: 7 },
+        dispatch(1),
+        ret(8, ROWS),
     ]
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   script: nodes, experts, routings, calls
-//!      |  Sorted, Counts, Layout, Direct, Tables        the same code as in a real call
+//!      |  Sorted, Counts, Layout, Direct, Calls, Tables   the same code as in a real call
 //!      v
 //!   story[call][rank] = scenes:   touches | steps  ->  touches | steps  -> ...  -> touches
 //!                                 ^ planner, caller     ^ a join of all tracks lies between two scenes
@@ -11,6 +11,7 @@
 //! *Touches* are what the planner and the caller read and write in the windows between two stages. No executor runs
 //! them, but they are what the licences are for, so `prove` orders them like any other access.
 
+mod calls;
 mod effect;
 mod pool;
 mod tell;
@@ -19,7 +20,7 @@ mod touch;
 use std::ops::Range;
 use std::rc::Rc;
 
-use super::{Control, Op, Operands, Parts, Sum, Tables, WindowId};
+use super::{Calls, Control, Op, Operands, Parts, Sum, Tables, WindowId};
 use crate::error::{CallKind, PlanError};
 use crate::gate::Routing;
 use crate::plan::{ExpertMap, Layout, Order};
@@ -82,6 +83,13 @@ pub enum Call {
         /// The handle.
         handle: usize,
     },
+    /// Ranks disagree: rank 0 enters a return, the others a dispatch. Every rank leaves when it has read the tags.
+    Mixed {
+        /// Which set of routings.
+        routing: usize,
+        /// The handle; its rows are not kept.
+        handle: usize,
+    },
 }
 
 /// Rules of memory that a planner could break. The schedule's own mutations are in [`mutate`](super::mutate).
@@ -93,13 +101,17 @@ pub enum Slip {
     AnnounceHeld,
     /// Publications and mailboxes are not doubled.
     OnePublication,
+    /// Publications and mailboxes are doubled by the parity of the dispatch, which ranks that made another call do not
+    /// count.
+    CountDispatches,
     /// Tags are not doubled.
     OneTag,
 }
 
 impl Slip {
     /// All slips.
-    pub const ALL: [Slip; 4] = [Slip::FreeBeforeAck, Slip::AnnounceHeld, Slip::OnePublication, Slip::OneTag];
+    pub const ALL: [Slip; 5] =
+        [Slip::FreeBeforeAck, Slip::AnnounceHeld, Slip::OnePublication, Slip::CountDispatches, Slip::OneTag];
 }
 
 /// Bytes of a rank's window.
@@ -159,8 +171,7 @@ pub struct Part {
     pub kind: CallKind,
     /// The stages, and a last scene without operations.
     pub scenes: Vec<Scene>,
-    call_value: u64,
-    last_return: u64,
+    calls: Calls,
     row_bytes: u64,
     /// Where entry signals of this call leave their tag: its number, unless a slip says otherwise.
     tag_parity: u64,
@@ -224,8 +235,8 @@ impl Part {
                 weights: &[],
             },
             tags: &self.tables.tags,
-            call: self.call_value,
-            last_return: self.last_return,
+            call: self.calls.value(),
+            last_return: self.calls.last_return(),
         }
     }
 }

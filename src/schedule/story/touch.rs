@@ -13,18 +13,16 @@ impl Teller<'_> {
         &self,
         source: u32,
         me: u32,
-        parity: u64,
         sorted: &Sorted,
         to: Option<u32>,
     ) -> impl Iterator<Item = Bytes> + use<> {
         let (map, control) = (self.script.map, &self.control);
         let entries = to.map_or(sorted.entries() as u32, |to| entries_to(map, sorted, to));
-        let shared = self.script.nodes.same_node(source, me);
-        let (owner, start, first) = if shared {
-            let first = to.map_or(0, |to| sorted.starts[map.slots_of(to).start as usize]);
-            (source, control.publication(parity), first)
-        } else {
-            (me, control.mailbox(source, parity), 0)
+        let (owner, start) = control.published(&self.at(me), source, self.parity(me));
+        // A publication holds all weights, a mailbox only those for its owner.
+        let first = match to {
+            Some(to) if owner == source => sorted.starts[map.slots_of(to).start as usize],
+            _ => 0,
         };
         let weights = start + control.weights() + u64::from(first) * 4;
         [(start, control.head_bytes()), (weights, u64::from(entries) * 4)]
@@ -34,7 +32,7 @@ impl Teller<'_> {
 
     pub(super) fn tags_read(&self, me: u32) -> Vec<Touch> {
         let ranks = self.script.nodes.ranks();
-        let tag = |peer| Control::tag(peer, ranks, self.tag_parity());
+        let tag = |peer| Control::tag(peer, ranks, self.tag_parity(me));
         self.ranks()
             .filter(|&peer| peer != me)
             .map(|peer| self.read("tag", bytes(me, WindowId::CONTROL, tag(peer), Control::TAG_BYTES)))
@@ -68,7 +66,18 @@ impl Teller<'_> {
         Tag { kind, handle, base, ..Tag::default() }
     }
 
-    pub(super) fn tag_parity(&self) -> u64 {
-        if self.script.slip == Some(Slip::OneTag) { 0 } else { self.call as u64 + 1 }
+    /// Which publication and mailboxes a rank takes in the running call.
+    pub(super) fn parity(&self, me: u32) -> u64 {
+        let member = &self.members[me as usize];
+        match self.script.slip {
+            Some(Slip::OnePublication) => 0,
+            Some(Slip::CountDispatches) => member.dispatches,
+            _ => member.calls.parity(),
+        }
+    }
+
+    /// Which tags it takes.
+    pub(super) fn tag_parity(&self, me: u32) -> u64 {
+        if self.script.slip == Some(Slip::OneTag) { 0 } else { self.members[me as usize].calls.parity() }
     }
 }
