@@ -143,7 +143,7 @@ fn placed(case: &Case) -> (ExpertMap, NodeMap, Vec<Sorted>, Vec<Layout>) {
     let ranks = 0..case.labels.len() as u32;
     let mut sorted = vec![Sorted::default(); case.labels.len()];
     for me in ranks.clone() {
-        sorted[me as usize].fill(&map, me, &routing(case, me), case.order).unwrap();
+        sorted[me as usize].fill(&map, me, &routing(case, me)).unwrap();
     }
     let layouts = ranks.clone().map(|me| {
         let (mut counts, mut sizes, mut layout) = (Counts::default(), Sizes::default(), Layout::default());
@@ -344,11 +344,11 @@ proptest! {
         }
         let routing = Routing::new(top_k, ids, weights).unwrap();
         let mut sorted = Sorted::default();
-        let seen = sorted.fill(&map, 1, &routing, Order::Expert);
+        let seen = sorted.fill(&map, 1, &routing);
         prop_assert_eq!(seen, Err(first.unwrap().1));
 
         let good = Routing::new(1, vec![3, -1], vec![1.0, f32::NAN]).unwrap();
-        prop_assert_eq!(sorted.fill(&map, 1, &good, Order::Expert), Ok(()), "what was refused leaves nothing behind");
+        prop_assert_eq!(sorted.fill(&map, 1, &good), Ok(()), "what was refused leaves nothing behind");
         prop_assert_eq!(sorted.entries(), 1);
     }
 }

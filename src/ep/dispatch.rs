@@ -90,7 +90,7 @@ impl ExpertParallel {
             return Err(PlanError::TooManyTokens { tokens, max: spec.max_tokens }.into());
         }
         check_tensor("tokens", x, tokens, (spec.hidden, spec.dtype))?;
-        Ok(self.sorted.fill(&spec.map, self.lanes.rank, routing, spec.order)?)
+        Ok(self.sorted.fill(&spec.map, self.lanes.rank, routing)?)
     }
 
     /// What this rank receives at most, if every token of every rank chooses as many of its experts as it can.

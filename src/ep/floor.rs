@@ -3,35 +3,76 @@
 use super::{ExpertOutput, ExpertParallel, ExpertRows, Handle};
 use crate::error::{BootstrapError, Error};
 use crate::lane::Floor;
-use crate::memory::Extent;
 use crate::rows::{Arithmetic, Stores};
-use crate::schedule::{At, chunk_bytes};
 use crate::world::Group;
 
 /// The bare moves of a dispatch and of the combine that belongs to it, and the memory they go to.
+///
+/// The memory can be lent to the real calls and taken back, so that both are measured in the very same place: in a virtual
+/// machine, one stretch of memory may be a quarter faster than the next.
 #[derive(Debug)]
 pub struct Yardstick {
     floor: Floor,
-    rows: ExpertRows,
-    output: ExpertOutput,
-    _scratch: Extent,
+    rows: Lent<ExpertRows>,
+    output: Lent<ExpertOutput>,
+}
+
+/// Memory that belongs at an offset, and is there or lent.
+#[derive(Debug)]
+struct Lent<T> {
+    home: u64,
+    kept: Option<T>,
 }
 
 impl Yardstick {
     /// Moves the rows of `x`, `[tokens, hidden]` as bytes, to where the dispatch had put them, at this rank and its peers.
-    /// A shorter input moves nothing.
+    /// A shorter input moves nothing, and neither does a yardstick whose rows are lent.
     pub fn dispatch(&mut self, x: &[u8], stores: Stores) {
-        self.floor.dispatch(x, stores);
+        if self.rows.kept.is_some() {
+            self.floor.dispatch(x, stores);
+        }
     }
 
-    /// Sums the rows of all ranks' outputs into `out`, `[tokens, hidden]` as bytes. A shorter `out` is left as it is.
+    /// Sums the rows of all ranks' outputs into `out`, `[tokens, hidden]` as bytes. A shorter `out` is left as it is, and so
+    /// is any while the output is lent.
     pub fn combine(&mut self, dtype: Arithmetic, out: &mut [u8], stores: Stores) {
-        self.floor.combine(dtype, out, stores);
+        if self.output.kept.is_some() {
+            self.floor.combine(dtype, out, stores);
+        }
     }
 
-    /// Gives the rows and the output back.
-    pub fn into_parts(self) -> (ExpertRows, ExpertOutput) {
-        (self.rows, self.output)
+    /// Lends the rows: drop them, and a dispatch will land there.
+    pub fn lend_rows(&mut self) -> Option<ExpertRows> {
+        self.rows.kept.take()
+    }
+
+    /// Takes rows back. They are refused, and returned, if they lie elsewhere.
+    ///
+    /// # Errors
+    /// The rows.
+    pub fn keep_rows(&mut self, rows: ExpertRows) -> Result<(), ExpertRows> {
+        match rows.extent.offset() == self.rows.home {
+            true => self.rows.kept = Some(rows),
+            false => return Err(rows),
+        }
+        Ok(())
+    }
+
+    /// Lends the output: offer it to a combine.
+    pub fn lend_output(&mut self) -> Option<ExpertOutput> {
+        self.output.kept.take()
+    }
+
+    /// Takes an output back. It is refused, and returned, if it lies elsewhere.
+    ///
+    /// # Errors
+    /// The output.
+    pub fn keep_output(&mut self, output: ExpertOutput) -> Result<(), ExpertOutput> {
+        match output.extent.offset() == self.output.home {
+            true => self.output.kept = Some(output),
+            false => return Err(output),
+        }
+        Ok(())
     }
 }
 
@@ -41,7 +82,7 @@ impl ExpertParallel {
     /// writing, so a barrier belongs behind it.
     ///
     /// # Errors
-    /// Memory for what would go to other nodes; whatever ends an exchange of addresses.
+    /// Whatever ends an exchange of addresses.
     pub fn yardstick(
         &self,
         group: &Group,
@@ -50,36 +91,18 @@ impl ExpertParallel {
         handle: &Handle,
     ) -> Result<Yardstick, Error> {
         let inner = handle.inner();
-        let at = At { nodes: &self.lanes.nodes, me: self.lanes.rank };
-        let remote_rows: u64 = at
-            .remote()
-            .flat_map(|peer| inner.layout.runs_to(peer))
-            .map(|run| u64::from(inner.layout.runs[run as usize].count + inner.layout.runs[run as usize].pad))
-            .sum();
-        let chunks: u64 = at
-            .remote()
-            .map(|peer| chunk_bytes(inner.layout.chunk_rows[peer as usize], inner.row_bytes))
-            .sum();
-        let scratch = self.pool().take(remote_rows * inner.row_bytes + chunks)?;
         let (mut landing, mut bases) = (Vec::new(), Vec::new());
-        let mut chunk = scratch.offset() + remote_rows * inner.row_bytes;
-        for (blob, peer) in group
-            .gather(bytemuck::cast_slice(&[rows.extent.offset(), output.extent.offset()]))?
-            .iter()
-            .zip(0..)
-        {
+        let mine = [rows.extent.offset(), output.extent.offset()];
+        for (blob, peer) in group.gather(bytemuck::cast_slice(&mine))?.iter().zip(0..) {
             let [rows_at, output_at] = bytemuck::try_pod_read_unaligned::<[u64; 2]>(blob)
                 .map_err(|_| BootstrapError::Malformed { peer: format!("rank {peer}") })?;
             landing.push(rows_at);
-            if self.lanes.nodes.same_node(self.lanes.rank, peer) {
-                bases.push(output_at);
-            } else {
-                bases.push(chunk);
-                chunk += chunk_bytes(inner.layout.chunk_rows[peer as usize], inner.row_bytes);
-            }
+            bases.push(output_at);
         }
         let sum = inner.sum(&bases, false);
-        let floor = self.port.floor(&inner.layout, inner.row_bytes, &landing, scratch.offset(), &sum)?;
-        Ok(Yardstick { floor, rows, output, _scratch: scratch })
+        let floor = self.port.floor(&inner.layout, inner.row_bytes, &landing, &sum)?;
+        let rows = Lent { home: rows.extent.offset(), kept: Some(rows) };
+        let output = Lent { home: output.extent.offset(), kept: Some(output) };
+        Ok(Yardstick { floor, rows, output })
     }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use super::Port;
 use crate::error::{Error, LaneError};
-use crate::plan::Layout;
+use crate::plan::{Layout, RowRun};
 use crate::rows::{Arithmetic, Rows, Stores};
 use crate::schedule::{Sum, WindowId, chunk_bytes};
 
@@ -17,6 +17,8 @@ use crate::schedule::{Sum, WindowId, chunk_bytes};
 #[derive(Debug)]
 pub struct Floor {
     _port: Arc<Port>,
+    /// What is read and written in place of other nodes' memory.
+    _scratch: Vec<[u64; 8]>,
     kernels: Rows,
     row_bytes: usize,
     input_rows: usize,
@@ -41,8 +43,7 @@ unsafe impl Send for Floor {}
 
 impl Port {
     /// The moves of a dispatch along `layout` to `landing` (per rank, first byte in its pool), and of a sum of the chunks
-    /// that `sum` describes. `scratch` is a place in this rank's own pool for all rows that go to other nodes; the
-    /// chunks of other nodes' ranks must lie in this rank's pool (`sum.held_by`).
+    /// at `sum.bases` in their owners' pools.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`](crate::error::MemoryError) if any of it lies outside its window.
@@ -51,35 +52,53 @@ impl Port {
         layout: &Layout,
         row_bytes: u64,
         landing: &[u64],
-        scratch: u64,
         sum: &Sum<'_>,
     ) -> Result<Floor, Error> {
         let lanes = self.lanes();
-        let mut runs = Vec::new();
-        let mut spill = scratch;
-        for peer in 0..lanes.ranks() {
+        let near = |peer: u32| lanes.nodes.same_node(lanes.rank, peer);
+        let spilled = |run: &RowRun| u64::from(run.count + run.pad) * row_bytes;
+        let runs_to = |peer: u32| {
             let range = layout.runs_to(peer);
-            for run in &layout.runs[range.start as usize..range.end as usize] {
-                let len = u64::from(run.count + run.pad) * row_bytes;
-                let (owner, offset) = if lanes.nodes.same_node(lanes.rank, peer) {
-                    (peer, landing[peer as usize] + u64::from(run.to_row) * row_bytes)
-                } else {
-                    spill += len;
-                    (lanes.rank, spill - len)
-                };
-                let rows = &layout.rows[run.first as usize..][..run.count as usize];
-                if let Some(&row) = rows.iter().find(|&&row| row >= layout.tokens) {
-                    let (offset, len, size) = (row.into(), 1, layout.tokens.into());
-                    return Err(LaneError::SourceBounds { offset, len, size }.into());
-                }
-                let to = self.range(owner, WindowId::POOL, offset, len)?.cast_mut();
-                runs.push(FloorRun {
-                    to,
-                    first: run.first as usize,
-                    count: run.count as usize,
-                    pad: run.pad as usize,
-                });
+            layout.runs[range.start as usize..range.end as usize].iter().map(move |run| (peer, run))
+        };
+        let far_bytes: u64 =
+            (0..lanes.ranks()).filter(|&p| !near(p)).flat_map(runs_to).map(|(_, run)| spilled(run)).sum();
+        let chunk = |owner: usize| chunk_bytes(sum.chunk_rows[owner], row_bytes);
+        let chunk_bytes: u64 = (0..sum.bases.len()).filter(|&o| !near(o as u32)).map(chunk).sum();
+        let mut scratch = vec![[0u64; 8]; (far_bytes + chunk_bytes).div_ceil(64) as usize];
+        let (base, mut spilt) = (scratch.as_mut_ptr().cast::<u8>(), 0);
+        let mut spill = |bytes: u64| {
+            spilt += bytes as usize;
+            // SAFETY: the scratch was sized for all runs and chunks of other nodes, one after another.
+            unsafe { base.add(spilt - bytes as usize) }
+        };
+        let mut runs = Vec::new();
+        for (peer, run) in (0..lanes.ranks()).flat_map(runs_to) {
+            let rows = &layout.rows[run.first as usize..][..run.count as usize];
+            if let Some(&row) = rows.iter().find(|&&row| row >= layout.tokens) {
+                let (offset, len, size) = (row.into(), 1, layout.tokens.into());
+                return Err(LaneError::SourceBounds { offset, len, size }.into());
             }
+            let to = if near(peer) {
+                let offset = landing[peer as usize] + u64::from(run.to_row) * row_bytes;
+                self.range(peer, WindowId::POOL, offset, spilled(run))?.cast_mut()
+            } else {
+                spill(spilled(run))
+            };
+            runs.push(FloorRun {
+                to,
+                first: run.first as usize,
+                count: run.count as usize,
+                pad: run.pad as usize,
+            });
+        }
+        let mut chunks = Vec::new();
+        for owner in 0..sum.bases.len() {
+            chunks.push(if near(owner as u32) {
+                self.range(owner as u32, WindowId::POOL, sum.bases[owner], chunk(owner))?
+            } else {
+                spill(chunk(owner)).cast_const()
+            });
         }
         let mut terms = Vec::new();
         for term in sum.terms {
@@ -88,13 +107,12 @@ impl Port {
                 let (offset, len, size) = (term.row.into(), 1, sum.chunk_rows[owner].into());
                 return Err(LaneError::SourceBounds { offset, len, size }.into());
             }
-            let chunk = chunk_bytes(sum.chunk_rows[owner], row_bytes);
-            let base = self.range(sum.held_by[owner], WindowId::POOL, sum.bases[owner], chunk)?;
             // SAFETY: the whole chunk was checked, and the row lies inside it.
-            terms.push(unsafe { base.add(term.row as usize * row_bytes as usize) });
+            terms.push(unsafe { chunks[owner].add(term.row as usize * row_bytes as usize) });
         }
         Ok(Floor {
             _port: Arc::clone(self),
+            _scratch: scratch,
             kernels: lanes.rows,
             row_bytes: row_bytes as usize,
             input_rows: layout.tokens as usize,

@@ -144,6 +144,8 @@ pub struct Layout {
     pub arrivals: Vec<u32>,
     /// Weight of each landed row; 0 for pads.
     pub row_weights: Vec<f32>,
+    /// Per token: where its next term goes, while terms are placed.
+    cursors: Vec<u32>,
 }
 
 /// What is the same in every call of one `ExpertParallel`.
@@ -164,7 +166,7 @@ pub struct Frame<'a> {
 impl Layout {
     /// Places the sorted entries. `row_weights` is sized and zeroed; [`Layout::weigh`] fills it.
     pub fn fill(&mut self, frame: &Frame, sorted: &Sorted, top_k: u32, counts: &Counts, sizes: &Sizes) {
-        self.tokens = sorted.pick_starts.len() as u32 - 1;
+        self.tokens = sorted.token_starts.len() as u32 - 1;
         self.top_k = top_k;
         self.rows.clone_from(&sorted.tokens);
         self.place_runs(frame, sorted, counts, sizes);
@@ -203,18 +205,27 @@ impl Layout {
                 entries_to(map, sorted, rank)
             });
         }
-        self.term_starts.clone_from(&sorted.pick_starts);
-        self.terms.clear();
-        self.choices.clear();
-        for pick in &sorted.picks {
-            let (slot, owner) = (pick.slot as usize, map.rank_of(pick.slot));
+        self.term_starts.clone_from(&sorted.token_starts);
+        refill(&mut self.terms, sorted.entries(), Term::default());
+        refill(&mut self.choices, sorted.entries(), 0);
+        self.cursors.clone_from(&sorted.token_starts);
+        // Slot by slot in the order of the sum: so each token's terms come out in it, and nothing is compared.
+        for slot in map.in_order(frame.order).iter().map(|&slot| slot as usize) {
+            let owner = map.rank_of(slot as u32);
+            let entries = sorted.starts[slot] as usize..sorted.starts[slot + 1] as usize;
             let first = if frame.nodes.same_node(frame.me, owner) {
                 sizes.begin[slot] + counts.below[slot]
             } else {
                 sorted.starts[slot] - sorted.starts[map.slots_of(owner).start as usize]
             };
-            self.terms.push(Term { owner, row: first + pick.nth });
-            self.choices.push(pick.choice);
+            let tokens = sorted.tokens[entries.clone()].iter().zip(&sorted.choices[entries]);
+            for (row, (&token, &choice)) in (first..).zip(tokens) {
+                let cursor = &mut self.cursors[token as usize];
+                let term = *cursor as usize;
+                *cursor += 1;
+                self.terms[term] = Term { owner, row };
+                self.choices[term] = choice;
+            }
         }
     }
 

@@ -1,6 +1,6 @@
 //! A rank's own routing, sorted by expert slot: all it can know before the counts of the others arrive.
 
-use super::{ExpertMap, Order};
+use super::ExpertMap;
 use crate::error::PlanError;
 use crate::gate::Routing;
 
@@ -17,40 +17,31 @@ pub struct Sorted {
     pub tokens: Vec<u32>,
     /// Routing weight of each entry.
     pub weights: Vec<f32>,
-    /// The choices of each token that are not dropped, in summation order: `choices[t]` entries each.
-    pub(super) picks: Vec<Pick>,
-    /// First pick of each token; one more than there are tokens.
-    pub(super) pick_starts: Vec<u32>,
-    /// Per expert the last token that named it, plus one: finds doubles in one pass.
-    seen: Vec<u32>,
+    /// Place of each entry among the `[tokens, top_k]` choices.
+    pub(super) choices: Vec<u32>,
+    /// Entries of all tokens before each token; one more than there are tokens.
+    pub(super) token_starts: Vec<u32>,
+    /// Per expert: the slot that this rank uses, and the last token that named it, plus one, which finds doubles.
+    experts: Vec<Expert>,
+    /// Per slot: where its next entry goes.
+    cursors: Vec<u32>,
 }
 
-/// One choice of a token: which slot, which entry of that slot, which of the `[tokens, top_k]` choices.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Pick {
-    pub slot: u32,
-    pub expert: u32,
-    /// Position among this rank's entries of the slot.
-    pub nth: u32,
-    pub choice: u32,
+struct Expert {
+    slot: u32,
+    named: u32,
 }
 
 impl Sorted {
-    /// Checks and sorts `routing` of rank `me`. Two passes over the choices, nothing else.
+    /// Checks and sorts `routing` of rank `me`: a counting sort, two passes over the choices.
     ///
     /// # Errors
     /// [`PlanError::ExpertOutOfRange`], [`PlanError::ExpertTwice`], [`PlanError::NanWeight`]: the first found in
     /// token order. What was sorted before is lost, but may be filled again.
-    pub fn fill(
-        &mut self,
-        map: &ExpertMap,
-        me: u32,
-        routing: &Routing,
-        order: Order,
-    ) -> Result<(), PlanError> {
+    pub fn fill(&mut self, map: &ExpertMap, me: u32, routing: &Routing) -> Result<(), PlanError> {
         self.count(map, me, routing)?;
         self.place(routing);
-        self.sort_picks(order, map);
         Ok(())
     }
 
@@ -63,74 +54,67 @@ impl Sorted {
     pub fn clear(&mut self, map: &ExpertMap) {
         refill(&mut self.counts, map.slots() as usize, 0);
         refill(&mut self.starts, map.slots() as usize + 1, 0);
-        refill(&mut self.seen, map.experts() as usize, 0);
         self.tokens.clear();
         self.weights.clear();
-        self.picks.clear();
-        refill(&mut self.pick_starts, 1, 0);
+        self.choices.clear();
+        refill(&mut self.token_starts, 1, 0);
     }
 
     fn count(&mut self, map: &ExpertMap, me: u32, routing: &Routing) -> Result<(), PlanError> {
         self.clear(map);
-        for token in 0..routing.tokens() {
-            let first = token * routing.top_k();
-            for (k, &id) in routing.experts_of(token).iter().enumerate() {
+        self.experts.clear();
+        self.experts
+            .extend((0..map.experts()).map(|expert| Expert { slot: map.slot_for(me, expert), named: 0 }));
+        let k = routing.top_k() as usize;
+        let (mut entries, mut token) = (0, 0);
+        for (ids, weights) in routing.experts().chunks_exact(k).zip(routing.weights().chunks_exact(k)) {
+            for (k, (&id, weight)) in (0..).zip(ids.iter().zip(weights)) {
                 if id == -1 {
                     continue;
                 }
-                let (k, choice) = (k as u32, first + k as u32);
-                let Some(expert) = u32::try_from(id).ok().filter(|&e| e < map.experts()) else {
+                let Some(expert) = usize::try_from(id).ok().and_then(|id| self.experts.get_mut(id)) else {
                     return Err(PlanError::ExpertOutOfRange { token, k, expert: id, experts: map.experts() });
                 };
-                if routing.weights()[choice as usize].is_nan() {
+                if weight.is_nan() {
                     return Err(PlanError::NanWeight { token, k });
                 }
-                if std::mem::replace(&mut self.seen[expert as usize], token + 1) == token + 1 {
+                if std::mem::replace(&mut expert.named, token + 1) == token + 1 {
                     return Err(PlanError::ExpertTwice { token, expert: id });
                 }
-                let slot = map.slot_for(me, expert);
-                let nth = self.counts[slot as usize];
-                self.counts[slot as usize] += 1;
-                self.picks.push(Pick { slot, expert, nth, choice });
+                self.counts[expert.slot as usize] += 1;
+                entries += 1;
             }
-            self.pick_starts.push(self.picks.len() as u32);
+            token += 1;
+            self.token_starts.push(entries);
         }
         Ok(())
     }
 
+    /// Every id was checked by `count`.
     fn place(&mut self, routing: &Routing) {
         let mut sum = 0;
         for (start, &count) in self.starts[1..].iter_mut().zip(&self.counts) {
             sum += count;
             *start = sum;
         }
-        refill(&mut self.tokens, self.picks.len(), 0);
-        refill(&mut self.weights, self.picks.len(), 0.0);
-        for pick in &self.picks {
-            let entry = (self.starts[pick.slot as usize] + pick.nth) as usize;
-            self.tokens[entry] = pick.choice / routing.top_k();
-            self.weights[entry] = routing.weights()[pick.choice as usize];
-        }
-    }
-
-    /// A token has few choices: insertion sort beats anything that allocates.
-    fn sort_picks(&mut self, order: Order, map: &ExpertMap) {
-        for token in self.pick_starts.windows(2) {
-            let picks = &mut self.picks[token[0] as usize..token[1] as usize];
-            match order {
-                Order::Expert => insertion_sort(picks, |p| (0, p.expert)),
-                Order::Rank => insertion_sort(picks, |p| (map.rank_of(p.slot), p.expert)),
+        let entries = sum as usize;
+        refill(&mut self.tokens, entries, 0);
+        refill(&mut self.weights, entries, 0.0);
+        refill(&mut self.choices, entries, 0);
+        self.cursors.clone_from(&self.starts);
+        let (k, mut choice) = (routing.top_k() as usize, 0);
+        for (token, ids) in (0..).zip(routing.experts().chunks_exact(k)) {
+            for &id in ids {
+                if id >= 0 {
+                    let cursor = &mut self.cursors[self.experts[id as usize].slot as usize];
+                    let entry = *cursor as usize;
+                    *cursor += 1;
+                    self.tokens[entry] = token;
+                    self.weights[entry] = routing.weights()[choice];
+                    self.choices[entry] = choice as u32;
+                }
+                choice += 1;
             }
-        }
-    }
-}
-
-fn insertion_sort<K: PartialOrd>(picks: &mut [Pick], key: impl Fn(&Pick) -> K) {
-    for i in 1..picks.len() {
-        let mut j = i;
-        while j > 0 && key(&picks[j - 1]) > key(&picks[j]) {
-            picks.swap(j - 1, j);
-            j -= 1;
         }
     }
 }

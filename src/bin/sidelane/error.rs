@@ -27,6 +27,12 @@ pub enum CliError {
     #[error(transparent)]
     Library(#[from] sidelane::Error),
 
+    /// Real and floor were not measured in the same memory.
+    #[error(
+        "rank {rank}: a timed call did not land where its floor writes: its share of the floor would mean nothing"
+    )]
+    Moved { rank: u32 },
+
     /// A result could not be written.
     #[error("cannot write {path:?}: {source}")]
     Write { path: PathBuf, source: io::Error },

@@ -45,7 +45,7 @@ impl Teller<'_> {
         self.members.iter_mut().for_each(|member| member.dispatches += 1);
         let mut sorted = vec![Sorted::default(); set.len()];
         for ((sorted, routing), me) in sorted.iter_mut().zip(set).zip(0..) {
-            sorted.fill(script.map, me, routing, script.order)?;
+            sorted.fill(script.map, me, routing)?;
         }
         let layouts: Vec<Rc<Layout>> =
             self.ranks().map(|me| Rc::new(self.layout(me, &sorted, set[me as usize].top_k()))).collect();

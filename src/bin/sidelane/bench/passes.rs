@@ -1,9 +1,9 @@
 //! The timed calls, each beside its floor.
 //!
 //! Real and floor alternate round by round in the same processes, and take turns in going first, so that a busy moment
-//! of the machine, a warm cache or a throttled core meets both alike.
+//! of the machine or a throttled core meets both alike.
 
-use sidelane::ep::{ExpertOutput, ExpertRows, Handle, Yardstick};
+use sidelane::ep::{Handle, Yardstick};
 use sidelane::rows::{Arithmetic, Stores};
 use sidelane::{Error, ExpertParallel, Group, Window, World};
 
@@ -53,48 +53,48 @@ pub struct Track<'a, E> {
     pub stores: [Stores; 2],
     /// Handle of a dispatch that stays alive: combines and backward calls follow it.
     pub handle: &'a Handle,
-    /// The buffer that the next sum offers. Taken before the round's dispatch, so that rows never land in it: they would
-    /// throw it out of the cache, while the floor's stays.
-    pub output: Option<ExpertOutput>,
+    /// Whether a real call did not get the yardstick's memory: then its floor has not been measured.
+    pub moved: bool,
 }
 
 impl<E: Number> Track<'_, E> {
-    /// One untimed round of one kind, with real numbers in the buffers that the timed rounds will use: sums of garbage
-    /// may be slower or faster than sums.
-    pub fn warm_up(&mut self, kind: Kind, y: &[E]) -> Result<(), Error> {
-        let mut output = self.handle.output()?;
-        output.rows_mut::<E>()?.copy_from_slice(y);
-        self.output = Some(output);
-        self.lap(kind, &mut Pair::default(), false)
-    }
-
     /// One round of all kinds.
     pub fn round(&mut self, kinds: &[Kind], pairs: &mut [Pair], floor_first: bool) -> Result<(), Error> {
-        self.output = Some(self.handle.output()?);
         kinds.iter().zip(pairs).try_for_each(|(&kind, pair)| self.lap(kind, pair, floor_first))
     }
 
-    /// One round of one kind: real and floor, in this order or the other.
+    /// One round of one kind: real and floor, in this order or the other. Each is run twice and timed the second time, so
+    /// that it finds the caches as it left them itself, not as the other did.
     fn lap(&mut self, kind: Kind, pair: &mut Pair, floor_first: bool) -> Result<(), Error> {
-        if floor_first {
-            self.floor(kind, &mut pair.floor)?;
-        }
-        self.real(kind, &mut pair.real)?;
-        if !floor_first {
-            self.floor(kind, &mut pair.floor)?;
+        for floor in [floor_first, !floor_first] {
+            if floor {
+                self.floor(kind, &mut Laps::default())?;
+                self.floor(kind, &mut pair.floor)?;
+            } else {
+                self.real(kind, &mut Laps::default())?;
+                self.real(kind, &mut pair.real)?;
+            }
         }
         Ok(())
     }
 
+    /// The real call, in the yardstick's memory.
     fn real(&mut self, kind: Kind, laps: &mut Laps) -> Result<(), Error> {
         match kind {
             Kind::Dispatch => {
+                drop(self.yardstick.lend_rows());
                 self.barrier.barrier()?;
-                let landed: (ExpertRows, Handle) = laps.time(|| self.ep.dispatch(self.x, self.routing))?;
-                drop(landed);
+                let (rows, _) = laps.time(|| self.ep.dispatch(self.x, self.routing))?;
+                self.moved |= self.yardstick.keep_rows(rows).is_err();
+            }
+            Kind::CombineBackward => {
+                drop(self.yardstick.lend_rows());
+                self.barrier.barrier()?;
+                let (rows, _) = laps.time(|| self.ep.combine_backward(self.x, self.handle))?;
+                self.moved |= self.yardstick.keep_rows(rows).is_err();
             }
             Kind::Combine | Kind::DispatchBackward => {
-                let y = self.output.take().map_or_else(|| self.handle.output(), Ok)?;
+                let y = self.yardstick.lend_output().map_or_else(|| self.handle.output(), Ok)?;
                 self.barrier.barrier()?;
                 match kind {
                     Kind::Combine => laps.time(|| self.ep.combine_into(y, self.handle, self.out))?,
@@ -102,11 +102,9 @@ impl<E: Number> Track<'_, E> {
                         laps.time(|| self.ep.dispatch_backward_into(y, None, self.handle, self.out, &mut []))?
                     }
                 }
-            }
-            Kind::CombineBackward => {
+                // Once all are here, all have read it, and it is free again.
                 self.barrier.barrier()?;
-                let rows = laps.time(|| self.ep.combine_backward(self.x, self.handle))?;
-                drop(rows);
+                self.moved |= self.yardstick.keep_output(self.handle.output()?).is_err();
             }
         }
         Ok(())
@@ -125,21 +123,21 @@ impl<E: Number> Track<'_, E> {
         Ok(())
     }
 
-    /// Finds the faster stores for the floor: a few rounds of each, decided alike on all ranks.
+    /// Finds the faster stores for the floor: a few rounds of each, as they will be timed, decided alike on all ranks.
     pub fn choose_stores(&mut self, group: &Group) -> Result<[Stores; 2], Error> {
-        const ROUNDS: usize = 7;
+        const ROUNDS: usize = 15;
         for (at, kind) in [Kind::Dispatch, Kind::Combine].into_iter().enumerate() {
             let mut best = f64::INFINITY;
             for stores in [Stores::Streaming, Stores::Cached] {
-                let mut laps = Laps::default();
+                let mut pair = Pair::default();
                 let before = std::mem::replace(&mut self.stores[at], stores);
                 for _ in 0..ROUNDS {
-                    self.floor(kind, &mut laps)?;
+                    self.lap(kind, &mut pair, false)?;
                 }
-                let rounds = Laps::rounds_us(&group.gather(laps.to_bytes())?);
-                let fastest = rounds.into_iter().fold(f64::INFINITY, f64::min);
-                if fastest < best {
-                    best = fastest;
+                let mut rounds = Laps::rounds_us(&group.gather(pair.floor.to_bytes())?);
+                rounds.sort_unstable_by(f64::total_cmp);
+                if rounds[ROUNDS / 2] < best {
+                    best = rounds[ROUNDS / 2];
                 } else {
                     self.stores[at] = before;
                 }

@@ -58,20 +58,24 @@ impl<'t, E: Number> Rank<'t, E> {
     /// The report, on rank 0.
     fn run(task: &'t Task) -> Result<Option<Report>, CliError> {
         let mut rank = Self::join(task)?;
-        let (rows, handle) = rank.first_dispatch()?;
-        let mut output = handle.output().map_err(CliError::Library)?;
-        let fill = output.rows_mut::<E>().map_err(Error::from).and_then(|out| {
-            rank.expected.experts(&task.config, rows.rows::<E>()?, out);
-            Ok(out.to_vec())
-        })?;
+        let (rows, handle) = rank.dispatch_and_check()?;
+        let mut fill = rows.to_vec::<E>().map_err(Error::from)?;
+        rank.expected.experts(&task.config, rows.rows::<E>().map_err(Error::from)?, &mut fill);
+        drop(rows);
         rank.combine_and_check(&fill, &handle)?;
         if task.config.backward {
             rank.backward_and_check(&fill, &handle)?;
         }
+        // Once all are here, all have read what was offered, and the pool is empty. Then the output lies below the rows:
+        // whenever these are dropped, the next dispatch lands in the same place.
+        rank.group.gather(&[])?;
+        let mut output = handle.output()?;
+        output.rows_mut::<E>().map_err(Error::from)?.copy_from_slice(&fill);
+        let (rows, _) = rank.dispatch_and_check()?;
         let yardstick = rank.ep.yardstick(&rank.group, rows, output, &handle)?;
-        let (passes, memcpy, rows) = rank.time(yardstick, &fill, &handle)?;
+        let (passes, memcpy, rows) = rank.time(yardstick, &handle)?;
         // The floor has written the same rows again and again: they must still be right.
-        rank.check_rows(&rows, &handle)?;
+        rank.check_rows(&rows.ok_or(CliError::Moved { rank: rank.world.rank() })?, &handle)?;
         rank.combine_and_check(&fill, &handle)?;
         rank.trace(&handle)?;
         rank.report(passes, memcpy)
@@ -106,7 +110,7 @@ impl<'t, E: Number> Rank<'t, E> {
         Ok(Rank { task, world, group, ep, router, expected, x, out, right: 0, compared: 0 })
     }
 
-    fn first_dispatch(&mut self) -> Result<(ExpertRows, Handle), CliError> {
+    fn dispatch_and_check(&mut self) -> Result<(ExpertRows, Handle), CliError> {
         let routing = self.router.routing(&self.task.config, self.world.rank()).map_err(Error::from)?;
         self.world.pool().poison(0xff);
         let (rows, handle) = self.ep.dispatch(&self.x, &routing)?;
@@ -147,9 +151,8 @@ impl<'t, E: Number> Rank<'t, E> {
     fn time(
         &mut self,
         mut yardstick: Yardstick,
-        y: &[E],
         handle: &Handle,
-    ) -> Result<(Vec<Pair>, f64, ExpertRows), CliError> {
+    ) -> Result<(Vec<Pair>, f64, Option<ExpertRows>), CliError> {
         let config = &self.task.config;
         let mut barrier = self.group.window(0)?;
         let memcpy = memcpy_gbps(&self.world, &self.group, &mut barrier)?;
@@ -164,14 +167,11 @@ impl<'t, E: Number> Rank<'t, E> {
             yardstick: &mut yardstick,
             stores: [Stores::Streaming, Stores::Cached],
             handle,
-            output: None,
+            moved: false,
         };
         track.choose_stores(&self.group)?;
         let kinds = Kind::all(config.backward);
         let mut pairs = vec![Pair::default(); kinds.len()];
-        for &kind in kinds {
-            track.warm_up(kind, y)?;
-        }
         let bar = if self.world.rank() == 0 {
             progress::bar(config.rounds)
         } else {
@@ -182,8 +182,9 @@ impl<'t, E: Number> Rank<'t, E> {
             bar.inc(1);
         }
         bar.finish_and_clear();
-        barrier.barrier()?;
-        Ok((pairs, memcpy, yardstick.into_parts().0))
+        track.barrier.barrier()?;
+        let rows = if track.moved { None } else { track.yardstick.lend_rows() };
+        Ok((pairs, memcpy, rows))
     }
 
     /// One more round, with everything recorded before it thrown away.
