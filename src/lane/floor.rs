@@ -154,8 +154,10 @@ impl Floor {
             return;
         }
         for (token, out) in output.chunks_exact_mut(self.row_bytes).enumerate().take(self.input_rows) {
-            let rows = &self.terms[self.starts[token] as usize..self.starts[token + 1] as usize];
-            let all = [rows.len() as u32];
+            let (first, last) = (self.starts[token], self.starts[token + 1]);
+            let next = self.starts.get(token + 2).copied().unwrap_or(last);
+            let rows = &self.terms[first as usize..next as usize];
+            let all = [last - first];
             let groups = match self.groups[..] {
                 [] => &all[..],
                 _ => &self.groups[self.group_starts[token] as usize..self.group_starts[token + 1] as usize],

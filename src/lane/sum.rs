@@ -8,7 +8,7 @@ use crate::error::{Error, LaneError};
 use crate::rows::{Arithmetic, Stores};
 use crate::schedule::{Operands, Sum, WindowId, chunk_bytes};
 
-/// Pointers to the rows of one output row. Kept from call to call.
+/// Pointers to the rows of a sum. Kept from call to call.
 #[derive(Debug, Default)]
 pub struct Scratch {
     chunks: Vec<*const u8>,
@@ -40,27 +40,19 @@ impl Port {
         if outputs * row_bytes != io.output.len() {
             return Err(bounds(0, outputs * row_bytes, io.output.len()).into());
         }
+        self.point(sum, row_bytes, scratch)?;
         for (token, out) in io.output.chunks_exact_mut(row_bytes.max(1)).enumerate() {
-            let range = sum.starts[token] as usize..sum.starts[token + 1] as usize;
-            scratch.rows.clear();
-            for term in &sum.terms[range.clone()] {
-                if term.row >= sum.chunk_rows[term.owner as usize] {
-                    return Err(
-                        bounds(term.row as usize, 1, sum.chunk_rows[term.owner as usize] as usize).into()
-                    );
-                }
-                // SAFETY: inside the owner's chunk, which `chunks` checked as a whole.
-                scratch
-                    .rows
-                    .push(unsafe { scratch.chunks[term.owner as usize].add(term.row as usize * row_bytes) });
-            }
+            let (first, last) = (sum.starts[token] as usize, sum.starts[token + 1] as usize);
+            // The next token's rows are fetched meanwhile.
+            let next = sum.starts.get(token + 2).map_or(last, |&next| next as usize);
+            let rows = &scratch.rows[first..next];
             scratch.weights.clear();
             if !sum.weights.is_empty() {
-                scratch.weights.extend(sum.choices[range].iter().map(|&choice| sum.weights[choice as usize]));
+                let choices = sum.choices[first..last].iter();
+                scratch.weights.extend(choices.map(|&choice| sum.weights[choice as usize]));
             }
             let weights = (!sum.weights.is_empty()).then_some(scratch.weights.as_slice());
-            let rows = &scratch.rows;
-            let all = [rows.len() as u32];
+            let all = [(last - first) as u32];
             let groups = match sum.groups {
                 [] => &all[..],
                 groups => &groups[sum.group_starts[token] as usize..sum.group_starts[token + 1] as usize],
@@ -106,6 +98,20 @@ impl Port {
             *place = unsafe {
                 scratch.chunks[owner].add(behind + term.row as usize * 4).cast::<f32>().read_unaligned()
             };
+        }
+        Ok(())
+    }
+
+    /// Points at the row of every term.
+    fn point(&self, sum: &Sum<'_>, row_bytes: usize, scratch: &mut Scratch) -> Result<(), Error> {
+        scratch.rows.clear();
+        for term in sum.terms {
+            let owner = term.owner as usize;
+            if term.row >= sum.chunk_rows[owner] {
+                return Err(bounds(term.row as usize, 1, sum.chunk_rows[owner] as usize).into());
+            }
+            // SAFETY: inside the owner's chunk, which `chunks` checked as a whole.
+            scratch.rows.push(unsafe { scratch.chunks[owner].add(term.row as usize * row_bytes) });
         }
         Ok(())
     }

@@ -139,13 +139,13 @@ impl Rows {
     /// ```
     ///
     /// Without weights the elements themselves are added. One group of all rows is the plain sum; a group for each
-    /// rank is combine with `order = rank`. No rows, no groups and empty groups give +0; rows beyond the
-    /// groups are not read.
+    /// rank is combine with `order = rank`. No rows, no groups and empty groups give +0. Rows beyond the
+    /// groups are not read but fetched: name those of the next sum there.
     ///
     /// # Safety
     ///
     /// The [contract](Rows#contract), for `columns` elements of `dtype` at each row and at `out`. The groups add up to
-    /// at most `rows.len()`, and there are at least as many weights as rows: debug builds assert both.
+    /// at most `rows.len()` and `weights.len()`: debug builds assert both.
     #[allow(
         clippy::too_many_arguments,
         reason = "the general form of the sums: each argument is one operand"
@@ -161,7 +161,9 @@ impl Rows {
         stores: Stores,
     ) {
         debug_assert!(groups.iter().map(|&rows| rows as usize).sum::<usize>() <= rows.len());
-        debug_assert!(weights.is_none_or(|weights| weights.len() >= rows.len()));
+        debug_assert!(weights.is_none_or(|weights| {
+            weights.len() >= groups.iter().map(|&rows| rows as usize).sum::<usize>()
+        }));
         // SAFETY: the caller answers for pointers, weights and groups.
         unsafe { self.run(sum::Sum { dtype, out, rows, weights, groups, columns, stores }) }
     }

@@ -12,6 +12,9 @@
 //! Columns are the outer loop and rows the inner one: the sums never leave the registers, each row is read
 //! once, the target is written once. A plain sum is the case of one group. That costs no bits: a sum that
 //! starts from +0 is never -0, so adding it to +0 changes nothing.
+//!
+//! Rows lie scattered, each shorter than what a hardware prefetcher needs to get going. So the rows of the next sum
+//! can be named behind those of this one: they are fetched, column by column, while these are added.
 
 use super::Stores;
 use super::format::{Arithmetic, Bf16, F16, F32, Format};
@@ -123,6 +126,11 @@ impl Sum<'_> {
                     *total = total.add(partial);
                 }
                 first = last;
+            }
+            for row in self.rows.get(first..).unwrap_or_default() {
+                for line in (0..N * LANES * F::BYTES).step_by(LINE) {
+                    V::prefetch(row.wrapping_add(column * F::BYTES + line));
+                }
             }
             let out = self.out.add(column * F::BYTES);
             for (n, total) in total.into_iter().enumerate() {
