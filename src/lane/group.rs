@@ -48,12 +48,19 @@ pub struct Lanes {
     pub health: Arc<Health>,
     /// How long a live but silent rank is waited for.
     pub deadline: Duration,
+    /// Whether this machine has fewer cores than ranks of the world.
+    pub crowded: bool,
 }
 
 impl Lanes {
     /// What ends a wait for `peer`.
     pub fn patience(&self, peer: u32) -> Patience<'_> {
-        Patience { health: &self.health, deadline: self.deadline, awaited: self.world_ranks[peer as usize] }
+        Patience {
+            health: &self.health,
+            crowded: self.crowded,
+            deadline: self.deadline,
+            awaited: self.world_ranks[peer as usize],
+        }
     }
 
     /// Receives what has come over the rails.

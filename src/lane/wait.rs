@@ -10,8 +10,9 @@ use super::FlagLine;
 use crate::bootstrap::Health;
 use crate::error::{Cause, Loss};
 
-/// Bounds of the three steps.
+/// Bounds of the three steps. Where ranks share cores, pausing only keeps the awaited one from running.
 const PAUSES: u32 = 50;
+const PAUSES_IN_A_CROWD: u32 = 4;
 const YIELDS: u32 = 400;
 /// The longest time in which a waiter does not look whether the world is alive.
 const SLICE: Duration = Duration::from_millis(10);
@@ -24,6 +25,8 @@ const STRIDE: Duration = Duration::from_millis(500);
 pub struct Patience<'a> {
     /// Ends the wait when the world has died.
     pub health: &'a Health,
+    /// Whether this machine has fewer cores than ranks.
+    pub crowded: bool,
     /// The rank (of the world) that is awaited: ends the wait when it has left.
     pub awaited: u32,
     /// Ends the wait when the awaited rank is alive but silent for so long.
@@ -65,12 +68,13 @@ impl<'a> Waiter<'a> {
     /// [`Interrupted`] if the world died or the deadline passed.
     pub fn turn(&mut self, sleep: impl FnOnce(Duration)) -> Result<(), Interrupted> {
         self.turns = self.turns.saturating_add(1);
-        if self.turns <= PAUSES {
+        let pauses = if self.patience.crowded { PAUSES_IN_A_CROWD } else { PAUSES };
+        if self.turns <= pauses {
             std::hint::spin_loop();
             return Ok(());
         }
         self.patience.health.check().map_err(Interrupted::Dead)?;
-        if self.turns <= PAUSES + YIELDS {
+        if self.turns <= pauses + YIELDS {
             std::thread::yield_now();
             return Ok(());
         }
@@ -130,7 +134,7 @@ mod tests {
         let line = unsafe { FlagLine::new(std::ptr::NonNull::from(&words).cast()) };
         let deadline = Duration::from_secs(60);
         let mut turns = 0;
-        until(line, 1, Patience { health: hubs[0].health(), deadline, awaited: 1 }, || {
+        until(line, 1, Patience { health: hubs[0].health(), crowded: false, deadline, awaited: 1 }, || {
             turns += 1;
             if Some(turns) == turn {
                 line.raise(1, None);

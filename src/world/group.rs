@@ -113,6 +113,7 @@ impl Group {
             rows: self.shared.rows,
             health: Arc::clone(self.shared.hub.health()),
             deadline: self.shared.options.clocks.deadline,
+            crowded: self.shared.crowded(),
         };
         Ok(Arc::clone(self.lanes.get_or_init(|| Arc::new(lanes))))
     }

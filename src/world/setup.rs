@@ -304,6 +304,12 @@ impl Shared {
         self.machines[rank as usize].same_machine(&self.machines[self.hub.rank() as usize])
     }
 
+    /// Whether this machine has fewer cores for this process than ranks.
+    pub(crate) fn crowded(&self) -> bool {
+        let here = (0..self.hub.size()).filter(|&rank| self.same_machine(rank)).count();
+        std::thread::available_parallelism().is_ok_and(|cores| cores.get() < here)
+    }
+
     /// How many groups of these ranks were made before this one.
     pub(crate) fn count_group(&self, ranks: &[u32]) -> u32 {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);

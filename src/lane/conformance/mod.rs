@@ -126,6 +126,7 @@ impl Actor {
             rows: ready.rows,
             health: Arc::clone(&ready.health),
             deadline,
+            crowded: true,
         };
         let (me, lane) = (lanes.rank, lanes.reach[1 - lanes.rank as usize].name());
         let port = Port::new(Arc::new(lanes), ranges.iter().map(|range| range.window()).collect(), FLAGS);

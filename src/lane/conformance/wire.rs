@@ -25,7 +25,7 @@ fn unserved() -> Link {
 }
 
 fn fill(health: &Health, deadline: Duration) -> NoCredit {
-    let patience = Patience { health, deadline, awaited: 1 };
+    let patience = Patience { health, crowded: false, deadline, awaited: 1 };
     unserved().put(0, 0, &vec![1; 2 << 20], patience).unwrap_err()
 }
 
