@@ -11,11 +11,12 @@
 //! | `SIDELANE_SECRET`, `SIDELANE_SECRET_FILE` | the job's secret | none: loopback only |
 //! | `SIDELANE_INSECURE` | `1`: listen beyond this machine without a secret | 0 |
 //! | `SIDELANE_PORT` | the rendezvous port | `MASTER_PORT` + 1 upwards |
+//! | `SIDELANE_JOB`, `SIDELANE_LAUNCHER_FD`, `SIDELANE_LAUNCHER_PID` | a launcher's: the job's name, and the pipe that ends with it | none |
 //! | `SIDELANE_NODE` | splits one machine into load domains: ranks with equal values share memory | empty |
 
 use crate::error::BootstrapError;
 
-/// Sizes of a world's memory. Bytes; they must be equal on all ranks.
+/// Sizes of a world's memory, in bytes. Heap and symmetric part must be equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Config {
     /// The heap of each rank.
