@@ -8,7 +8,8 @@
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use sidelane::rows::{Arithmetic, Rows, Simd, Stores};
+use sidelane::dtype::Wire;
+use sidelane::rows::{Arithmetic, GroupedSum, Out, Rows, Simd, Stores};
 
 const MIB: usize = 1 << 20;
 
@@ -58,6 +59,11 @@ fn sum(criterion: &mut Criterion) {
     const ROWS: usize = 8;
     const COLUMNS: usize = 2048;
     const TOKENS: usize = 512;
+    const KINDS: [(&str, &[u32], Wire); 3] = [
+        ("plain", &[8], Wire::F32),
+        ("by pairs", &[2; 4], Wire::F32),
+        ("by pairs, bf16", &[2; 4], Wire::Bf16),
+    ];
     for pool_mib in [2, 64] {
         let pool = touched(pool_mib * MIB);
         let mut out = touched(TOKENS * COLUMNS * 2);
@@ -68,26 +74,28 @@ fn sum(criterion: &mut Criterion) {
         let mut group = criterion.benchmark_group(format!("sum/8 x 2048 bf16 of {pool_mib} MiB"));
         group.throughput(Throughput::Bytes((TOKENS * ROWS * COLUMNS * 2) as u64));
         for loops in Simd::available().map(Rows::new) {
-            group.bench_function(loops.simd().name(), |bencher| {
-                bencher.iter(|| {
-                    for (token, rows) in rows.chunks_exact(ROWS).enumerate() {
-                        // SAFETY: every row lies in the pool, every token in the target.
-                        unsafe {
-                            let out = out.as_mut_ptr().cast::<u8>().add(token * COLUMNS * 2);
-                            let groups = [ROWS as u32];
-                            loops.grouped_sum(
-                                Arithmetic::Bf16,
-                                out,
-                                rows,
-                                None,
-                                &groups,
-                                COLUMNS,
-                                Stores::Cached,
-                            );
+            for (kind, groups, wire) in KINDS {
+                group.bench_function(BenchmarkId::new(loops.simd().name(), kind), |bencher| {
+                    bencher.iter(|| {
+                        for (token, rows) in rows.chunks_exact(ROWS).enumerate() {
+                            // SAFETY: every row lies in the pool, every token in the target.
+                            unsafe {
+                                let out = out.as_mut_ptr().cast::<u8>().add(token * COLUMNS * 2);
+                                loops.grouped_sum(GroupedSum {
+                                    dtype: Arithmetic::Bf16,
+                                    wire,
+                                    out: Out::Total(out),
+                                    rows,
+                                    weights: None,
+                                    groups,
+                                    columns: COLUMNS,
+                                    stores: Stores::Cached,
+                                });
+                            }
                         }
-                    }
+                    });
                 });
-            });
+            }
         }
     }
 }

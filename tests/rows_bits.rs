@@ -4,104 +4,18 @@
 #![allow(unsafe_code)]
 
 mod rows_common;
+mod rows_values;
 
-use half::{bf16, f16};
+use std::ptr;
+
 use proptest::prelude::*;
 use rows_common::{Guarded, Random, misalignment, stores};
-use sidelane::rows::{Arithmetic, Rows, Simd, Stores};
+use rows_values::{SPECIAL_F32, Terms, any_f32, any_row, canonical, carried, load, store, wire_type};
+use sidelane::dtype::{PARTIAL, Wire};
+use sidelane::rows::{Arithmetic, GroupedSum, Out, Rows, Simd, Stores};
 
-const SPECIAL_F32: [u32; 18] = [
-    0x0000_0000,
-    0x8000_0000,
-    0x0000_0001,
-    0x8000_0001,
-    0x0040_0000,
-    0x007f_ffff,
-    0x0080_0000,
-    0x3f80_0000,
-    0x3f80_8000,
-    0x3f81_8000,
-    0x477f_f000,
-    0x3300_0000,
-    0x7f7f_ffff,
-    0xff7f_ffff,
-    0x7f80_0000,
-    0xff80_0000,
-    0x7f80_0001,
-    0xffc0_1234,
-];
-
-/// Denormals, infinities, NaN of both kinds, zeros, extremes; any bits; values whose sums round and tie.
-fn any_f32(random: &mut Random) -> f32 {
-    let bits = random.next();
-    match bits >> 60 {
-        0..=2 => f32::from_bits(SPECIAL_F32[(bits % SPECIAL_F32.len() as u64) as usize]),
-        3..=5 => f32::from_bits(bits as u32),
-        _ => (bits as i32 >> (bits >> 40 & 31)) as f32 / 1024.0,
-    }
-}
-
-/// The bytes of a row of such values, or of any bits of its type.
-fn any_row(random: &mut Random, dtype: Arithmetic, columns: usize) -> Vec<u8> {
-    let mut row = Vec::new();
-    for _ in 0..columns {
-        let any = random.next();
-        match dtype {
-            Arithmetic::F32 => row.extend(any_f32(random).to_ne_bytes()),
-            _ if any & 7 == 0 => row.extend(((any >> 32) as u16).to_ne_bytes()),
-            Arithmetic::Bf16 => row.extend(bf16::from_f32(any_f32(random)).to_ne_bytes()),
-            Arithmetic::F16 => row.extend(f16::from_f32(any_f32(random)).to_ne_bytes()),
-        }
-    }
-    row
-}
-
-fn canonical(x: f32) -> f32 {
-    if x.is_nan() { f32::from_bits(0x7fc0_0000) } else { x }
-}
-
-fn load(dtype: Arithmetic, row: &[u8], column: usize) -> f32 {
-    let element = &row[column * dtype.size()..][..dtype.size()];
-    match dtype {
-        Arithmetic::F32 => f32::from_ne_bytes(element.try_into().unwrap()),
-        Arithmetic::Bf16 => bf16::from_ne_bytes(element.try_into().unwrap()).to_f32(),
-        Arithmetic::F16 => f16::from_ne_bytes(element.try_into().unwrap()).to_f32(),
-    }
-}
-
-fn store(dtype: Arithmetic, x: f32, into: &mut Vec<u8>) {
-    match dtype {
-        Arithmetic::F32 => into.extend(canonical(x).to_ne_bytes()),
-        Arithmetic::Bf16 if x.is_nan() => into.extend(0x7fc0u16.to_ne_bytes()),
-        Arithmetic::Bf16 => into.extend(bf16::from_f32(x).to_ne_bytes()),
-        Arithmetic::F16 if x.is_nan() => into.extend(0x7e00u16.to_ne_bytes()),
-        Arithmetic::F16 => into.extend(f16::from_f32(x).to_ne_bytes()),
-    }
-}
-
-/// The sum as its definition reads: groups, then their partial sums, one column at a time.
-fn reference_sum(
-    dtype: Arithmetic,
-    rows: &[Vec<u8>],
-    weights: Option<&[f32]>,
-    groups: &[u32],
-    columns: usize,
-) -> Vec<u8> {
-    let mut out = Vec::new();
-    for column in 0..columns {
-        let (mut total, mut row) = (0f32, 0);
-        for &count in groups {
-            let mut partial = 0f32;
-            for _ in 0..count {
-                let x = load(dtype, &rows[row], column);
-                partial += weights.map_or(x, |weights| weights[row] * x);
-                row += 1;
-            }
-            total += partial;
-        }
-        store(dtype, total, &mut out);
-    }
-    out
+fn dtypes() -> impl Strategy<Value = Arithmetic> {
+    prop::sample::select(&Arithmetic::ALL[..])
 }
 
 fn reference_dot(dtype: Arithmetic, a: &[u8], b: &[u8], columns: usize) -> f32 {
@@ -117,39 +31,43 @@ fn reference_dot(dtype: Arithmetic, a: &[u8], b: &[u8], columns: usize) -> f32 {
     canonical(lanes[0])
 }
 
-fn dtypes() -> impl Strategy<Value = Arithmetic> {
-    prop::sample::select(&Arithmetic::ALL[..])
-}
-
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
     fn every_set_sums_like_the_scalar_reference(
-        (dtype, stores, at) in (dtypes(), stores(), misalignment()),
-        groups in prop::collection::vec(0u32..=8, 0..=5),
+        (dtype, wire) in carried(),
+        (stores, at) in (stores(), misalignment()),
+        groups in prop::collection::vec(prop_oneof![3 => 0u32..=8, 1 => Just(PARTIAL)], 0..=5),
         columns in 0usize..=200,
         weighted: bool,
+        partial: bool,
         seed: u64,
     ) {
         let mut random = Random(seed);
-        let count: u32 = groups.iter().sum();
-        let rows: Vec<_> = (0..count).map(|_| any_row(&mut random, dtype, columns)).collect();
-        let weights: Vec<_> = (0..count).map(|_| any_f32(&mut random)).collect();
-        let weights = weighted.then_some(&weights[..]);
-        let mut sources: Vec<_> = rows.iter().map(|row| Guarded::holding(row, random.next() as usize)).collect();
-        let pointers: Vec<_> = sources.iter_mut().map(|row| row.ptr().cast_const()).collect();
-        let sums = [groups, vec![count]].map(|groups| {
-            let expected = reference_sum(dtype, &rows, weights, &groups, columns);
-            (groups, expected)
-        });
-        for rows in Simd::available().map(Rows::new) {
-            for (groups, expected) in &sums {
-                let mut out = Guarded::new(columns * dtype.size(), at);
-                // SAFETY: rows and target have the lengths said.
-                unsafe { rows.grouped_sum(dtype, out.ptr(), &pointers, weights, groups, columns, stores) };
-                prop_assert_eq!(out.content(), &expected[..], "{} {:?}", rows.simd(), groups);
+        let mut rows = Vec::new();
+        for &group in &groups {
+            match group {
+                PARTIAL => rows.push(any_row(&mut random, wire_type(wire), columns)),
+                _ => rows.extend((0..group).map(|_| any_row(&mut random, dtype, columns))),
             }
+        }
+        let weights: Vec<_> = rows.iter().map(|_| any_f32(&mut random)).collect();
+        let weights = weighted.then_some(&weights[..]);
+        let result = if partial { wire_type(wire) } else { dtype };
+        let terms = Terms { dtype, wire, rows: &rows, weights, groups: &groups };
+        let expected = terms.sum(columns, result);
+        let mut sources: Vec<_> = rows.iter().map(|row| Guarded::holding(row, random.next() as usize)).collect();
+        let mut pointers: Vec<_> = sources.iter_mut().map(|row| row.ptr().cast_const()).collect();
+        // Rows of a next sum, which may only be fetched.
+        pointers.extend([0, 1, usize::MAX].map(ptr::without_provenance));
+        for loops in Simd::available().map(Rows::new) {
+            let mut target = Guarded::new(columns * result.size(), at);
+            let out = if partial { Out::Partial(target.ptr()) } else { Out::Total(target.ptr()) };
+            let (rows, groups) = (&pointers[..], &groups[..]);
+            // SAFETY: rows and target have the lengths said.
+            unsafe { loops.grouped_sum(GroupedSum { dtype, wire, out, rows, weights, groups, columns, stores }) };
+            prop_assert_eq!(target.content(), &expected[..], "{}", loops.simd());
         }
     }
 
@@ -198,20 +116,22 @@ fn every_two_byte_value_sums_to_the_reference_bits_beside_special_ones() {
             let rows = [every.clone(), one.repeat(columns)];
             let pointers = [rows[0].as_ptr(), rows[1].as_ptr()];
             for weights in [None, Some(&[special, 1.0][..])] {
-                let expected = reference_sum(dtype, &rows, weights, &[2], columns);
+                let (wire, groups) = (Wire::F32, &[2][..]);
+                let expected = Terms { dtype, wire, rows: &rows, weights, groups }.sum(columns, dtype);
                 for loops in Simd::available().map(Rows::new) {
                     let mut out = Guarded::new(columns * 2, 0);
                     // SAFETY: rows and target have `columns` elements.
                     unsafe {
-                        loops.grouped_sum(
+                        loops.grouped_sum(GroupedSum {
                             dtype,
-                            out.ptr(),
-                            &pointers,
+                            wire,
+                            out: Out::Total(out.ptr()),
+                            rows: &pointers,
                             weights,
-                            &[2],
+                            groups,
                             columns,
-                            Stores::Streaming,
-                        );
+                            stores: Stores::Streaming,
+                        });
                     }
                     assert!(
                         out.content() == expected,
@@ -234,8 +154,18 @@ fn sum_of<const N: usize>(
     let (mut out, all) = ([0xff; N], [values.len() as u32]);
     let sources: Vec<_> = values.iter().map(|value| value.as_ptr()).collect();
     assert_eq!(N, dtype.size());
+    let sum = GroupedSum {
+        dtype,
+        wire: Wire::F32,
+        out: Out::Total(out.as_mut_ptr()),
+        rows: &sources,
+        weights,
+        groups: &all,
+        columns: 1,
+        stores: Stores::Cached,
+    };
     // SAFETY: one column on both sides, and as many weights as rows.
-    unsafe { rows.grouped_sum(dtype, out.as_mut_ptr(), &sources, weights, &all, 1, Stores::Cached) };
+    unsafe { rows.grouped_sum(sum) };
     out
 }
 

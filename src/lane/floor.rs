@@ -7,9 +7,10 @@
 use std::sync::Arc;
 
 use super::Port;
+use crate::dtype::Wire;
 use crate::error::{Error, LaneError};
 use crate::plan::{Layout, RowRun};
-use crate::rows::{Arithmetic, Rows, Stores};
+use crate::rows::{Arithmetic, GroupedSum, Out, Rows, Stores};
 use crate::schedule::{Sum, WindowId, chunk_bytes};
 
 /// A call's moves, ready to run. It keeps the port alive whose windows it holds addresses of; whoever runs it must hold
@@ -164,7 +165,18 @@ impl Floor {
             };
             let columns = self.row_bytes / dtype.size();
             // SAFETY: terms were checked when this was built; `out` is one row.
-            unsafe { self.kernels.grouped_sum(dtype, out.as_mut_ptr(), rows, None, groups, columns, stores) };
+            unsafe {
+                self.kernels.grouped_sum(GroupedSum {
+                    dtype,
+                    wire: Wire::F32,
+                    out: Out::Total(out.as_mut_ptr()),
+                    rows,
+                    weights: None,
+                    groups,
+                    columns,
+                    stores,
+                });
+            }
         }
         Rows::fence();
     }

@@ -4,8 +4,9 @@
 //! (Pushing them home and summing there moves every byte three times.)
 
 use super::{Io, Port};
+use crate::dtype::Wire;
 use crate::error::{Error, LaneError};
-use crate::rows::{Arithmetic, Stores};
+use crate::rows::{Arithmetic, GroupedSum, Out, Stores};
 use crate::schedule::{Operands, Sum, WindowId, chunk_bytes};
 
 /// Pointers to the rows of a sum. Kept from call to call.
@@ -60,15 +61,16 @@ impl Port {
             // SAFETY: every row was checked; `out` is a slice of one row; owners offered the rows in this call and do
             // not write them before they have this rank's word that it has read them.
             unsafe {
-                self.lanes().rows.grouped_sum(
+                self.lanes().rows.grouped_sum(GroupedSum {
                     dtype,
-                    out.as_mut_ptr(),
+                    wire: Wire::F32,
+                    out: Out::Total(out.as_mut_ptr()),
                     rows,
                     weights,
                     groups,
                     columns,
                     stores,
-                );
+                });
             }
         }
         Ok(())

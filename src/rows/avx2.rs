@@ -44,6 +44,12 @@ impl Vector for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn round_bf16(self) -> Self {
+        // SAFETY: the caller answers for the CPU features.
+        unsafe { Avx2(round_bf16(self.0), round_bf16(self.1)) }
+    }
+
+    #[inline(always)]
     unsafe fn load_f32(src: *const u8) -> Self {
         // SAFETY: the caller answers for the CPU features and 64 bytes.
         unsafe { Avx2(_mm256_loadu_ps(src.cast()), _mm256_loadu_ps(src.add(32).cast())) }
@@ -78,7 +84,7 @@ impl Vector for Avx2 {
         // SAFETY: the caller answers for the CPU features, 32 bytes and their alignment.
         unsafe {
             // The pack works within 128-bit halves: its quarters come out as 0 2 1 3.
-            let packed = _mm256_packus_epi32(round_bf16(self.0), round_bf16(self.1));
+            let packed = _mm256_packus_epi32(upper(round_bf16(self.0)), upper(round_bf16(self.1)));
             store::<STREAM>(_mm256_permute4x64_epi64::<0b11_01_10_00>(packed), dst);
         }
     }
@@ -147,19 +153,30 @@ unsafe fn load_bf16(src: *const u8) -> __m256 {
     }
 }
 
-/// The upper halves, rounded to nearest even, in the lower halves of the lanes.
+/// The upper halves of the lanes, in their lower halves.
+///
+/// # Safety
+///
+/// The CPU has AVX2.
+#[inline(always)]
+unsafe fn upper(lanes: __m256) -> __m256i {
+    // SAFETY: as the caller's.
+    unsafe { _mm256_srli_epi32::<16>(_mm256_castps_si256(lanes)) }
+}
+
+/// Rounds to nearest even: half a unit less one is added, one more where the unit's bit is odd.
 ///
 /// # Safety
 ///
 /// The CPU has AVX2. NaN lanes are canonical.
 #[inline(always)]
-unsafe fn round_bf16(lanes: __m256) -> __m256i {
+unsafe fn round_bf16(lanes: __m256) -> __m256 {
     // SAFETY: as the caller's.
     unsafe {
         let bits = _mm256_castps_si256(lanes);
         let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
         let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-        _mm256_srli_epi32::<16>(rounded)
+        _mm256_castsi256_ps(_mm256_and_si256(rounded, _mm256_set1_epi32(0xffff_0000u32 as i32)))
     }
 }
 

@@ -50,6 +50,18 @@ impl Vector for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn round_bf16(self) -> Self {
+        // SAFETY: the caller answers for the CPU feature.
+        unsafe {
+            let bits = _mm512_castps_si512(self.0);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+            let upper = _mm512_and_si512(rounded, _mm512_set1_epi32(0xffff_0000u32 as i32));
+            Avx512(_mm512_castsi512_ps(upper))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn load_f32(src: *const u8) -> Self {
         // SAFETY: the caller answers for the CPU feature and 64 bytes.
         unsafe { Avx512(_mm512_loadu_ps(src.cast())) }
@@ -85,10 +97,8 @@ impl Vector for Avx512 {
     unsafe fn store_bf16<const STREAM: bool>(self, dst: *mut u8) {
         // SAFETY: the caller answers for the CPU feature, 32 bytes and their alignment.
         unsafe {
-            let bits = _mm512_castps_si512(self.0);
-            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-            let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-            store_half::<STREAM>(_mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded)), dst);
+            let upper = _mm512_srli_epi32::<16>(_mm512_castps_si512(self.round_bf16().0));
+            store_half::<STREAM>(_mm512_cvtepi32_epi16(upper), dst);
         }
     }
 

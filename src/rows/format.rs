@@ -103,6 +103,31 @@ pub(super) struct Bf16;
 /// [`Arithmetic::F16`] at compile time.
 pub(super) struct F16;
 
+/// A type in which partial sums travel.
+///
+/// # Safety
+///
+/// Of its method: the CPU has the set of `V`.
+pub(super) trait WireFormat: Format {
+    /// Rounds each lane to this type; which NaN a lane is does not matter.
+    unsafe fn round<V: Vector>(lanes: V) -> V;
+}
+
+impl WireFormat for F32 {
+    #[inline(always)]
+    unsafe fn round<V: Vector>(lanes: V) -> V {
+        lanes
+    }
+}
+
+impl WireFormat for Bf16 {
+    #[inline(always)]
+    unsafe fn round<V: Vector>(lanes: V) -> V {
+        // SAFETY: the caller answers for the set; NaN is canonical.
+        unsafe { lanes.canonical().round_bf16() }
+    }
+}
+
 macro_rules! format {
     ($format:ty, $bytes:literal, $load:ident, $store:ident) => {
         impl Format for $format {

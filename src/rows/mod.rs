@@ -12,8 +12,9 @@
 //!
 //! **Bits.** Every set gives the same bits. Sums are taken in `f32`, in the order of the rows, from +0; a product
 //! is rounded before it is added; nothing is fused and denormals are kept; one rounding to nearest even when
-//! the result is stored; any NaN is stored as the one quiet NaN (`0x7fc00000`, `0x7fc0`, `0x7e00`). This takes
-//! the thread's floating-point mode to be the one Rust assumes: round to nearest, no flushing.
+//! the result is stored, and one of each partial sum where these travel in bf16; any NaN is stored as the one
+//! quiet NaN (`0x7fc00000`, `0x7fc0`, `0x7e00`). This takes the thread's floating-point mode to be the one Rust
+//! assumes: round to nearest, no flushing.
 //!
 //! **Pointers.** Everything takes raw pointers, because the memory is shared with other processes: a reference
 //! to it would promise the compiler what nobody can keep. Who may touch which bytes when is the business of
@@ -37,7 +38,9 @@ mod avx512;
 
 pub use format::Arithmetic;
 pub use simd::{SIMD_VARIABLE, Simd};
+pub use sum::{GroupedSum, Out};
 
+use crate::dtype::rows_of;
 use simd::Set;
 use vector::Kernel;
 
@@ -130,42 +133,32 @@ impl Rows {
         unsafe { self.run(transfer::Zero { dst, len, stores }) }
     }
 
-    /// The sum of rows, by groups: `groups` are the lengths of consecutive groups of `rows`. For each of `columns`
-    /// columns `c`
+    /// The sum of rows, by groups. For each column `c`
     ///
     /// ```text
-    ///   group    = +0 + weights[i] * rows[i][c] + ...     f32, in order; a product is rounded, then added
-    ///   out[c]   = round(+0 + group + group + ...)        f32, in order; one rounding, at the end
+    ///   group    = wire(+0 + weights[i] * rows[i][c] + ...)     f32, in order; a product is rounded, then added
+    ///   out[c]   = round(+0 + group + group + ...)              f32, in order; one rounding, at the end
     /// ```
     ///
-    /// Without weights the elements themselves are added. One group of all rows is the plain sum; a group for each
-    /// rank is combine with `order = rank`. No rows, no groups and empty groups give +0. Rows beyond the
-    /// groups are not read but fetched: name those of the next sum there.
+    /// Without weights the elements themselves are added. `wire` rounds to the [wire's type](GroupedSum::wire): not at
+    /// all for `f32`. A group that was summed elsewhere takes part as one row of [`PARTIAL`](crate::dtype::PARTIAL) sums; where it was summed
+    /// does not change a bit of the result.
+    ///
+    /// One group of all rows is the plain sum; a group for each rank or node is combine with `order = rank` or
+    /// `node`. No rows, no groups and empty groups give +0. Rows beyond the groups are not read but fetched, as rows of
+    /// `dtype`: name those of the next sum there.
     ///
     /// # Safety
     ///
-    /// The [contract](Rows#contract), for `columns` elements of `dtype` at each row and at `out`. The groups add up to
-    /// at most `rows.len()` and `weights.len()`: debug builds assert both.
-    #[allow(
-        clippy::too_many_arguments,
-        reason = "the general form of the sums: each argument is one operand"
-    )]
-    pub unsafe fn grouped_sum(
-        &self,
-        dtype: Arithmetic,
-        out: *mut u8,
-        rows: &[*const u8],
-        weights: Option<&[f32]>,
-        groups: &[u32],
-        columns: usize,
-        stores: Stores,
-    ) {
-        debug_assert!(groups.iter().map(|&rows| rows as usize).sum::<usize>() <= rows.len());
-        debug_assert!(weights.is_none_or(|weights| {
-            weights.len() >= groups.iter().map(|&rows| rows as usize).sum::<usize>()
-        }));
+    /// The [contract](Rows#contract), for `columns` elements at each row and at `out`, of the types that
+    /// [`GroupedSum`] names. The groups add up to at most `rows.len()` and `weights.len()`, and the wire carries
+    /// `dtype`: debug builds assert all three.
+    pub unsafe fn grouped_sum(&self, sum: GroupedSum<'_>) {
+        debug_assert!(sum.wire.carries(sum.dtype.into()));
+        debug_assert!(rows_of(sum.groups) <= sum.rows.len());
+        debug_assert!(sum.weights.is_none_or(|weights| rows_of(sum.groups) <= weights.len()));
         // SAFETY: the caller answers for pointers, weights and groups.
-        unsafe { self.run(sum::Sum { dtype, out, rows, weights, groups, columns, stores }) }
+        unsafe { self.run(sum) }
     }
 
     /// `<a, b>` over `columns` columns, in `f32` and in a fixed order: lane `j` of 16 adds the rounded products

@@ -68,6 +68,14 @@ impl Vector for Portable {
     }
 
     #[inline(always)]
+    unsafe fn round_bf16(self) -> Self {
+        Portable(self.0.map(|lane| {
+            let bits = lane.to_bits();
+            f32::from_bits(bits.wrapping_add(0x7fff + (bits >> 16 & 1)) & 0xffff_0000)
+        }))
+    }
+
+    #[inline(always)]
     unsafe fn load_f32(src: *const u8) -> Self {
         // SAFETY: the caller answers for 64 bytes.
         unsafe { load(src, |element: f32| element) }
@@ -94,7 +102,7 @@ impl Vector for Portable {
     #[inline(always)]
     unsafe fn store_bf16<const STREAM: bool>(self, dst: *mut u8) {
         // SAFETY: the caller answers for 32 bytes.
-        unsafe { store(self.0, dst, bf16::from_f32) }
+        unsafe { store(self.round_bf16().0, dst, |lane| (lane.to_bits() >> 16) as u16) }
     }
 
     #[inline(always)]

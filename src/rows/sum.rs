@@ -2,72 +2,113 @@
 //!
 //! ```text
 //!             block of columns, in registers
-//!   row 0   ------[====]---------->   partial = +0 + row 0 + row 1      group 0
+//!   row 0   ------[====]---------->   partial = wire(+0 + row 0 + row 1)      group of 2
 //!   row 1   ------[====]---------->   total   = +0 + partial
-//!   row 2   ------[====]---------->   partial = +0 + row 2              group 1
+//!   row 2   ======[====]==========>   total   = total + row 2                 PARTIAL, in the wire's type
+//!   row 3   ------[====]---------->   partial = wire(+0 + row 3)              group of 1
 //!                   |                 total   = total + partial
 //!   out     ------[====]---------->   canonical NaN, one rounding, one store
 //! ```
 //!
 //! Columns are the outer loop and rows the inner one: the sums never leave the registers, each row is read
 //! once, the target is written once. A plain sum is the case of one group. That costs no bits: a sum that
-//! starts from +0 is never -0, so adding it to +0 changes nothing.
+//! starts from +0 is never -0, so adding it to +0 changes nothing. A partial that was
+//! stored elsewhere is as good as one taken here: beyond the wire's rounding, storing changes at most the sign of a
+//! zero and the kind of a NaN, and neither shows in the total.
 //!
 //! Rows lie scattered, each shorter than what a hardware prefetcher needs to get going. So the rows of the next sum
 //! can be named behind those of this one: they are fetched, column by column, while these are added.
 
 use super::Stores;
-use super::format::{Arithmetic, Bf16, F16, F32, Format};
+use super::format::{Arithmetic, Bf16, F16, F32, Format, WireFormat};
 use super::vector::{Kernel, LANES, LINE, Vector};
+use crate::dtype::{PARTIAL, Wire};
 
 /// Vectors per visit of a row: 64 columns, two lines of bf16, so that no line is touched by two visits.
 const BLOCK: usize = 4;
 
-/// Arguments of a sum: `groups` are the lengths of consecutive groups of `rows`.
-pub(super) struct Sum<'a> {
-    pub(super) dtype: Arithmetic,
-    pub(super) out: *mut u8,
-    pub(super) rows: &'a [*const u8],
-    pub(super) weights: Option<&'a [f32]>,
-    pub(super) groups: &'a [u32],
-    pub(super) columns: usize,
-    pub(super) stores: Stores,
+/// The operands of [`Rows::grouped_sum`](super::Rows::grouped_sum).
+#[derive(Clone, Copy, Debug)]
+pub struct GroupedSum<'a> {
+    /// Type of the rows; not of those that are [`PARTIAL`], which are in the wire's type.
+    pub dtype: Arithmetic,
+    /// The type to which partial sums are rounded. One that [carries](Wire::carries) `dtype`.
+    pub wire: Wire,
+    /// Where the result goes, and in which type.
+    pub out: Out,
+    /// The rows of all groups, one group after another, then those of the next sum, if it is known.
+    pub rows: &'a [*const u8],
+    /// A weight for each row of the groups. That of a partial counts for nothing.
+    pub weights: Option<&'a [f32]>,
+    /// Lengths of consecutive groups of `rows`, or [`PARTIAL`] for one row that holds the sum of a group.
+    pub groups: &'a [u32],
+    /// Elements of each row and of the result.
+    pub columns: usize,
+    /// How the result is written.
+    pub stores: Stores,
 }
 
-impl Kernel for Sum<'_> {
+/// Where a sum goes, and what it is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Out {
+    /// The result itself, in the type of the rows.
+    Total(*mut u8),
+    /// A partial sum that another rank goes on with, in the wire's type.
+    Partial(*mut u8),
+}
+
+impl Kernel for GroupedSum<'_> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<V: Vector>(self) {
         // SAFETY: the caller answers for the rows, the weights and the target.
         unsafe {
-            match self.dtype {
-                Arithmetic::F32 => self.of::<V, F32>(),
-                Arithmetic::Bf16 => self.of::<V, Bf16>(),
-                Arithmetic::F16 => self.of::<V, F16>(),
+            match (self.dtype, self.wire) {
+                (Arithmetic::Bf16, Wire::Bf16) => self.with_wire::<V, Bf16, Bf16>(),
+                // No other type travels in bf16.
+                (Arithmetic::F32, _) => self.with_wire::<V, F32, F32>(),
+                (Arithmetic::Bf16, _) => self.with_wire::<V, Bf16, F32>(),
+                (Arithmetic::F16, _) => self.with_wire::<V, F16, F32>(),
             }
         }
     }
 }
 
-/// Each function demands what its caller does: the CPU has the set of `V`; `columns` elements of `F` are
-/// readable at every row and writable at `out`; the groups cover the rows; there is a weight for every row.
-impl Sum<'_> {
+/// The types of a sum are `F` for its rows, `W` for the wire, `O` for the result.
+///
+/// Each function demands what its caller does: the CPU has the set of `V`; `columns` elements are readable at
+/// every row and writable at `out`; the groups cover the rows; there is a weight for every row.
+impl GroupedSum<'_> {
+    /// # Safety
+    ///
+    /// See the block.
+    #[inline(always)]
+    unsafe fn with_wire<V: Vector, F: Format, W: WireFormat>(&self) {
+        // SAFETY: as the caller's.
+        unsafe {
+            match self.out {
+                Out::Total(out) => self.with_types::<V, F, W, F>(out),
+                Out::Partial(out) => self.with_types::<V, F, W, W>(out),
+            }
+        }
+    }
+
     /// Takes the choices that hold for the whole row out of the loops.
     ///
     /// # Safety
     ///
     /// See the block.
     #[inline(always)]
-    unsafe fn of<V: Vector, F: Format>(&self) {
-        let streams = self.stores == Stores::Streaming && self.out.addr().is_multiple_of(LINE);
+    unsafe fn with_types<V: Vector, F: Format, W: WireFormat, O: Format>(&self, out: *mut u8) {
+        let streams = self.stores == Stores::Streaming && out.addr().is_multiple_of(LINE);
         // SAFETY: as the caller's; streaming is for aligned targets.
         unsafe {
             match (self.weights.is_some(), streams) {
-                (false, false) => self.columns::<V, F, false, false>(),
-                (false, true) => self.columns::<V, F, false, true>(),
-                (true, false) => self.columns::<V, F, true, false>(),
-                (true, true) => self.columns::<V, F, true, true>(),
+                (false, false) => self.walk::<V, F, W, O, false, false>(out),
+                (false, true) => self.walk::<V, F, W, O, false, true>(out),
+                (true, false) => self.walk::<V, F, W, O, true, false>(out),
+                (true, true) => self.walk::<V, F, W, O, true, true>(out),
             }
         }
     }
@@ -78,17 +119,25 @@ impl Sum<'_> {
     ///
     /// See the block.
     #[inline(always)]
-    unsafe fn columns<V: Vector, F: Format, const WEIGHTED: bool, const STREAM: bool>(&self) {
+    unsafe fn walk<V, F, W, O, const WEIGHTED: bool, const STREAM: bool>(&self, out: *mut u8)
+    where
+        V: Vector,
+        F: Format,
+        W: WireFormat,
+        O: Format,
+    {
         let mut column = 0;
         // SAFETY: each step stays within `columns`.
         unsafe {
             while self.columns - column >= BLOCK * LANES {
-                self.block::<V, F, WEIGHTED, STREAM, BLOCK>(column, LANES);
+                let total = self.block::<V, F, W, WEIGHTED, BLOCK>(column, LANES);
+                write::<V, O, STREAM, BLOCK>(total, out.add(column * O::BYTES), LANES);
                 column += BLOCK * LANES;
             }
             while column < self.columns {
                 let lanes = LANES.min(self.columns - column);
-                self.block::<V, F, WEIGHTED, STREAM, 1>(column, lanes);
+                let total = self.block::<V, F, W, WEIGHTED, 1>(column, lanes);
+                write::<V, O, STREAM, 1>(total, out.add(column * O::BYTES), lanes);
                 column += lanes;
             }
         }
@@ -100,30 +149,41 @@ impl Sum<'_> {
     ///
     /// See the block.
     #[inline(always)]
-    unsafe fn block<V: Vector, F: Format, const WEIGHTED: bool, const STREAM: bool, const N: usize>(
+    unsafe fn block<V, F, W, const WEIGHTED: bool, const N: usize>(
         &self,
         column: usize,
         lanes: usize,
-    ) {
+    ) -> [V; N]
+    where
+        V: Vector,
+        F: Format,
+        W: WireFormat,
+    {
         // SAFETY: the caller keeps the columns within the rows.
         unsafe {
             let mut total = [V::splat(0.0); N];
             let mut first = 0;
-            for &count in self.groups {
-                let last = first + count as usize;
+            for &group in self.groups {
+                if group == PARTIAL {
+                    let row = self.rows.get_unchecked(first).add(column * W::BYTES);
+                    for (n, total) in total.iter_mut().enumerate() {
+                        *total = total.add(read::<V, W, N>(row, n, lanes));
+                    }
+                    first += 1;
+                    continue;
+                }
+                let last = first + group as usize;
                 let mut partial = [V::splat(0.0); N];
                 for i in first..last {
                     let row = self.rows.get_unchecked(i).add(column * F::BYTES);
                     let weight = V::splat(if WEIGHTED { self.weight(i) } else { 1.0 });
                     for (n, sum) in partial.iter_mut().enumerate() {
-                        let src = row.add(n * LANES * F::BYTES);
-                        let whole = N > 1 || lanes == LANES;
-                        let x: V = if whole { F::load(src) } else { F::load_some(src, lanes) };
+                        let x = read::<V, F, N>(row, n, lanes);
                         *sum = sum.add(if WEIGHTED { x.mul(weight) } else { x });
                     }
                 }
                 for (total, partial) in total.iter_mut().zip(partial) {
-                    *total = total.add(partial);
+                    *total = total.add(W::round(partial));
                 }
                 first = last;
             }
@@ -132,10 +192,7 @@ impl Sum<'_> {
                     V::prefetch(row.wrapping_add(column * F::BYTES + line));
                 }
             }
-            let out = self.out.add(column * F::BYTES);
-            for (n, total) in total.into_iter().enumerate() {
-                F::store_some::<V, STREAM>(total, out.add(n * LANES * F::BYTES), lanes);
-            }
+            total
         }
     }
 
@@ -148,5 +205,36 @@ impl Sum<'_> {
     unsafe fn weight(&self, i: usize) -> f32 {
         // SAFETY: as the caller's.
         unsafe { *self.weights.unwrap_unchecked().get_unchecked(i) }
+    }
+}
+
+/// Reads vector `n` of a block of `N`.
+///
+/// # Safety
+///
+/// The CPU has the set of `V`; the vector's elements, of which only a block of one has fewer than 16, are readable.
+#[inline(always)]
+unsafe fn read<V: Vector, F: Format, const N: usize>(row: *const u8, n: usize, lanes: usize) -> V {
+    // SAFETY: as the caller's.
+    unsafe {
+        let src = row.add(n * LANES * F::BYTES);
+        if N > 1 || lanes == LANES { F::load(src) } else { F::load_some(src, lanes) }
+    }
+}
+
+/// Writes a block.
+///
+/// # Safety
+///
+/// The CPU has the set of `V`; the block's elements are writable at `out`, which is aligned to a line if `STREAM`.
+#[inline(always)]
+unsafe fn write<V: Vector, O: Format, const STREAM: bool, const N: usize>(
+    block: [V; N],
+    out: *mut u8,
+    lanes: usize,
+) {
+    for (n, lanes_of) in block.into_iter().enumerate() {
+        // SAFETY: as the caller's.
+        unsafe { O::store_some::<V, STREAM>(lanes_of, out.add(n * LANES * O::BYTES), lanes) }
     }
 }

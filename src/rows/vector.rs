@@ -1,7 +1,7 @@
 //! The small seam between the loops and the instruction sets.
 //!
 //! ```text
-//!   transfer.rs  sum.rs  dot.rs      the loops, once, generic over Vector
+//!   transfer.rs  sum.rs  gradient.rs   the loops, once, generic over Vector
 //!              |
 //!           Vector                   16 lanes of f32, and one cache line of bytes
 //!        /     |      \
@@ -34,6 +34,8 @@ pub(super) trait Vector: Copy {
     unsafe fn mul(self, other: Self) -> Self;
     /// NaN of any sign and payload becomes `0x7fc0_0000`; other lanes stay.
     unsafe fn canonical(self) -> Self;
+    /// Rounds to bf16, to nearest even, and stays in `f32`. NaN lanes must be canonical: it is integer arithmetic.
+    unsafe fn round_bf16(self) -> Self;
 
     /// Reads 64 bytes.
     unsafe fn load_f32(src: *const u8) -> Self;
@@ -44,7 +46,7 @@ pub(super) trait Vector: Copy {
 
     /// Writes 64 bytes.
     unsafe fn store_f32<const STREAM: bool>(self, dst: *mut u8);
-    /// Writes 32 bytes, rounded to nearest even. NaN lanes must be canonical: the rounding is integer arithmetic.
+    /// Writes 32 bytes, rounded as by [`Vector::round_bf16`], with the same demand.
     unsafe fn store_bf16<const STREAM: bool>(self, dst: *mut u8);
     /// Writes 32 bytes, rounded to nearest even.
     unsafe fn store_f16<const STREAM: bool>(self, dst: *mut u8);

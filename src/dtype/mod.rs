@@ -1,7 +1,12 @@
 //! Element types of the rows that move.
 //!
 //! Moving rows needs only their width; summing rows (combine) needs their meaning. All sums are taken in
-//! `f32` from +0 and rounded once, to nearest even, when the result is stored.
+//! `f32` from +0 and rounded once, to nearest even, when the result is stored. Partial sums between nodes have
+//! a type of their own: the [`Wire`]'s.
+
+mod wire;
+
+pub use wire::{PARTIAL, Wire, rows_of};
 
 use half::{bf16, f16};
 
