@@ -8,7 +8,7 @@
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use sidelane::dtype::Wire;
+use sidelane::dtype::{RecordShape, Wire};
 use sidelane::rows::{Arithmetic, GroupedSum, Out, Rows, Simd, Stores};
 
 const MIB: usize = 1 << 20;
@@ -100,12 +100,32 @@ fn sum(criterion: &mut Criterion) {
     }
 }
 
+fn records(criterion: &mut Criterion) {
+    const ROWS: usize = 128;
+    let (dtype, shape) = (Arithmetic::Bf16, RecordShape::new(2048));
+    let bytes = ROWS * shape.hidden() * dtype.size();
+    let (mut rows, mut records) = (vec![0; bytes], vec![0; ROWS * shape.bytes()]);
+    for (i, element) in rows.chunks_exact_mut(2).enumerate() {
+        element.copy_from_slice(&(i as u16 ^ 0x3f80).to_ne_bytes());
+    }
+    let mut group = criterion.benchmark_group("records/128 x 2048 bf16");
+    group.throughput(Throughput::Bytes(bytes as u64));
+    for loops in Simd::available().map(Rows::new) {
+        group.bench_function(BenchmarkId::new(loops.simd().name(), "quantise"), |bencher| {
+            bencher.iter(|| loops.quantise(dtype, shape, &rows, &mut records));
+        });
+        group.bench_function(BenchmarkId::new(loops.simd().name(), "dequantise"), |bencher| {
+            bencher.iter(|| loops.dequantise(dtype, shape, &records, &mut rows));
+        });
+    }
+}
+
 criterion_group! {
     name = benches;
     config = Criterion::default()
         .sample_size(10)
         .warm_up_time(Duration::from_millis(100))
         .measurement_time(Duration::from_millis(300));
-    targets = gather, sum
+    targets = gather, sum, records
 }
 criterion_main!(benches);

@@ -4,13 +4,12 @@
 #![allow(unsafe_code)]
 
 mod rows_common;
-mod rows_values;
 
 use std::ptr;
 
 use proptest::prelude::*;
+use rows_common::values::{SPECIAL_F32, Terms, any_f32, any_row, canonical, carried, load, store, wire_type};
 use rows_common::{Guarded, Random, misalignment, stores};
-use rows_values::{SPECIAL_F32, Terms, any_f32, any_row, canonical, carried, load, store, wire_type};
 use sidelane::dtype::{PARTIAL, Wire};
 use sidelane::rows::{Arithmetic, GroupedSum, Out, Rows, Simd, Stores};
 

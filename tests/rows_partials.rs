@@ -4,12 +4,11 @@
 #![allow(unsafe_code)]
 
 mod rows_common;
-mod rows_values;
 
 use half::bf16;
 use proptest::prelude::*;
+use rows_common::values::{Terms, any_f32, any_row, carried, load, wire_type};
 use rows_common::{Guarded, Random, misalignment, stores};
-use rows_values::{Terms, any_f32, any_row, carried, load, wire_type};
 use sidelane::dtype::{PARTIAL, Wire};
 use sidelane::rows::{Arithmetic, GroupedSum, Out, Rows, Simd, Stores};
 

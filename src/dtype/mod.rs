@@ -4,8 +4,10 @@
 //! `f32` from +0 and rounded once, to nearest even, when the result is stored. Partial sums between nodes have
 //! a type of their own: the [`Wire`]'s.
 
+mod record;
 mod wire;
 
+pub use record::RecordShape;
 pub use wire::{PARTIAL, Wire, rows_of};
 
 use half::{bf16, f16};
@@ -20,7 +22,8 @@ pub enum Dtype {
     Bf16,
     /// IEEE binary16.
     F16,
-    /// Bytes without arithmetic (fp8 payload with its scales, for example): dispatch moves them, combine refuses.
+    /// Bytes without arithmetic (fp8 with its scales, for example, as [`RecordShape`] lays them out): dispatch moves
+    /// them, combine refuses.
     Bytes,
 }
 

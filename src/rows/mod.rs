@@ -1,4 +1,4 @@
-//! The vector loops: copying, gathering and summing rows.
+//! The vector loops: copying, gathering and summing rows, and their way to fp8 and back.
 //!
 //! On a machine without a GPU these loops *are* the lane: a dispatch is a [`Rows::gather`] into the windows of
 //! other processes, a combine a [`Rows::grouped_sum`] over rows that lie there. Both run at the speed of memory or not
@@ -23,9 +23,11 @@
 // Vector intrinsics and raw pointers into shared memory are what this room is for.
 #![allow(unsafe_code)]
 
+mod e4m3;
 mod format;
 mod gradient;
 mod portable;
+mod record;
 mod simd;
 mod sum;
 mod transfer;
@@ -40,7 +42,8 @@ pub use format::Arithmetic;
 pub use simd::{SIMD_VARIABLE, Simd};
 pub use sum::{GroupedSum, Out};
 
-use crate::dtype::rows_of;
+use crate::dtype::{RecordShape, rows_of};
+use crate::error::PlanError;
 use simd::Set;
 use vector::Kernel;
 
@@ -200,6 +203,50 @@ impl Rows {
         unsafe { self.scale(dtype, row.as_mut_ptr(), weight, row.len() / dtype.size()) }
     }
 
+    /// Rows of `dtype` to fp8 records: e4m3 with an `f32` scale for each block of 128 values, laid out as `shape` says.
+    ///
+    /// ```text
+    ///   scale  =  max(amax / 448, 2^-126)       amax: the largest |x| of the block that is finite
+    ///   code   =  e4m3(x * (1 / scale))         f32, f32, then the nearest code, ties to even
+    /// ```
+    ///
+    /// NaN and infinities become NaN (`0x7f`). Bytes of a record that hold neither code nor scale become zero.
+    ///
+    /// # Errors
+    ///
+    /// [`PlanError::WrongShape`] if `rows` is not `[n, hidden]` or `records` not `[n, shape.bytes()]`: then nothing is
+    /// written.
+    pub fn quantise(
+        &self,
+        dtype: Arithmetic,
+        shape: RecordShape,
+        rows: &[u8],
+        records: &mut [u8],
+    ) -> Result<(), PlanError> {
+        check_records(dtype, shape, rows.len(), records.len())?;
+        // SAFETY: the kernel reads and writes within the slices.
+        unsafe { self.run(record::Quantise { dtype, shape, rows, records }) };
+        Ok(())
+    }
+
+    /// Fp8 records back to rows of `dtype`: the `f32` product of code and scale, one rounding, canonical NaN.
+    ///
+    /// # Errors
+    ///
+    /// As [`Rows::quantise`].
+    pub fn dequantise(
+        &self,
+        dtype: Arithmetic,
+        shape: RecordShape,
+        records: &[u8],
+        rows: &mut [u8],
+    ) -> Result<(), PlanError> {
+        check_records(dtype, shape, rows.len(), records.len())?;
+        // SAFETY: the kernel reads and writes within the slices.
+        unsafe { self.run(record::Dequantise { dtype, shape, records, rows }) };
+        Ok(())
+    }
+
     /// Orders streaming stores of this thread before whatever it stores next, a signal above all. Needed once
     /// after any number of calls with [`Stores::Streaming`], and by the thread that made them.
     pub fn fence() {
@@ -230,4 +277,23 @@ impl Rows {
             }
         }
     }
+}
+
+/// Whether bytes of rows and of records are those of as many of each.
+fn check_records(
+    dtype: Arithmetic,
+    shape: RecordShape,
+    rows: usize,
+    records: usize,
+) -> Result<(), PlanError> {
+    let (columns, size) = (shape.hidden(), dtype.size());
+    let count = rows / (columns * size).max(1);
+    if count * columns * size != rows {
+        return Err(PlanError::WrongShape { what: "rows", seen: rows / size, rows: count, columns });
+    }
+    if count * shape.bytes() != records {
+        let columns = shape.bytes();
+        return Err(PlanError::WrongShape { what: "records", seen: records, rows: count, columns });
+    }
+    Ok(())
 }

@@ -12,9 +12,9 @@
 //!
 //! Columns are the outer loop and rows the inner one: the sums never leave the registers, each row is read
 //! once, the target is written once. A plain sum is the case of one group. That costs no bits: a sum that
-//! starts from +0 is never -0, so adding it to +0 changes nothing. A partial that was
-//! stored elsewhere is as good as one taken here: beyond the wire's rounding, storing changes at most the sign of a
-//! zero and the kind of a NaN, and neither shows in the total.
+//! starts from +0 is never -0, so adding it to +0 changes nothing. A partial that was stored elsewhere is as good as
+//! one taken here: beyond the wire's rounding, storing changes at most the sign of a zero and the kind of a NaN, and
+//! neither shows in the total.
 //!
 //! Rows lie scattered, each shorter than what a hardware prefetcher needs to get going. So the rows of the next sum
 //! can be named behind those of this one: they are fetched, column by column, while these are added.

@@ -1,5 +1,9 @@
 //! What the tests of the vector loops share: guarded targets, repeatable values, strategies.
 
+#![allow(dead_code, reason = "each test program uses a part of this")]
+
+pub mod values;
+
 use proptest::prelude::*;
 use sidelane::rows::Stores;
 

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use sidelane::dtype::{PARTIAL, Wire};
 use sidelane::rows::Arithmetic;
 
-use crate::rows_common::Random;
+use super::Random;
 
 /// Zeros, denormals, ties of the two-byte types, extremes, infinities, NaN.
 pub const SPECIAL_F32: [u32; 18] = [
