@@ -1,10 +1,11 @@
-//! What planning a dispatch costs: sorting a rank's own routing, and placing it once counts are known.
+//! What planning a dispatch costs: sorting a rank's own routing, placing it once counts are known, and bringing a
+//! block for a remote node into relay order.
 
 use std::hint::black_box;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use sidelane::gate::{Pattern, synthetic};
-use sidelane::plan::{Counts, ExpertMap, Frame, Layout, Order, Sizes, Sorted};
+use sidelane::plan::{Counts, ExpertMap, Frame, Layout, Order, RankSets, RelayOrder, Sizes, Sorted};
 use sidelane::topology::NodeMap;
 
 fn planning(c: &mut Criterion) {
@@ -30,5 +31,22 @@ fn planning(c: &mut Criterion) {
     }
 }
 
-criterion_group! { name = benches; config = Criterion::default().sample_size(20).measurement_time(std::time::Duration::from_secs(1)).warm_up_time(std::time::Duration::from_millis(300)); targets = planning }
+fn relay_order(c: &mut Criterion) {
+    for (tokens, experts, nodes, ranks) in [(512, 64, 2, 4), (4096, 256, 2, 8), (4096, 288, 2, 72)] {
+        let routing = synthetic(Pattern::Uniform, experts, 8, tokens, 0, 0).unwrap();
+        let (each, held) = (experts / nodes, experts / nodes / ranks);
+        let mut sets = RankSets::new(ranks);
+        for token in 0..tokens {
+            let ids = routing.experts_of(token).iter().map(|&id| id as u32);
+            sets.push(ids.filter(|id| id / each == 0).map(|id| id / held));
+        }
+        let mut order = RelayOrder::default();
+        let mut group = c.benchmark_group(format!("{tokens} tokens, {ranks} ranks a node"));
+        group.throughput(Throughput::Elements(u64::from(tokens)));
+        group.bench_function("relay order", |b| b.iter(|| order.fill(black_box(&sets))));
+        group.finish();
+    }
+}
+
+criterion_group! { name = benches; config = Criterion::default().sample_size(20).measurement_time(std::time::Duration::from_secs(1)).warm_up_time(std::time::Duration::from_millis(300)); targets = planning, relay_order }
 criterion_main!(benches);

@@ -13,11 +13,13 @@
 
 mod layout;
 mod map;
+mod relay_order;
 mod sorted;
 
 pub(crate) use layout::entries_to;
 pub use layout::{Counts, Frame, Layout, RowRun, Sizes, Term};
 pub use map::ExpertMap;
+pub use relay_order::{RankSets, RelayOrder};
 pub use sorted::Sorted;
 
 /// In which order the rows of a token are added up.
