@@ -69,18 +69,18 @@ pub enum RecordedError {
         /// The expert.
         expert: i32,
     },
-    /// The caller and the file disagree.
-    #[error("{what} is {file} in the file, but {wanted} was asked for")]
+    /// The caller and the recording disagree.
+    #[error("{what} is {file} in the recording, but {wanted} was asked for")]
     Contradiction {
         /// Experts or top-k.
         what: &'static str,
-        /// What the file says.
+        /// What the recording says.
         file: u32,
         /// What the caller wants.
         wanted: u32,
     },
     /// No tokens at all.
-    #[error("no token in the file")]
+    #[error("no token in the recording")]
     Empty,
 }
 

@@ -86,9 +86,10 @@ pub struct BenchArgs {
     #[arg(long)]
     pub backward: bool,
 
-    /// uniform, zipf:S, incast, or a file of JSON lines with topk_ids and topk_weights
-    #[arg(long, value_name = "PATTERN|FILE", default_value = "zipf:1.0")]
-    pub routing: Source,
+    /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a file of JSON lines
+    /// with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts or --top-k differ from it]
+    #[arg(long, value_name = "recorded|PATTERN|FILE")]
+    pub routing: Option<Source>,
 
     /// Rounds to time; from 1000 on p99 is reported [default: what fits into half a minute]
     #[arg(long, value_name = "N")]
@@ -135,10 +136,7 @@ mod tests {
     fn the_main_job_needs_no_options() {
         let args = parse(&[]).unwrap();
         assert_eq!((args.nodes, args.ranks_per_node.as_slice(), args.tokens), (None, &[8][..], 512));
-        assert_eq!(
-            (args.hidden, args.dtype, args.routing.to_string().as_str()),
-            (2048, Dtype::Bf16, "zipf:1.0")
-        );
+        assert_eq!((args.hidden, args.dtype, args.routing), (2048, Dtype::Bf16, None));
     }
 
     #[test]

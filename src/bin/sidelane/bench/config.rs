@@ -11,6 +11,7 @@ use sidelane::error::PlanError;
 use sidelane::gate::RecordedError;
 
 use super::args::{BenchArgs, Layout, Order, Route};
+use super::recording;
 use super::source::{Router, Source};
 use crate::launch::{ShapeError, node_sizes};
 
@@ -33,16 +34,18 @@ pub enum ConfigError {
     TopK { top_k: u32, experts: u32 },
 
     /// The routing file cannot be read.
-    #[error("cannot read the routing file {path:?}: {source} (patterns are uniform, zipf:S and incast)")]
+    #[error(
+        "cannot read the routing file {path:?}: {source} (other than files: recorded, uniform, zipf:S, incast)"
+    )]
     Unreadable { path: PathBuf, source: io::Error },
 
     /// The library cannot use them.
     #[error(transparent)]
     Plan(#[from] PlanError),
 
-    /// The routing file is wrong, or is not what the options say.
-    #[error("routing file {path:?}: {source}")]
-    Recorded { path: PathBuf, source: RecordedError },
+    /// A recording is wrong, or is not what the options say.
+    #[error("routing {routing}: {source}")]
+    Recorded { routing: Source, source: RecordedError },
 }
 
 /// The conditions of a measurement.
@@ -68,20 +71,21 @@ pub struct Config {
 }
 
 impl Config {
-    /// From the command line and, if it names one, the routing file.
+    /// From the command line and what the recording or the routing file says.
     pub fn resolve(args: &BenchArgs) -> Result<Self, ConfigError> {
-        const EXPERTS: u32 = 64;
-        const TOP_K: u32 = 8;
         let ranks_per_node = node_sizes(args.nodes, &args.ranks_per_node)?;
-        let (experts, top_k) = match (Router::open(&args.routing)?, &args.routing) {
-            (Router::Recorded(recorded), Source::File(path)) => {
-                let experts = args.experts.or(recorded.experts()).unwrap_or(EXPERTS);
+        let routing = args.routing.clone().unwrap_or_else(|| Source::default_for(args.experts, args.top_k));
+        let (experts, top_k) = match Router::open(&routing)? {
+            Router::Recorded(recorded) => {
+                let experts = args.experts.or(recorded.experts()).unwrap_or(recording::EXPERTS);
                 recorded
                     .require(Some(experts), args.top_k)
-                    .map_err(|source| ConfigError::Recorded { path: path.clone(), source })?;
+                    .map_err(|source| ConfigError::Recorded { routing: routing.clone(), source })?;
                 (experts, recorded.top_k())
             }
-            _ => (args.experts.unwrap_or(EXPERTS), args.top_k.unwrap_or(TOP_K)),
+            Router::Drawn(_) => {
+                (args.experts.unwrap_or(recording::EXPERTS), args.top_k.unwrap_or(recording::TOP_K))
+            }
         };
         let config = Config {
             nodes: ranks_per_node.len() as u32,
@@ -96,7 +100,7 @@ impl Config {
             route: args.route,
             align: args.align,
             backward: args.backward,
-            routing: args.routing.clone(),
+            routing,
             rounds: args.rounds.unwrap_or(0),
             seed: args.seed,
         };

@@ -37,8 +37,9 @@ impl Drop for File {
 }
 
 #[test]
-fn the_main_job_is_eight_ranks_of_one_node() {
+fn the_main_job_is_eight_ranks_of_one_node_and_recorded_routing() {
     let config = resolve("").unwrap();
+    assert_eq!(config.routing, Source::Recorded);
     assert_eq!((config.nodes, config.ranks(), config.experts, config.top_k), (1, 8, 64, 8));
     assert_eq!(config.row_bytes(), 4096);
     assert_eq!(config.rounds, 300);
@@ -73,6 +74,25 @@ fn a_file_that_contradicts_the_options_is_refused() {
 }
 
 #[test]
+fn the_recording_named_for_another_shape_is_refused() {
+    let error = resolve("--routing recorded --experts 32").unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "routing recorded: num_experts is 64 in the recording, but 32 was asked for"
+    );
+}
+
+#[test]
+fn another_shape_without_a_routing_is_drawn() {
+    for (words, experts, top_k) in [("--experts 32", 32, 8), ("--top-k 4", 64, 4)] {
+        let config = resolve(words).unwrap();
+        assert_eq!(config.routing, "zipf:1.0".parse().unwrap(), "{words}");
+        assert_eq!((config.experts, config.top_k), (experts, top_k));
+    }
+    assert_eq!(resolve("--experts 64 --top-k 8").unwrap().routing, Source::Recorded);
+}
+
+#[test]
 fn a_file_without_meta_takes_the_experts_of_the_options_or_the_default() {
     let file = File::new("plain", false);
     assert_eq!(file.resolve("").unwrap().experts, 64);
@@ -85,7 +105,9 @@ fn a_file_without_meta_takes_the_experts_of_the_options_or_the_default() {
 fn a_misspelt_pattern_is_a_missing_file_whose_error_lists_the_patterns() {
     let error = resolve("--routing unifrom").unwrap_err();
     assert!(matches!(error, ConfigError::Unreadable { .. }));
-    assert!(["unifrom", "uniform", "zipf:S", "incast"].iter().all(|word| error.to_string().contains(word)));
+    for word in ["unifrom", "recorded", "uniform", "zipf:S", "incast"] {
+        assert!(error.to_string().contains(word), "{word} in {error}");
+    }
 }
 
 #[test]

@@ -16,6 +16,7 @@ mod config;
 mod passes;
 mod progress;
 mod rank;
+mod recording;
 mod report;
 mod source;
 mod stats;
@@ -34,11 +35,19 @@ use clap::Args;
 
 use crate::error::CliError;
 use crate::launch::Job;
+use source::Source;
 use task::Task;
 
 /// Starts the ranks of a measurement and waits for rank 0's report.
 pub fn main(args: &BenchArgs) -> Result<ExitCode, CliError> {
     let task = Task::resolve(args)?;
+    if args.routing.is_none() && task.config.routing != Source::Recorded {
+        let (experts, top_k) = (recording::EXPERTS, recording::TOP_K);
+        eprintln!(
+            "sidelane: routing is {}: the recorded one has {experts} experts, top-{top_k}",
+            task.config.routing
+        );
+    }
     let program =
         std::env::current_exe().map_err(|source| CliError::Prepare { what: "find this program", source })?;
     let json = serde_json::to_string(&task).expect("numbers, names and paths are always JSON");

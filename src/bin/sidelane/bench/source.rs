@@ -1,5 +1,7 @@
-//! Where routing comes from: a pattern that every rank can draw, or a file that every rank can read.
+//! Where routing comes from: the recording that the program carries, a pattern that every rank can draw, or a file
+//! that every rank can read.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -9,20 +11,35 @@ use sidelane::error::PlanError;
 use sidelane::gate::{Pattern, PatternError, Recorded, Routing, synthetic};
 
 use super::config::{Config, ConfigError};
+use super::recording;
 
 /// What `--routing` names.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Source {
+    Recorded,
     Pattern(Pattern),
     File(PathBuf),
+}
+
+impl Source {
+    /// What is meant where `--routing` is not given: the recording, or a pattern if the recording has not as many
+    /// experts or choices as the options say.
+    pub fn default_for(experts: Option<u32>, top_k: Option<u32>) -> Self {
+        let fits = experts.is_none_or(|experts| experts == recording::EXPERTS)
+            && top_k.is_none_or(|top_k| top_k == recording::TOP_K);
+        if fits { Source::Recorded } else { Source::Pattern(Pattern::Zipf(1.0)) }
+    }
 }
 
 impl FromStr for Source {
     type Err = PatternError;
 
-    /// Whatever does not look like a pattern is a file.
+    /// Whatever is neither the recording nor looks like a pattern is a file.
     fn from_str(text: &str) -> Result<Self, PatternError> {
+        if text == "recorded" {
+            return Ok(Source::Recorded);
+        }
         match text.parse() {
             Ok(pattern) => Ok(Source::Pattern(pattern)),
             Err(error) if text.is_empty() || text.starts_with("zipf:") => Err(error),
@@ -34,6 +51,7 @@ impl FromStr for Source {
 impl fmt::Display for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Source::Recorded => f.write_str("recorded"),
             Source::Pattern(pattern) => pattern.fmt(f),
             Source::File(path) => path.display().fmt(f),
         }
@@ -61,18 +79,19 @@ pub enum Router {
 }
 
 impl Router {
-    /// Reads the file, if it is one.
-    pub fn open(source: &Source) -> Result<Self, ConfigError> {
-        match source {
-            Source::Pattern(pattern) => Ok(Router::Drawn(*pattern)),
-            Source::File(path) => {
-                let text = std::fs::read_to_string(path)
-                    .map_err(|source| ConfigError::Unreadable { path: path.clone(), source })?;
-                let recorded = Recorded::parse(&text)
-                    .map_err(|source| ConfigError::Recorded { path: path.clone(), source })?;
-                Ok(Router::Recorded(recorded))
-            }
-        }
+    /// Reads the recording or the file, if it is one of them.
+    pub fn open(routing: &Source) -> Result<Self, ConfigError> {
+        let text = match routing {
+            Source::Pattern(pattern) => return Ok(Router::Drawn(*pattern)),
+            Source::Recorded => Cow::Borrowed(recording::TEXT),
+            Source::File(path) => Cow::Owned(
+                std::fs::read_to_string(path)
+                    .map_err(|source| ConfigError::Unreadable { path: path.clone(), source })?,
+            ),
+        };
+        let recorded = Recorded::parse(&text)
+            .map_err(|source| ConfigError::Recorded { routing: routing.clone(), source })?;
+        Ok(Router::Recorded(recorded))
     }
 
     /// The decisions of one rank: any rank can ask for those of any other.
@@ -93,7 +112,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_source_is_a_pattern_or_else_a_file() {
+    fn a_source_is_the_recording_or_a_pattern_or_else_a_file() {
+        assert_eq!("recorded".parse(), Ok(Source::Recorded));
+        assert_eq!("./recorded".parse(), Ok(Source::File("./recorded".into())));
         assert_eq!("incast".parse(), Ok(Source::Pattern(Pattern::Incast)));
         assert_eq!("zipf:1.5".parse(), Ok(Source::Pattern(Pattern::Zipf(1.5))));
         assert_eq!("runs/olmoe.jsonl".parse(), Ok(Source::File("runs/olmoe.jsonl".into())));
@@ -102,7 +123,7 @@ mod tests {
 
     #[test]
     fn a_source_survives_json() {
-        for text in ["uniform", "zipf:0.5", "a file.jsonl"] {
+        for text in ["recorded", "uniform", "zipf:0.5", "a file.jsonl"] {
             let source: Source = text.parse().unwrap();
             let json = serde_json::to_string(&source).unwrap();
             assert_eq!(json, format!("{text:?}"));

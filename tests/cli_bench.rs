@@ -1,0 +1,39 @@
+//! Which routing `sidelane bench` measures, and that it says so.
+#![cfg(feature = "cli")]
+
+use std::process::Command;
+
+/// What a small measurement writes to standard output and to standard error, far from the repository.
+fn bench(options: &[&str]) -> (String, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_sidelane"))
+        .args(["bench", "--ranks-per-node", "2", "--tokens", "16", "--hidden", "64", "--rounds", "2"])
+        .args(options)
+        .current_dir(std::env::temp_dir())
+        .output()
+        .unwrap();
+    let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+    assert!(output.status.success(), "{err}");
+    (out, err)
+}
+
+#[test]
+fn without_options_the_recording_is_replayed_wherever_the_program_runs() {
+    let (out, err) = bench(&[]);
+    assert!(out.contains("routing   recorded, 64 experts, top-8"), "{out}");
+    assert!(out.contains("bit-exact"), "{out}");
+    assert!(!err.contains("routing is"), "{err}");
+}
+
+#[test]
+fn routing_that_is_drawn_because_the_recording_does_not_fit_is_announced() {
+    let (out, err) = bench(&["--experts", "16", "--top-k", "2"]);
+    assert!(out.contains("routing   zipf:1.0, 16 experts, top-2"), "{out}");
+    assert!(err.contains("routing is zipf:1.0: the recorded one has 64 experts, top-8"), "{err}");
+}
+
+#[test]
+fn routing_that_was_asked_for_is_not_announced() {
+    let (out, err) = bench(&["--experts", "16", "--top-k", "2", "--routing", "uniform"]);
+    assert!(out.contains("routing   uniform, 16 experts, top-2"), "{out}");
+    assert!(!err.contains("routing is"), "{err}");
+}
