@@ -1,21 +1,67 @@
-//! Timelines: what an executor did and when, as Chrome trace JSON (opens in Perfetto or `chrome://tracing`).
+//! The recorder: what a rank did and when, for timelines.
+//!
+//! ```text
+//!   caller     |-------- dispatch --------|          |------ combine ------|      Recorder::call, around the call
+//!   executor      |put rows 1|s| |wait 1|              |wait 1||- reduce -|       Recorder::record, by the executor
+//! ```
+//!
+//! Times are of the machine's monotonic clock, which all its processes share: timelines of its ranks fit together.
 
-use std::io::Write;
-use std::sync::{Mutex, PoisonError};
+use std::fmt;
+use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::Instant;
 
-use crate::schedule::{Item, Op};
+use serde::{Deserialize, Serialize};
 
-/// One operation as it ran.
-#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+use crate::schedule::{Flag, Item, Level, Op};
+
+/// Kinds of operations, as timelines tell them apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kind {
+    /// Spans copied to a peer.
+    Put,
+    /// Rows copied to a peer, gathered on the way.
+    PutRows,
+    /// A flag raised at a peer.
+    Signal,
+    /// A flag of a peer awaited.
+    Wait,
+    /// Rows summed, or weights fetched.
+    Reduce,
+}
+
+impl Kind {
+    /// All kinds.
+    pub const ALL: [Kind; 5] = [Kind::Put, Kind::PutRows, Kind::Signal, Kind::Wait, Kind::Reduce];
+
+    /// Name in timelines.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Kind::Put => "put",
+            Kind::PutRows => "put rows",
+            Kind::Signal => "signal",
+            Kind::Wait => "wait",
+            Kind::Reduce => "reduce",
+        }
+    }
+}
+
+/// One operation as it ran. It is shown by its name: "put rows 3", "wait landed 3", "reduce".
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Event {
-    /// Index into [`Event::NAMES`].
-    pub kind: u8,
+    /// What it did.
+    pub kind: Kind,
+    /// The flag that was raised or awaited.
+    #[serde(with = "flag_name")]
+    pub flag: Option<Flag>,
+    /// A wait for what peers said after the last return (the licence), not in the running call.
+    pub licence: bool,
     /// The track.
     pub track: u32,
-    /// The peer; the rank itself for sums.
+    /// The other side, as a position in the group; the track for sums.
     pub peer: u32,
-    /// Begin, in nanoseconds of the machine's monotonic clock, which all its processes share.
+    /// Begin, in nanoseconds of the monotonic clock.
     pub start_ns: u64,
     /// Duration, in nanoseconds.
     pub nanos: u64,
@@ -24,100 +70,214 @@ pub struct Event {
 }
 
 impl Event {
-    /// Names of operations, by kind.
-    pub const NAMES: [&'static str; 5] = ["put", "put rows", "signal", "wait", "reduce"];
-
     /// The event of an operation that began at `start` and has just ended.
     pub fn new(item: &Item, bytes: u64, start: Instant) -> Self {
-        let (kind, peer) = match item.op {
-            Op::Put { to, .. } => (0, to),
-            Op::PutRows { to, .. } => (1, to),
-            Op::Signal { to, .. } => (2, to),
-            Op::Wait { from, .. } => (3, from),
-            Op::Reduce { .. } => (4, item.track),
+        let (kind, peer, flag, level) = match item.op {
+            Op::Put { to, .. } => (Kind::Put, to, None, Level::Call),
+            Op::PutRows { to, .. } => (Kind::PutRows, to, None, Level::Call),
+            Op::Signal { to, flag, level } => (Kind::Signal, to, Some(flag), level),
+            Op::Wait { from, flag, level } => (Kind::Wait, from, Some(flag), level),
+            Op::Reduce { .. } => (Kind::Reduce, item.track, None, Level::Call),
         };
-        let nanos = start.elapsed().as_nanos() as u64;
-        Event { kind, track: item.track, peer, start_ns: monotonic_ns() - nanos, nanos, bytes }
+        let (start_ns, nanos) = since(start);
+        Event {
+            kind,
+            flag,
+            licence: level == Level::LastReturn,
+            track: item.track,
+            peer,
+            start_ns,
+            nanos,
+            bytes,
+        }
     }
 }
 
-fn monotonic_ns() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+impl fmt::Display for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.kind.name())?;
+        if let Some(flag) = self.flag {
+            write!(f, " {}", flag.name())?;
+        }
+        match self.kind {
+            Kind::Reduce => Ok(()),
+            _ => write!(f, " {}", self.peer),
+        }
+    }
 }
 
-/// Collects the events of one rank, up to a bound: what comes later is not kept, so that a long run costs no memory.
+/// A call that its caller timed: it encloses the operations that ran in it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Call {
+    /// What the caller calls it.
+    pub name: String,
+    /// Begin, in nanoseconds of the monotonic clock.
+    pub start_ns: u64,
+    /// Duration, in nanoseconds.
+    pub nanos: u64,
+}
+
+impl Call {
+    /// Whether an operation began in this call.
+    pub fn holds(&self, event: &Event) -> bool {
+        (self.start_ns..self.start_ns + self.nanos).contains(&event.start_ns)
+    }
+}
+
+/// What one rank did.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Timeline {
+    /// Calls, in order.
+    pub calls: Vec<Call>,
+    /// Operations, in the order in which they ended.
+    pub events: Vec<Event>,
+}
+
+/// Collects the timeline of one rank, up to a bound: what comes later is not kept, so that a long run costs no memory.
 #[derive(Debug)]
 pub struct Recorder {
-    events: Mutex<Vec<Event>>,
+    timeline: Mutex<Timeline>,
     bound: usize,
 }
 
 impl Recorder {
-    /// Room for `bound` events, reserved now.
+    /// Room for `bound` events, reserved now, and as many calls.
     pub fn new(bound: usize) -> Self {
-        Recorder { events: Mutex::new(Vec::with_capacity(bound)), bound }
+        let timeline = Timeline { calls: Vec::new(), events: Vec::with_capacity(bound) };
+        Recorder { timeline: Mutex::new(timeline), bound }
     }
 
     /// Keeps an event, if there is room.
     pub fn record(&self, event: Event) {
-        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        if events.len() < self.bound {
-            events.push(event);
+        let mut timeline = self.timeline.lock().unwrap_or_else(PoisonError::into_inner);
+        if timeline.events.len() < self.bound {
+            timeline.events.push(event);
         }
     }
 
-    /// All events so far; the recorder is empty afterwards.
-    pub fn take(&self) -> Vec<Event> {
-        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        let taken = events.clone();
-        events.clear();
+    /// Does a caller's work and keeps how long it took, if there is room.
+    pub fn call<T>(&self, name: &str, work: impl FnOnce() -> T) -> T {
+        let start = Instant::now();
+        let done = work();
+        let (start_ns, nanos) = since(start);
+        let mut timeline = self.timeline.lock().unwrap_or_else(PoisonError::into_inner);
+        if timeline.calls.len() < self.bound {
+            timeline.calls.push(Call { name: name.to_owned(), start_ns, nanos });
+        }
+        done
+    }
+
+    /// Everything so far; the recorder is empty afterwards, and has its room still.
+    pub fn take(&self) -> Timeline {
+        let mut timeline = self.timeline.lock().unwrap_or_else(PoisonError::into_inner);
+        let taken = timeline.clone();
+        timeline.calls.clear();
+        timeline.events.clear();
         taken
     }
 }
 
-/// Writes the events of all ranks (`ranks[r]`) as one Chrome trace: a process per rank, a thread per track.
+/// Begin and duration of what has just ended, in nanoseconds.
 ///
-/// # Errors
-/// Whatever the writer reports.
-pub fn write_chrome_trace(out: &mut dyn Write, ranks: &[Vec<Event>]) -> std::io::Result<()> {
-    let origin = ranks.iter().flatten().map(|e| e.start_ns).min().unwrap_or(0);
-    write!(out, "[")?;
-    for (rank, events) in ranks.iter().enumerate() {
-        let comma = if rank == 0 { "" } else { "," };
-        let name = serde_json::json!({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": format!("rank {rank}")}});
-        write!(out, "{comma}\n{name}")?;
-        for event in events {
-            let name = Event::NAMES.get(usize::from(event.kind)).copied().unwrap_or("?");
-            let line = serde_json::json!({
-                "ph": "X", "pid": rank, "tid": event.track, "name": format!("{name} {}", event.peer),
-                "ts": (event.start_ns - origin) as f64 / 1e3, "dur": event.nanos as f64 / 1e3,
-                "args": {"peer": event.peer, "bytes": event.bytes},
-            });
-            write!(out, ",\n{line}")?;
-        }
+/// An `Instant` is of the monotonic clock but does not say which time it is, so both are read together once: the pair that
+/// was read most quickly of several, since a thread may lose its core between the two.
+fn since(start: Instant) -> (u64, u64) {
+    static ANCHOR: LazyLock<(Instant, u64)> = LazyLock::new(|| {
+        let pairs = (0..16).map(|_| {
+            let before = Instant::now();
+            let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+            (before.elapsed(), before, now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64)
+        });
+        let (_, instant, ns) = pairs.min().expect("several pairs");
+        (instant, ns)
+    });
+    let nanos = start.elapsed().as_nanos() as u64;
+    let (instant, ns) = *ANCHOR;
+    let after = start.saturating_duration_since(instant).as_nanos() as u64;
+    let before = instant.saturating_duration_since(start).as_nanos() as u64;
+    (ns + after - before, nanos)
+}
+
+/// Flags travel by their names.
+mod flag_name {
+    use serde::de::Error;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    use crate::schedule::Flag;
+
+    pub fn serialize<S: Serializer>(flag: &Option<Flag>, to: S) -> Result<S::Ok, S::Error> {
+        flag.map(Flag::name).serialize(to)
     }
-    writeln!(out, "\n]")
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Flag>, D::Error> {
+        let name: Option<String> = Option::deserialize(from)?;
+        let flag = |name: String| Flag::ALL.into_iter().find(|flag| flag.name() == name);
+        name.map(|name| flag(name).ok_or_else(|| D::Error::custom("a flag that does not exist"))).transpose()
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::schedule::Slot;
+
+    fn event(op: Op) -> Event {
+        Event::new(&Item { track: 3, op }, 7, Instant::now())
+    }
 
     #[test]
-    fn a_trace_is_json_with_every_event_of_every_rank() {
+    fn what_is_beyond_the_bound_is_not_kept_until_the_recorder_is_emptied() {
         let recorder = Recorder::new(2);
-        let item = Item { track: 3, op: Op::PutRows { to: 3, slot: crate::schedule::Slot(0) } };
-        for bytes in [10, 20, 30] {
-            recorder.record(Event::new(&item, bytes, Instant::now()));
+        let sum = event(Op::Reduce { slot: Slot(0) });
+        for _ in 0..3 {
+            recorder.record(sum);
+            recorder.call("call", || ());
         }
-        let events = recorder.take();
-        assert_eq!(events.len(), 2, "the bound holds");
-        assert!(recorder.take().is_empty());
-        let mut text = Vec::new();
-        write_chrome_trace(&mut text, &[events, Vec::new()]).unwrap();
-        let trace: serde_json::Value = serde_json::from_slice(&text).unwrap();
-        let rows: Vec<_> = trace.as_array().unwrap().iter().filter(|e| e["name"] == "put rows 3").collect();
-        assert_eq!(rows.iter().map(|e| e["args"]["bytes"].as_u64().unwrap()).collect::<Vec<_>>(), [10, 20]);
+        let taken = recorder.take();
+        assert_eq!((taken.events.len(), taken.calls.len()), (2, 2));
+        assert_eq!(recorder.take(), Timeline::default());
+        recorder.record(sum);
+        assert_eq!(recorder.take().events, [sum]);
+    }
+
+    #[test]
+    fn a_call_holds_the_operations_in_it_and_no_others() {
+        let recorder = Recorder::new(8);
+        let wait = Op::Wait { from: 1, flag: Flag::Landed, level: Level::Call };
+        let before = event(wait);
+        let during = recorder.call("dispatch", || event(wait));
+        let after = event(wait);
+        let call = &recorder.take().calls[0];
+        assert_eq!(call.name, "dispatch");
+        assert_eq!([before, during, after].map(|event| call.holds(&event)), [false, true, false]);
+        assert!(during.start_ns + during.nanos <= call.start_ns + call.nanos);
+    }
+
+    #[test]
+    fn events_are_named_by_operation_flag_and_peer() {
+        let (flag, slot) = (Flag::Landed, Slot(0));
+        let names = [
+            Op::Put { to: 1, slot },
+            Op::PutRows { to: 2, slot },
+            Op::Signal { to: 4, flag, level: Level::Call },
+            Op::Wait { from: 5, flag: Flag::Read, level: Level::LastReturn },
+            Op::Reduce { slot },
+        ]
+        .map(|op| event(op).to_string());
+        assert_eq!(names, ["put 1", "put rows 2", "signal landed 4", "wait read 5", "reduce"]);
+    }
+
+    #[test]
+    fn a_timeline_survives_the_way_to_another_rank() {
+        let recorder = Recorder::new(8);
+        recorder.call("combine", || {
+            recorder.record(event(Op::Wait { from: 5, flag: Flag::Read, level: Level::LastReturn }));
+            recorder.record(event(Op::Reduce { slot: Slot(0) }));
+        });
+        let timeline = recorder.take();
+        assert!(timeline.events[0].licence && !timeline.events[1].licence);
+        let json = serde_json::to_string(&timeline).unwrap();
+        assert_eq!(serde_json::from_str::<Timeline>(&json).unwrap(), timeline);
+        assert!(serde_json::from_str::<Timeline>(&json.replace("\"read\"", "\"red\"")).is_err());
     }
 }

@@ -19,9 +19,13 @@ pub enum CliError {
     #[error(transparent)]
     Config(Box<ConfigError>),
 
-    /// What `bench` hands to its ranks did not arrive whole.
-    #[error("the task of a rank is not what `sidelane bench` writes: {0}")]
+    /// What this program hands to its ranks did not arrive whole.
+    #[error("the task of a rank is not what `sidelane` writes: {0}")]
     Task(#[source] serde_json::Error),
+
+    /// What a rank recorded did not arrive whole.
+    #[error("the timeline of a rank is not what a recorder writes: {0}")]
+    Timeline(#[source] serde_json::Error),
 
     /// The library reports an error.
     #[error(transparent)]
@@ -60,5 +64,11 @@ impl CliError {
             CliError::Spawn { .. } => 126,
             _ => 1,
         })
+    }
+}
+
+impl From<ConfigError> for CliError {
+    fn from(error: ConfigError) -> Self {
+        CliError::Config(Box::new(error))
     }
 }

@@ -1,5 +1,5 @@
-//! The `sidelane` program: `bench` measures, `launch` starts ranks on this machine, `doctor` says what the machine
-//! offers.
+//! The `sidelane` program: `bench` measures, `trace` shows what ranks do and when, `launch` starts ranks on this machine,
+//! `doctor` says what the machine offers.
 
 mod bench;
 mod doctor;
@@ -7,6 +7,7 @@ mod error;
 mod launch;
 mod output;
 mod table;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -25,6 +26,9 @@ enum Command {
     Bench(bench::BenchArgs),
     #[command(hide = true)]
     BenchRank(bench::RankArgs),
+    Trace(trace::TraceArgs),
+    #[command(hide = true)]
+    TraceRank(bench::RankArgs),
     Launch(launch::LaunchArgs),
     Doctor(doctor::DoctorArgs),
 }
@@ -33,6 +37,8 @@ fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Bench(args) => bench::main(&args),
         Command::BenchRank(args) => bench::rank(&args),
+        Command::Trace(args) => trace::main(&args),
+        Command::TraceRank(args) => trace::rank(&args),
         Command::Launch(args) => launch::main(args),
         Command::Doctor(args) => doctor::main(&args),
     };

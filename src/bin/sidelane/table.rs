@@ -1,6 +1,6 @@
 //! The one look of all tables: a rule under the header, nothing else drawn, no blanks at line ends.
 
-use comfy_table::{ContentArrangement, LineStyle, Row, Table, TableStyle};
+use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Row, Table, TableStyle};
 
 /// Used where no terminal says how wide it is.
 const WIDTH: u16 = 110;
@@ -16,4 +16,56 @@ pub fn new(header: impl Into<Row>) -> Table {
     }
     table.set_header(header);
     table
+}
+
+/// An empty table of figures, named by its first column.
+pub fn figures(header: impl Into<Row>) -> Table {
+    let mut table = new(header);
+    // A figure that is broken over two lines cannot be read.
+    table.set_content_arrangement(ContentArrangement::Disabled);
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table
+}
+
+/// Three digits of a time.
+pub fn time(us: f64) -> String {
+    let (value, unit) = if us < 1e3 {
+        (us, "us")
+    } else if us < 1e6 {
+        (us / 1e3, "ms")
+    } else {
+        (us / 1e6, "s")
+    };
+    let digits = if value < 10.0 { 2 } else { usize::from(value < 100.0) };
+    format!("{value:.digits$} {unit}")
+}
+
+/// Powers of 1000, as in GB/s.
+pub fn volume(bytes: u64) -> String {
+    match bytes as f64 {
+        bytes if bytes < 1e6 => format!("{:.1} kB", bytes / 1e3),
+        bytes if bytes < 1e9 => format!("{:.1} MB", bytes / 1e6),
+        bytes => format!("{:.1} GB", bytes / 1e9),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_three_digits() {
+        let cases = [
+            (0.24, "0.24 us"),
+            (57.14, "57.1 us"),
+            (999.9, "1000 us"),
+            (6120.0, "6.12 ms"),
+            (2.5e6, "2.50 s"),
+        ];
+        for (us, text) in cases {
+            assert_eq!(time(us), text);
+        }
+    }
 }

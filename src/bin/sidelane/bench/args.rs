@@ -1,4 +1,4 @@
-//! The command line of `bench`.
+//! The command line of `bench`; its conditions are those of `trace` as well.
 
 use std::path::PathBuf;
 
@@ -35,9 +35,9 @@ pub enum Route {
     Direct,
 }
 
-/// Time dispatch and combine between processes of this machine, verified and against a floor
+/// What dispatches and combines are made of.
 #[derive(Args)]
-pub struct BenchArgs {
+pub struct ConditionArgs {
     /// Number of nodes [default: 1, or as many as --ranks-per-node lists]
     #[arg(long, value_name = "N")]
     pub nodes: Option<u32>,
@@ -82,22 +82,29 @@ pub struct BenchArgs {
     #[arg(long, value_name = "ROWS", default_value_t = 1)]
     pub align: u32,
 
-    /// Time the backward passes as well
-    #[arg(long)]
-    pub backward: bool,
-
     /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a file of JSON lines
     /// with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts or --top-k differ from it]
     #[arg(long, value_name = "recorded|PATTERN|FILE")]
     pub routing: Option<Source>,
 
-    /// Rounds to time; from 1000 on p99 is reported [default: what fits into half a minute]
-    #[arg(long, value_name = "N")]
-    pub rounds: Option<u32>,
-
     /// Draws rows and synthetic routing
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
+}
+
+/// Time dispatch and combine between processes of this machine, verified and against a floor
+#[derive(Args)]
+pub struct BenchArgs {
+    #[command(flatten)]
+    pub conditions: ConditionArgs,
+
+    /// Time the backward passes as well
+    #[arg(long)]
+    pub backward: bool,
+
+    /// Rounds to time; from 1000 on p99 is reported [default: what fits into half a minute]
+    #[arg(long, value_name = "N")]
+    pub rounds: Option<u32>,
 
     /// Write the report as JSON
     #[arg(long, value_name = "FILE")]
@@ -134,7 +141,7 @@ mod tests {
 
     #[test]
     fn the_main_job_needs_no_options() {
-        let args = parse(&[]).unwrap();
+        let args = parse(&[]).unwrap().conditions;
         assert_eq!((args.nodes, args.ranks_per_node.as_slice(), args.tokens), (None, &[8][..], 512));
         assert_eq!((args.hidden, args.dtype, args.routing), (2048, Dtype::Bf16, None));
     }

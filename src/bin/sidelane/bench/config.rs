@@ -10,9 +10,9 @@ use sidelane::dtype::Dtype;
 use sidelane::error::PlanError;
 use sidelane::gate::RecordedError;
 
-use super::args::{BenchArgs, Layout, Order, Route};
-use super::recording;
+use super::args::{ConditionArgs, Layout, Order, Route};
 use super::source::{Router, Source};
+use super::trained;
 use crate::launch::{ShapeError, node_sizes};
 
 /// Conditions that cannot be met.
@@ -71,20 +71,21 @@ pub struct Config {
 }
 
 impl Config {
-    /// From the command line and what the recording or the routing file says.
-    pub fn resolve(args: &BenchArgs) -> Result<Self, ConfigError> {
+    /// From the command line and what the recording or the routing file says. Without a number of rounds as many as take
+    /// half a minute.
+    pub fn resolve(args: &ConditionArgs, backward: bool, rounds: Option<u32>) -> Result<Self, ConfigError> {
         let ranks_per_node = node_sizes(args.nodes, &args.ranks_per_node)?;
         let routing = args.routing.clone().unwrap_or_else(|| Source::default_for(args.experts, args.top_k));
         let (experts, top_k) = match Router::open(&routing)? {
             Router::Recorded(recorded) => {
-                let experts = args.experts.or(recorded.experts()).unwrap_or(recording::EXPERTS);
+                let experts = args.experts.or(recorded.experts()).unwrap_or(trained::EXPERTS);
                 recorded
                     .require(Some(experts), args.top_k)
                     .map_err(|source| ConfigError::Recorded { routing: routing.clone(), source })?;
                 (experts, recorded.top_k())
             }
             Router::Drawn(_) => {
-                (args.experts.unwrap_or(recording::EXPERTS), args.top_k.unwrap_or(recording::TOP_K))
+                (args.experts.unwrap_or(trained::EXPERTS), args.top_k.unwrap_or(trained::TOP_K))
             }
         };
         let config = Config {
@@ -99,13 +100,13 @@ impl Config {
             layout: args.layout,
             route: args.route,
             align: args.align,
-            backward: args.backward,
+            backward,
             routing,
-            rounds: args.rounds.unwrap_or(0),
+            rounds: rounds.unwrap_or(0),
             seed: args.seed,
         };
-        config.check(args.rounds)?;
-        let rounds = args.rounds.unwrap_or_else(|| config.rounds_in_budget());
+        config.check(rounds)?;
+        let rounds = rounds.unwrap_or_else(|| config.rounds_in_budget());
         Ok(Config { rounds, ..config })
     }
 

@@ -1,5 +1,6 @@
 use clap::Parser;
 
+use super::super::args::BenchArgs;
 use super::*;
 
 #[derive(Parser)]
@@ -10,7 +11,8 @@ struct Line {
 
 fn resolve(words: &str) -> Result<Config, ConfigError> {
     let words = std::iter::once("bench").chain(words.split_whitespace());
-    Config::resolve(&Line::try_parse_from(words).unwrap_or_else(|error| panic!("{error}")).args)
+    let args = Line::try_parse_from(words).unwrap_or_else(|error| panic!("{error}")).args;
+    Config::resolve(&args.conditions, args.backward, args.rounds)
 }
 
 /// A routing file of four experts, top-2, removed at the end.

@@ -9,10 +9,13 @@
 //!                                  |
 //!                                rank 0: table, JSON, trace
 //! ```
+//!
+//! The ranks of `sidelane trace` are started in the same way and make the same calls, on the same [`Layer`].
 
 mod args;
 mod clock;
 mod config;
+mod layer;
 mod passes;
 mod progress;
 mod rank;
@@ -23,53 +26,41 @@ mod stats;
 mod table;
 mod task;
 mod tensor;
+mod trained;
 mod verify;
+mod words;
 
-pub use args::BenchArgs;
-pub use config::ConfigError;
+pub use args::{BenchArgs, ConditionArgs};
+pub use config::{Config, ConfigError};
+pub use layer::{Layer, Verdict};
+pub use recording::{CALLS, EVENTS, record, write_trace};
+pub use task::{RankArgs, Sizes, start_ranks};
+pub use tensor::Number;
+pub use words::Words;
+
+#[cfg(test)]
+pub use report::tests::sample;
 
 use std::process::ExitCode;
-use std::time::Duration;
-
-use clap::Args;
 
 use crate::error::CliError;
-use crate::launch::Job;
 use source::Source;
 use task::Task;
 
 /// Starts the ranks of a measurement and waits for rank 0's report.
 pub fn main(args: &BenchArgs) -> Result<ExitCode, CliError> {
     let task = Task::resolve(args)?;
-    if args.routing.is_none() && task.config.routing != Source::Recorded {
-        let (experts, top_k) = (recording::EXPERTS, recording::TOP_K);
+    if args.conditions.routing.is_none() && task.config.routing != Source::Recorded {
+        let (experts, top_k) = (trained::EXPERTS, trained::TOP_K);
         eprintln!(
             "sidelane: routing is {}: the recorded one has {experts} experts, top-{top_k}",
             task.config.routing
         );
     }
-    let program =
-        std::env::current_exe().map_err(|source| CliError::Prepare { what: "find this program", source })?;
-    let json = serde_json::to_string(&task).expect("numbers, names and paths are always JSON");
-    let job = Job {
-        nodes: task.config.ranks_per_node.clone(),
-        command: vec![program.into(), "bench-rank".into(), json.into()],
-        env: Vec::new(),
-        grace: Duration::from_secs(5),
-        tag: false,
-    };
-    Ok(ExitCode::from(job.run()?.exit_code()))
-}
-
-/// One rank of a measurement (started by `bench`).
-#[derive(Args)]
-pub struct RankArgs {
-    /// What to measure, as JSON
-    task: String,
+    start_ranks("bench-rank", &task.config, &task)
 }
 
 /// Runs one rank.
 pub fn rank(args: &RankArgs) -> Result<ExitCode, CliError> {
-    let task: Task = serde_json::from_str(&args.task).map_err(CliError::Task)?;
-    rank::main(&task)
+    rank::main(&args.task()?)
 }

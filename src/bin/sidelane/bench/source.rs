@@ -11,7 +11,7 @@ use sidelane::error::PlanError;
 use sidelane::gate::{Pattern, PatternError, Recorded, Routing, synthetic};
 
 use super::config::{Config, ConfigError};
-use super::recording;
+use super::trained;
 
 /// What `--routing` names.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -26,8 +26,8 @@ impl Source {
     /// What is meant where `--routing` is not given: the recording, or a pattern if the recording has not as many
     /// experts or choices as the options say.
     pub fn default_for(experts: Option<u32>, top_k: Option<u32>) -> Self {
-        let fits = experts.is_none_or(|experts| experts == recording::EXPERTS)
-            && top_k.is_none_or(|top_k| top_k == recording::TOP_K);
+        let fits = experts.is_none_or(|experts| experts == trained::EXPERTS)
+            && top_k.is_none_or(|top_k| top_k == trained::TOP_K);
         if fits { Source::Recorded } else { Source::Pattern(Pattern::Zipf(1.0)) }
     }
 }
@@ -83,7 +83,7 @@ impl Router {
     pub fn open(routing: &Source) -> Result<Self, ConfigError> {
         let text = match routing {
             Source::Pattern(pattern) => return Ok(Router::Drawn(*pattern)),
-            Source::Recorded => Cow::Borrowed(recording::TEXT),
+            Source::Recorded => Cow::Borrowed(trained::TEXT),
             Source::File(path) => Cow::Owned(
                 std::fs::read_to_string(path)
                     .map_err(|source| ConfigError::Unreadable { path: path.clone(), source })?,

@@ -2,11 +2,9 @@
 
 use std::fmt::Write;
 
-use clap::ValueEnum;
-use comfy_table::{CellAlignment, ContentArrangement};
-
 use super::report::{Pass, Report};
-use crate::table;
+use super::words::Words;
+use crate::table::{self, time, volume};
 
 /// Conditions, verdict, figures, and the speed of memcpy beside them.
 pub fn text(report: &Report) -> String {
@@ -19,29 +17,18 @@ pub fn text(report: &Report) -> String {
 }
 
 fn conditions(report: &Report) -> String {
-    let (conditions, config) = (&report.config, &report.config.config);
-    let sizes: Vec<String> = config.ranks_per_node.iter().map(u32::to_string).collect();
-    let ranks = match config.ranks_per_node.as_slice() {
-        [ranks] => format!("{ranks} on one node"),
-        _ => format!("{} on {} nodes ({})", config.ranks(), config.nodes, sizes.join(" + ")),
-    };
+    let conditions = &report.config;
+    let Words { ranks, rows, routing, schedule } = Words::of(&conditions.config);
     let huge =
         if conditions.huge_pages_granted { "huge pages" } else { "small pages (huge ones not granted)" };
     let lane = |lane: &Option<String>| lane.clone().unwrap_or_else(|| "none".into());
-    let (layout, order, route) = (name(&config.layout), name(&config.order), name(&config.route));
     let lines = [
         ("ranks", format!("{ranks}, {} cores, {huge}", conditions.cores)),
-        ("rows", format!("{} tokens per rank, hidden {}, {}", config.tokens, config.hidden, config.dtype)),
-        (
-            "routing",
-            format!(
-                "{}, {} experts, top-{}, seed {}",
-                config.routing, config.experts, config.top_k, config.seed
-            ),
-        ),
-        ("schedule", format!("route {route}, layout {layout}, order {order}, align {}", config.align)),
+        ("rows", rows),
+        ("routing", routing),
+        ("schedule", schedule),
         ("lanes", format!("local {}, rail {}", lane(&report.lanes.local), lane(&report.lanes.rail))),
-        ("rounds", config.rounds.to_string()),
+        ("rounds", conditions.config.rounds.to_string()),
     ];
     lines.iter().fold(String::new(), |mut text, (key, value)| {
         let _ = writeln!(text, "{key:<10}{value}");
@@ -50,7 +37,7 @@ fn conditions(report: &Report) -> String {
 }
 
 fn figures(report: &Report) -> String {
-    let mut table = table::new([
+    let mut table = table::figures([
         "",
         "p50",
         if report.dispatch.p99_us.is_some() { "p99" } else { "max" },
@@ -61,8 +48,6 @@ fn figures(report: &Report) -> String {
         "floor GB/s",
         "of floor (95%)",
     ]);
-    // A figure that is broken over two lines cannot be read.
-    table.set_content_arrangement(ContentArrangement::Disabled);
     for (name, pass) in report.passes() {
         let Pass { share_of_floor, share_low, share_high, .. } = pass;
         table.add_row([
@@ -77,37 +62,7 @@ fn figures(report: &Report) -> String {
             format!("{share_of_floor:.2} ({share_low:.2}-{share_high:.2})"),
         ]);
     }
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
     table.trim_fmt()
-}
-
-/// The word of the command line.
-fn name(value: &impl ValueEnum) -> String {
-    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
-}
-
-/// Three digits of a time.
-fn time(us: f64) -> String {
-    let (value, unit) = if us < 1e3 {
-        (us, "us")
-    } else if us < 1e6 {
-        (us / 1e3, "ms")
-    } else {
-        (us / 1e6, "s")
-    };
-    let digits = if value < 10.0 { 2 } else { usize::from(value < 100.0) };
-    format!("{value:.digits$} {unit}")
-}
-
-/// Powers of 1000, as in GB/s.
-fn volume(bytes: u64) -> String {
-    match bytes as f64 {
-        bytes if bytes < 1e6 => format!("{:.1} kB", bytes / 1e3),
-        bytes if bytes < 1e9 => format!("{:.1} MB", bytes / 1e6),
-        bytes => format!("{:.1} GB", bytes / 1e9),
-    }
 }
 
 #[cfg(test)]
@@ -150,19 +105,5 @@ mod tests {
         assert!(text(&report).contains(" max ") && !text(&report).contains("p99"));
         report.dispatch.p99_us = Some(6300.0);
         assert!(text(&report).contains("p99") && text(&report).contains("6.30 ms"));
-    }
-
-    #[test]
-    fn times_have_three_digits() {
-        let cases = [
-            (0.24, "0.24 us"),
-            (57.14, "57.1 us"),
-            (999.9, "1000 us"),
-            (6120.0, "6.12 ms"),
-            (2.5e6, "2.50 s"),
-        ];
-        for (us, text) in cases {
-            assert_eq!(time(us), text);
-        }
     }
 }

@@ -1,0 +1,135 @@
+//! One rank's layer: its place in the world, its tokens, and the check of everything that comes out, bit by bit. What
+//! is measured or recorded is made on it.
+
+use sidelane::ep::{ExpertOutput, ExpertRows, Handle};
+use sidelane::gate::Routing;
+use sidelane::plan::Order as Sums;
+use sidelane::{Error, ExpertParallel, Group, Options, World};
+
+use super::args::Order;
+use super::config::Config;
+use super::source::Router;
+use super::task::Sizes;
+use super::tensor::{Number, fill};
+use super::verify::Expected;
+use crate::error::CliError;
+
+/// Everything a rank calls with.
+pub struct Layer<'c, E> {
+    pub config: &'c Config,
+    pub world: World,
+    pub group: Group,
+    pub ep: ExpertParallel,
+    pub routing: Routing<'static>,
+    pub x: Vec<E>,
+    pub out: Vec<E>,
+    pub expected: Expected,
+    /// Rows and sums that were compared and found equal.
+    right: u64,
+    compared: u64,
+}
+
+/// What all ranks found.
+pub struct Verdict {
+    pub verified: bool,
+    /// Rows and sums that are bitwise right.
+    pub right: u64,
+}
+
+impl<'c, E: Number> Layer<'c, E> {
+    /// Joins the job. A recorder keeps `record` operations, none if that is 0.
+    pub fn join(config: &'c Config, sizes: Sizes, record: usize) -> Result<Self, CliError> {
+        let mut options = Options::from_env().map_err(Error::from)?;
+        options.config.heap = options.config.heap.max(sizes.heap);
+        options.config.symmetric = options.config.symmetric.max(sizes.symmetric);
+        options.record = record;
+        let world = World::from_env_with(options)?;
+        let group = world.all()?;
+        let ep = ExpertParallel::builder(&group)
+            .map_err(Error::from)?
+            .experts(config.experts)
+            .top_k(config.top_k)
+            .hidden(config.hidden as usize)
+            .dtype(config.dtype)
+            .align(config.align)
+            .max_tokens(config.tokens)
+            .order(match config.order {
+                Order::Expert => Sums::Expert,
+                Order::Rank => Sums::Rank,
+            })
+            .build()?;
+        let router = Router::open(&config.routing)?;
+        let routing = router.routing(config, world.rank()).map_err(Error::from)?;
+        let expected = Expected::new(config, &router, world.rank()).map_err(Error::from)?;
+        let mut x = Vec::new();
+        (0..config.tokens).for_each(|token| fill(&mut x, config.seed, world.rank(), token, config.hidden));
+        let out = vec![E::of(0.0); x.len()];
+        Ok(Layer { config, world, group, ep, routing, x, out, expected, right: 0, compared: 0 })
+    }
+
+    pub fn dispatch_and_check(&mut self) -> Result<(ExpertRows, Handle), CliError> {
+        self.world.pool().poison(0xff);
+        let (rows, handle) = self.ep.dispatch(&self.x, &self.routing)?;
+        self.check_rows(&rows, &handle)?;
+        Ok((rows, handle))
+    }
+
+    pub fn check_rows(&mut self, rows: &ExpertRows, handle: &Handle) -> Result<(), CliError> {
+        let seen = rows.rows::<E>().map_err(Error::from)?;
+        self.right += self.expected.right_rows(self.config, seen, handle.row_weights());
+        self.compared += self.expected.len() as u64;
+        Ok(())
+    }
+
+    /// What the experts of this rank make of its rows.
+    pub fn experts(&self, rows: &ExpertRows) -> Result<Vec<E>, CliError> {
+        let mut y = rows.to_vec::<E>().map_err(Error::from)?;
+        self.expected.experts(self.config, rows.rows::<E>().map_err(Error::from)?, &mut y);
+        Ok(y)
+    }
+
+    /// These outputs of the experts, where a combine takes them from.
+    pub fn output(y: &[E], handle: &Handle) -> Result<ExpertOutput, Error> {
+        let mut output = handle.output()?;
+        output.rows_mut::<E>()?.copy_from_slice(y);
+        Ok(output)
+    }
+
+    pub fn combine_and_check(&mut self, y: &[E], handle: &Handle) -> Result<(), CliError> {
+        self.ep.combine_into(y, handle, &mut self.out)?;
+        self.check_tokens();
+        Ok(())
+    }
+
+    pub fn check_tokens(&mut self) {
+        self.right += self.expected.right_tokens(self.config, &self.out);
+        self.compared += u64::from(self.config.tokens);
+    }
+
+    pub fn backward_and_check(&mut self, y: &[E], handle: &Handle) -> Result<(), CliError> {
+        let weights = self.expected.weight_gradients();
+        let (tokens, home) = self.ep.dispatch_backward::<E>(y, Some(&weights), handle)?;
+        self.out.copy_from_slice(&tokens);
+        self.check_tokens();
+        self.compared += 1;
+        self.right += u64::from(home.is_some_and(|home| self.expected.right_weights(&home)));
+        self.world.pool().poison(0xff);
+        let (rows, _) = self.ep.combine_backward(&self.x, handle)?;
+        self.check_rows(&rows, handle)
+    }
+
+    /// Sums of a few words over all ranks.
+    pub fn sum<const N: usize>(&self, words: [u64; N]) -> Result<[u64; N], Error> {
+        let all = self.group.gather(bytemuck::cast_slice(&words))?;
+        Ok(all.iter().fold([0; N], |sums, blob| {
+            let words: Vec<u64> = bytemuck::allocation::pod_collect_to_vec(blob);
+            std::array::from_fn(|i| sums[i] + words.get(i).copied().unwrap_or(0))
+        }))
+    }
+
+    /// What all checks of all ranks have found.
+    pub fn verdict(&self) -> Result<Verdict, Error> {
+        let [right, compared] = self.sum([self.right, self.compared])?;
+        Ok(Verdict { verified: right == compared, right })
+    }
+}

@@ -1,0 +1,51 @@
+//! What every rank of a trace does: check, record, check; rank 0 writes.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use half::{bf16, f16};
+use sidelane::dtype::Dtype;
+
+use super::args::Task;
+use super::picture;
+use super::report::Report;
+use crate::bench::{EVENTS, Layer, Number, record, write_trace};
+use crate::error::CliError;
+use crate::output;
+
+/// Runs this rank's part.
+pub fn main(task: &Task) -> Result<ExitCode, CliError> {
+    match task.config.dtype {
+        Dtype::F32 => run::<f32>(task),
+        Dtype::F16 => run::<f16>(task),
+        Dtype::Bf16 | Dtype::Bytes => run::<bf16>(task),
+    }
+}
+
+fn run<E: Number>(task: &Task) -> Result<ExitCode, CliError> {
+    let mut layer: Layer<'_, E> = Layer::join(&task.config, task.sizes, EVENTS)?;
+    let (rows, handle) = layer.dispatch_and_check()?;
+    let y = layer.experts(&rows)?;
+    drop(rows);
+    layer.combine_and_check(&y, &handle)?;
+    let timelines = record(&mut layer, &y)?;
+    let verdict = layer.verdict()?;
+    if layer.world.rank() != 0 {
+        return Ok(ExitCode::SUCCESS);
+    }
+    let nodes = layer.world.nodes();
+    let report = Report::new(&task.config, &verdict, nodes, &timelines);
+    write_trace(&task.out, nodes, &timelines)?;
+    if let Some(path) = &task.svg {
+        write(path, &picture::draw(&task.config, nodes, &timelines))?;
+    }
+    if let Some(path) = &task.json {
+        write(path, &(report.json() + "\n"))?;
+    }
+    output::print(&report.text(&task.out))?;
+    Ok(if report.verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn write(path: &Path, text: &str) -> Result<(), CliError> {
+    std::fs::write(path, text).map_err(|source| CliError::Write { path: path.to_owned(), source })
+}

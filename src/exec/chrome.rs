@@ -1,0 +1,249 @@
+//! Timelines as Chrome trace JSON, which opens in <https://ui.perfetto.dev> and in `chrome://tracing`.
+//!
+//! ```text
+//!   process "rank 1 (node 0)"
+//!     thread "calls"      |------------ dispatch ------------|  |------ combine ------|
+//!     thread "track 0"      |signal entry 0||put rows 0|   |wait landed 0|
+//!     thread "track 1"                            |put rows 1|       ^
+//!   process "rank 0 (node 0)"                                        | an arrow from a signal to the wait that it ends
+//!     thread "track 1"           |put rows 1||signal landed 1|-------+
+//! ```
+//!
+//! Readers take an identifier of 0 for the idle process, and one of a thread for the same thread wherever it comes up:
+//! processes count from 1, and no two threads of a trace share a number.
+
+use std::collections::HashMap;
+use std::io::{self, Write};
+
+use serde_json::{Value, json};
+
+use super::{Event, Kind, Timeline};
+use crate::schedule::Flag;
+use crate::topology::NodeMap;
+
+/// Writes the timelines of all ranks of a group (`ranks[r]`, placed by `nodes`) as one trace: a process per rank, a
+/// thread for its calls and one per track, and arrows from the signals of a call to the waits in it. Tracks are numbered
+/// as in the schedule; there may be more of them than ranks.
+///
+/// # Errors
+/// Whatever the writer reports.
+pub fn write_chrome_trace(out: &mut dyn Write, nodes: &NodeMap, ranks: &[Timeline]) -> io::Result<()> {
+    let ids = Ids::of(ranks);
+    write!(out, "{{\"displayTimeUnit\":\"ns\",\"traceEvents\":[")?;
+    let mut comma = "";
+    let mut line = |value: Value| {
+        let written = write!(out, "{comma}\n{value}");
+        comma = ",";
+        written
+    };
+    for (rank, timeline) in (0..).zip(ranks) {
+        name_rank(&mut line, &ids, rank, nodes.node_of(rank), timeline)?;
+        for call in &timeline.calls {
+            line(json!({
+                "ph": "X", "cat": "call", "name": call.name, "pid": Ids::process(rank), "tid": ids.calls(rank),
+                "ts": ids.us(call.start_ns), "dur": call.nanos as f64 / 1e3,
+            }))?;
+        }
+        for event in &timeline.events {
+            line(json!({
+                "ph": "X", "cat": event.kind.name(), "name": event.to_string(),
+                "pid": Ids::process(rank), "tid": ids.track(rank, event.track),
+                "ts": ids.us(event.start_ns), "dur": event.nanos as f64 / 1e3,
+                "args": {"peer": event.peer, "bytes": event.bytes},
+            }))?;
+        }
+    }
+    for (id, arrow) in (1..).zip(arrows(ranks)) {
+        for (phase, (rank, event)) in [("s", arrow.signal), ("f", arrow.wait)] {
+            // An end must not be earlier than its begin, and lies in the slice that it is bound to.
+            let ts = ids.us(event.start_ns.max(arrow.signal.1.start_ns));
+            line(json!({
+                "ph": phase, "bp": "e", "id": id, "cat": "flag", "name": event.flag.map(Flag::name), "ts": ts,
+                "pid": Ids::process(rank), "tid": ids.track(rank, event.track),
+            }))?;
+        }
+    }
+    writeln!(out, "\n]}}")
+}
+
+/// Says how a rank and its threads are called, and in which order they are shown.
+fn name_rank(
+    line: &mut dyn FnMut(Value) -> io::Result<()>,
+    ids: &Ids,
+    rank: u32,
+    node: u32,
+    timeline: &Timeline,
+) -> io::Result<()> {
+    let pid = Ids::process(rank);
+    line(
+        json!({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": format!("rank {rank} (node {node})")}}),
+    )?;
+    line(json!({"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": rank}}))?;
+    let mut tracks: Vec<u32> = timeline.events.iter().map(|event| event.track).collect();
+    tracks.sort_unstable();
+    tracks.dedup();
+    let tracks = tracks.into_iter().map(|track| (ids.track(rank, track), format!("track {track}")));
+    for (index, (tid, name)) in [(ids.calls(rank), "calls".to_owned())].into_iter().chain(tracks).enumerate()
+    {
+        line(json!({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}))?;
+        line(
+            json!({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": index}}),
+        )?;
+    }
+    Ok(())
+}
+
+/// Numbers of processes and threads, and the time that counts as zero.
+struct Ids {
+    ranks: u64,
+    tracks: u64,
+    origin_ns: u64,
+}
+
+impl Ids {
+    fn of(ranks: &[Timeline]) -> Self {
+        let events = || ranks.iter().flat_map(|rank| &rank.events);
+        let calls = ranks.iter().flat_map(|rank| &rank.calls);
+        let starts = calls.map(|call| call.start_ns).chain(events().map(|event| event.start_ns));
+        Ids {
+            ranks: ranks.len() as u64,
+            tracks: events().map(|event| u64::from(event.track) + 1).max().unwrap_or(0),
+            origin_ns: starts.min().unwrap_or(0),
+        }
+    }
+
+    fn process(rank: u32) -> u64 {
+        u64::from(rank) + 1
+    }
+
+    /// The main thread of a process has the number of the process; readers show it first.
+    fn calls(&self, rank: u32) -> u64 {
+        Self::process(rank)
+    }
+
+    fn track(&self, rank: u32, track: u32) -> u64 {
+        self.ranks + 1 + u64::from(rank) * self.tracks + u64::from(track)
+    }
+
+    fn us(&self, ns: u64) -> f64 {
+        (ns - self.origin_ns) as f64 / 1e3
+    }
+}
+
+/// A signal and the wait that it ends: rank and event of both.
+struct Arrow<'a> {
+    signal: (u32, &'a Event),
+    wait: (u32, &'a Event),
+}
+
+/// All pairs. In one call a flag is raised at most once between two ranks, so call, flag and ranks name the signal; what
+/// ran outside calls, or waited for an earlier one, has no arrow.
+fn arrows(ranks: &[Timeline]) -> Vec<Arrow<'_>> {
+    let signals: HashMap<_, _> = in_calls(ranks, Kind::Signal)
+        .map(|(call, rank, event)| ((call, event.flag, rank, event.peer), (rank, event)))
+        .collect();
+    in_calls(ranks, Kind::Wait)
+        .filter(|(.., event)| !event.licence)
+        .filter_map(|(call, rank, event)| {
+            let &signal = signals.get(&(call, event.flag, event.peer, rank))?;
+            Some(Arrow { signal, wait: (rank, event) })
+        })
+        .collect()
+}
+
+/// The events of a kind that ran in a call: index of the call, rank, event.
+fn in_calls(ranks: &[Timeline], kind: Kind) -> impl Iterator<Item = (usize, u32, &Event)> {
+    (0..).zip(ranks).flat_map(move |(rank, timeline)| {
+        let events = timeline.events.iter().filter(move |event| event.kind == kind);
+        events.filter_map(move |event| {
+            Some((timeline.calls.iter().position(|call| call.holds(event))?, rank, event))
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::exec::Call;
+
+    fn event(kind: Kind, flag: Option<Flag>, peer: u32, start_ns: u64, nanos: u64) -> Event {
+        Event { kind, flag, licence: false, track: peer, peer, start_ns, nanos, bytes: 64 }
+    }
+
+    fn call(start_ns: u64) -> Call {
+        Call { name: "dispatch".into(), start_ns, nanos: 1000 }
+    }
+
+    /// Rank 0 signals rank 1 while it waits already, and a second time outside the call.
+    fn two_ranks() -> [Timeline; 2] {
+        let landed = Some(Flag::Landed);
+        let late = event(Kind::Signal, landed, 1, 9000, 10);
+        let put = Event { track: 5, ..event(Kind::PutRows, None, 1, 1100, 200) };
+        let licence = Event { licence: true, ..event(Kind::Wait, Some(Flag::Read), 0, 1110, 10) };
+        [
+            Timeline {
+                calls: vec![call(1000)],
+                events: vec![put, event(Kind::Signal, landed, 1, 1300, 10), late],
+            },
+            Timeline {
+                calls: vec![call(1100)],
+                events: vec![licence, event(Kind::Wait, landed, 0, 1200, 150)],
+            },
+        ]
+    }
+
+    fn trace(ranks: &[Timeline]) -> Vec<Value> {
+        let mut text = Vec::new();
+        write_chrome_trace(&mut text, &NodeMap::from_labels(&["a", "b"]), ranks).unwrap();
+        let trace: Value = serde_json::from_slice(&text).unwrap();
+        trace["traceEvents"].as_array().unwrap().clone()
+    }
+
+    #[test]
+    fn every_call_and_event_is_a_slice_of_its_rank_with_time_peer_and_bytes() {
+        let ranks = two_ranks();
+        let slices: Vec<Value> = trace(&ranks).into_iter().filter(|e| e["ph"] == "X").collect();
+        assert_eq!(slices.len(), 7);
+        let put = slices.iter().find(|e| e["name"] == "put rows 1").unwrap();
+        assert_eq!((&put["pid"], &put["ts"], &put["dur"]), (&json!(1), &json!(0.1), &json!(0.2)));
+        assert_eq!(put["args"], json!({"peer": 1, "bytes": 64}));
+        let called = slices.iter().filter(|e| e["name"] == "dispatch");
+        assert_eq!(called.map(|e| e["pid"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 2]);
+    }
+
+    #[test]
+    fn each_rank_and_thread_has_a_name_and_no_two_threads_share_a_number() {
+        let events = trace(&two_ranks());
+        let names = |what: &str| -> Vec<(Value, Value)> {
+            let named = events.iter().filter(|e| e["name"] == what);
+            named.map(|e| (e["tid"].clone(), e["args"]["name"].clone())).collect()
+        };
+        let processes: Vec<Value> = names("process_name").into_iter().map(|(_, name)| name).collect();
+        assert_eq!(processes, ["rank 0 (node 0)", "rank 1 (node 1)"]);
+        let threads = names("thread_name");
+        let called: Vec<&Value> = threads.iter().map(|(_, name)| name).collect();
+        assert_eq!(called, ["calls", "track 1", "track 5", "calls", "track 0"]);
+        let mut numbers: Vec<u64> = threads.iter().map(|(tid, _)| tid.as_u64().unwrap()).collect();
+        numbers.sort_unstable();
+        numbers.dedup();
+        assert_eq!((numbers.len(), numbers[0]), (5, 1), "all different, and none is 0");
+        for slice in events.iter().filter(|e| e["ph"] == "X") {
+            assert!(threads.iter().any(|(tid, _)| *tid == slice["tid"]), "{slice}");
+        }
+    }
+
+    #[test]
+    fn an_arrow_leads_from_the_signal_of_a_call_into_the_wait_that_it_ends() {
+        let events = trace(&two_ranks());
+        let arrow: Vec<&Value> = events.iter().filter(|e| e["cat"] == "flag").collect();
+        let [from, to] = arrow.as_slice() else { panic!("{arrow:?}") };
+        assert_eq!((&from["ph"], &from["pid"], &from["ts"]), (&json!("s"), &json!(1), &json!(0.3)));
+        assert_eq!((&to["ph"], &to["pid"], &to["ts"]), (&json!("f"), &json!(2), &json!(0.3)));
+        assert_eq!((&from["id"], &from["name"]), (&to["id"], &to["name"]));
+    }
+
+    #[test]
+    fn nothing_at_all_is_a_trace_too() {
+        assert_eq!(trace(&[Timeline::default(), Timeline::default()]).len(), 8);
+    }
+}
