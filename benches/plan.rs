@@ -5,30 +5,50 @@ use std::hint::black_box;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use sidelane::gate::{Pattern, synthetic};
-use sidelane::plan::{Counts, ExpertMap, Frame, Layout, Order, RankSets, RelayOrder, Sizes, Sorted};
-use sidelane::topology::NodeMap;
+use sidelane::plan::{
+    Bins, Counts, Crossing, ExpertMap, Frame, Layout, Mode, Notes, Order, RankSets, RelayOrder, Sizes,
+    Sizing, Sorted,
+};
+use sidelane::topology::{NodeMap, Paths, Route};
 
 fn planning(c: &mut Criterion) {
     for (tokens, experts, ranks) in [(64, 64, 8), (512, 64, 8), (4096, 256, 64)] {
-        let map = ExpertMap::contiguous(experts, ranks).unwrap();
-        let nodes = NodeMap::from_labels(&vec![0; ranks as usize]);
-        let routing = synthetic(Pattern::Zipf(1.0), experts, 8, tokens, 0, 0).unwrap();
-        let frame = Frame { map: &map, nodes: &nodes, me: 0, align: 1, order: Order::Expert };
-        let (mut sorted, mut counts, mut sizes) = (Sorted::default(), Counts::default(), Sizes::default());
-        let mut layout = Layout::default();
-        let mut group = c.benchmark_group(format!("{tokens} tokens, {experts} experts, {ranks} ranks"));
-        group.throughput(Throughput::Elements(u64::from(tokens) * 8));
-        group.bench_function("sort", |b| b.iter(|| sorted.fill(&map, 0, black_box(&routing)).unwrap()));
-        group.bench_function("place", |b| {
-            b.iter(|| {
-                counts.clear(&map, 0);
-                (0..ranks).for_each(|source| counts.add(&map, 0, source, sorted.counts.iter().copied()));
-                sizes.fill(&map, 1, &counts.total);
-                layout.fill(&frame, black_box(&sorted), 8, &counts, &sizes);
-            })
-        });
-        group.finish();
+        for (route, per_node) in [(Route::Direct, ranks), (Route::Pxn, ranks / 2)] {
+            plan(c, (tokens, experts, ranks), route, per_node);
+        }
     }
+}
+
+fn plan(c: &mut Criterion, (tokens, experts, ranks): (u32, u32, u32), route: Route, per_node: u32) {
+    let map = ExpertMap::contiguous(experts, ranks).unwrap();
+    let nodes = NodeMap::from_labels(&(0..ranks).map(|rank| rank / per_node).collect::<Vec<_>>());
+    let routing = synthetic(Pattern::Zipf(1.0), experts, 8, tokens, 0, 0).unwrap();
+    let (bins, paths) = (Bins::experts(&map, Order::Expert, &nodes), Paths::new(&nodes, route, 0));
+    let sizing =
+        Sizing { row_bytes: 4096, home_bytes: 4096, words_out: 1, words_home: 1, partial_bytes: None };
+    let frame = Frame { bins: &bins, paths, align: 1, chunks: 4, sizing, mode: Mode::Eager };
+    let (mut sorted, mut crossing) = (Sorted::default(), Crossing::default());
+    let (mut counts, mut sizes, mut layout) = (Counts::default(), Sizes::default(), Layout::default());
+    let mut group =
+        c.benchmark_group(format!("{tokens} tokens, {experts} experts, {ranks} ranks, {}", route.name()));
+    group.throughput(Throughput::Elements(u64::from(tokens) * 8));
+    group.bench_function("sort", |b| {
+        b.iter(|| {
+            sorted.fill(&map, &bins, Notes::Weight, 0, black_box(&routing)).unwrap();
+            crossing.fill(&bins, &paths, &sorted);
+        })
+    });
+    let mut words = sorted.counts.clone();
+    crossing.staged(&paths, &mut words);
+    group.bench_function("place", |b| {
+        b.iter(|| {
+            counts.clear(words.len() as u32);
+            (0..ranks).for_each(|source| counts.add(0, source, &words));
+            sizes.fill(&bins, 1, &counts.total, None);
+            layout.fill(&frame, (black_box(&sorted), &crossing), 8, &counts, &sizes);
+        })
+    });
+    group.finish();
 }
 
 fn relay_order(c: &mut Criterion) {

@@ -1,4 +1,4 @@
-//! Which routing `sidelane bench` measures, and that it says so.
+//! Which routing `sidelane bench` measures, and that it says so; and every layout, mode and type of rows.
 #![cfg(feature = "cli")]
 
 use std::process::Command;
@@ -36,4 +36,33 @@ fn routing_that_was_asked_for_is_not_announced() {
     let (out, err) = bench(&["--experts", "16", "--top-k", "2", "--routing", "uniform"]);
     assert!(out.contains("routing   uniform, 16 experts, top-2"), "{out}");
     assert!(!err.contains("routing is"), "{err}");
+}
+
+#[test]
+fn every_layout_mode_and_type_of_rows_is_verified_there_and_back() {
+    const DROP: &str = "--mode budget --budget 0.5 --on-overflow drop";
+    for options in [
+        "--layout rank-major",
+        "--dtype fp8",
+        DROP,
+        "--layout rank-major --dtype fp8 --mode slots --slots 3 --on-overflow drop",
+    ] {
+        let mut words: Vec<&str> = options.split(' ').collect();
+        words.extend(["--nodes", "2", "--backward"]);
+        let (out, _) = bench(&words);
+        assert!(out.contains("verified: ") && out.contains("combine backward"), "{options}: {out}");
+        let dropped = !out.contains(" 0 choices dropped") && out.contains(" choices dropped");
+        assert_eq!(dropped, options.contains("drop"), "{options}: {out}");
+    }
+}
+
+#[test]
+fn a_budget_that_is_too_small_is_refused_before_anything_starts() {
+    let output = Command::new(env!("CARGO_BIN_EXE_sidelane"))
+        .args(["bench", "--tokens", "16", "--hidden", "64", "--mode", "budget", "--budget", "0.5"])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(told.contains("has room for all") && told.contains("--on-overflow drop"), "{told}");
 }

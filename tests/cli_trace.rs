@@ -31,9 +31,9 @@ impl Drop for Folder {
     }
 }
 
-fn trace(out: &Path, more: &[(&str, &Path)]) -> Output {
+fn trace(route: &str, out: &Path, more: &[(&str, &Path)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    command.arg("trace").args(SMALL.split(' ')).arg("--out").arg(out);
+    command.arg("trace").args(SMALL.split(' ')).args(["--route", route]).arg("--out").arg(out);
     more.iter().for_each(|(option, path)| {
         command.arg(option).arg(path);
     });
@@ -52,6 +52,8 @@ struct Slice {
     begin: f64,
     end: f64,
     peer: u64,
+    /// Of whom a flag speaks: a relay raises flags of others.
+    of: u64,
     bytes: u64,
 }
 
@@ -65,6 +67,7 @@ impl Slice {
             begin,
             end: begin + length,
             peer: event["args"]["peer"].as_u64().unwrap_or(0),
+            of: event["args"]["of"].as_u64().unwrap_or(0),
             bytes: event["args"]["bytes"].as_u64().unwrap_or(0),
         }
     }
@@ -77,10 +80,16 @@ impl Slice {
 }
 
 #[test]
-fn a_trace_holds_what_every_rank_did_in_both_calls() {
-    let folder = Folder::new("whole");
+fn a_trace_holds_what_every_rank_did_in_both_calls_on_every_route() {
+    for route in ["direct", "pxn"] {
+        a_trace_holds_what_every_rank_did(route);
+    }
+}
+
+fn a_trace_holds_what_every_rank_did(route: &str) {
+    let folder = Folder::new(route);
     let (out, svg, json) = (folder.path("trace.json"), folder.path("trace.svg"), folder.path("sums.json"));
-    let output = trace(&out, &[("--svg", &svg), ("--json", &json)]);
+    let output = trace(route, &out, &[("--svg", &svg), ("--json", &json)]);
     let (told, complaints) =
         (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{complaints}");
@@ -98,7 +107,10 @@ fn a_trace_holds_what_every_rank_did_in_both_calls() {
     let (calls, operations): (Vec<_>, Vec<_>) =
         (of(true).map(Slice::of).collect(), of(false).map(Slice::of).collect());
     every_call_holds_its_operations(&calls, &operations);
-    every_put_of_rows_and_every_sum_is_there(&operations);
+    match route {
+        "direct" => every_put_of_rows_and_every_sum_is_there(&operations),
+        _ => rows_cross_in_parts_to_the_one_relay_of_the_other_node(&operations),
+    }
     arrows_lead_from_signals_to_waits(events, &operations);
     sums_are_those_of_the_slices(&read(&json), &operations);
 
@@ -128,21 +140,37 @@ fn every_call_holds_its_operations(calls: &[Slice], operations: &[Slice]) {
     }
 }
 
-fn every_put_of_rows_and_every_sum_is_there(operations: &[Slice]) {
+/// How often rows were put, by (from, to).
+fn puts_of_rows(operations: &[Slice]) -> BTreeMap<(u64, u64), u32> {
     let mut rows = BTreeMap::new();
     for put in operations.iter().filter(|slice| slice.name.starts_with("put rows ")) {
         assert_eq!(put.name, format!("put rows {}", put.peer));
         *rows.entry((put.rank, put.peer)).or_insert(0) += 1;
     }
-    let pairs = (0..RANKS).flat_map(|from| (0..RANKS).map(move |to| ((from, to), 1)));
-    assert_eq!(rows, pairs.collect(), "once from every rank to every rank");
-    // 8 tokens of 2 experts and 64 numbers of two bytes each.
+    rows
+}
+
+fn rows_cross_in_parts_to_the_one_relay_of_the_other_node(operations: &[Slice]) {
+    const PARTS: u32 = 4;
+    let mut rows = puts_of_rows(operations);
+    rows.retain(|&(from, to), _| (from == 2) != (to == 2));
+    assert_eq!(rows, BTreeMap::from([((0, 2), PARTS), ((1, 2), PARTS), ((2, 0), PARTS)]));
+}
+
+fn every_put_of_rows_and_every_sum_is_there(operations: &[Slice]) {
+    let pairs = (0..RANKS).flat_map(|from| (0..RANKS).map(move |to| ((from, to), 2)));
+    assert_eq!(
+        puts_of_rows(operations),
+        pairs.collect(),
+        "rows and their weights, from every rank to every rank"
+    );
+    // 8 tokens of 2 experts and 64 numbers of two bytes each; a weight goes with each row.
     for rank in 0..RANKS {
         let bytes = |name: &str| -> u64 {
             let own = operations.iter().filter(|slice| slice.rank == rank && slice.name.starts_with(name));
             own.map(|slice| slice.bytes).sum()
         };
-        assert_eq!((bytes("put rows"), bytes("reduce")), (8 * 2 * 128, 8 * 2 * 128), "rank {rank}");
+        assert_eq!((bytes("put rows"), bytes("reduce")), (8 * 2 * (128 + 4), 8 * 2 * 128), "rank {rank}");
     }
 }
 
@@ -158,13 +186,14 @@ fn arrows_lead_from_signals_to_waits(events: &[Value], operations: &[Slice]) {
     for arrow in ends.values() {
         let [(flag, signal), (_, wait)] = arrow.as_slice() else { panic!("two ends of an arrow") };
         assert_eq!(signal.name, format!("signal {flag} {}", wait.rank));
-        assert_eq!(wait.name, format!("wait {flag} {}", signal.rank));
+        assert_eq!(wait.name, format!("wait {flag} {}", signal.of));
         assert!(signal.begin <= wait.end, "a wait ends after its signal began");
         waited.insert((wait.rank, wait.name.clone(), wait.begin.to_bits()));
     }
     let waits = operations.iter().filter(|slice| slice.name.starts_with("wait "));
     for wait in waits {
-        assert!(wait.peer < RANKS && wait.peer != wait.rank, "{} of rank {}", wait.name, wait.rank);
+        // A relay waits for the rank that it is part of, too.
+        assert!(wait.peer < RANKS, "{} of rank {}", wait.name, wait.rank);
         let arrow = waited.contains(&(wait.rank, wait.name.clone(), wait.begin.to_bits()));
         assert_eq!(arrow, !wait.name.starts_with("wait read"), "{} of rank {}", wait.name, wait.rank);
     }
@@ -189,7 +218,7 @@ fn a_file_that_cannot_be_written_is_named() {
     let folder = Folder::new("nowhere");
     let (out, missing) = (folder.path("trace.json"), folder.path("missing").join("file"));
     for (out, more) in [(&missing, &[][..]), (&out, &[("--svg", missing.as_path())])] {
-        let output = trace(out, more);
+        let output = trace("direct", out, more);
         let complaints = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{complaints}");
         let missing = format!("cannot write {missing:?}");

@@ -4,8 +4,9 @@ mod support;
 
 use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, Order};
+use sidelane::topology::Route;
 use sidelane::{Dtype, ExpertParallel, World};
-use support::{Tokens, on_ranks, small, tokens};
+use support::{Tokens, on_ranks, tiny, tokens};
 
 const HIDDEN: usize = 4;
 const TOP_K: u32 = 2;
@@ -100,12 +101,12 @@ fn agree(seen: f32, plus: f64, minus: f64, what: &str) {
     assert!((f64::from(seen) - difference).abs() < 1e-4, "{what}: {seen}, by differences {difference}");
 }
 
-fn differentiate(nodes: &[u32], order: Order, align: u32, weighted: bool, map: &ExpertMap) {
-    on_ranks(nodes, &small(), |world| {
+fn differentiate(nodes: &[u32], route: Route, order: Order, align: u32, weighted: bool, map: &ExpertMap) {
+    on_ranks(nodes, &tiny(), |world| {
         let group = world.all().unwrap();
-        let builder = ExpertParallel::builder(&group).unwrap().expert_map(map.clone());
+        let builder = ExpertParallel::builder(&group).unwrap().expert_map(map.clone()).route(route);
         let builder = builder.top_k(TOP_K).hidden(HIDDEN).dtype(Dtype::F32).order(order).align(align);
-        let ep = builder.weighted(weighted).build().unwrap();
+        let ep = builder.weighted(weighted).max_tokens(16).build().unwrap();
         let me = world.rank();
         let mut layer = Layer { ep, world, weighted };
         let mine = tokens::<f32>(u64::from(me) + 60, COUNTS[me as usize], HIDDEN, TOP_K, EXPERTS);
@@ -138,10 +139,12 @@ fn differentiate(nodes: &[u32], order: Order, align: u32, weighted: bool, map: &
 fn gradients_are_the_slopes_of_the_loss() {
     let plain = ExpertMap::contiguous(EXPERTS, 4).unwrap();
     let replicated = ExpertMap::from_slots(EXPERTS, &[vec![4, 0], vec![1], vec![2, 4, 3], vec![0]]).unwrap();
-    for nodes in [[0, 0, 0, 0], [0, 1, 0, 1], [0, 1, 2, 3]] {
+    let cases = [[0, 0, 0, 0], [0, 1, 0, 1], [0, 0, 0, 1], [0, 1, 2, 3]];
+    for (nodes, route) in cases.into_iter().flat_map(|nodes| Route::ALL.map(|route| (nodes, route))) {
         for weighted in [false, true] {
-            differentiate(&nodes, Order::Expert, 1, weighted, &plain);
-            differentiate(&nodes, Order::Rank, 4, weighted, &replicated);
+            differentiate(&nodes, route, Order::Expert, 1, weighted, &plain);
+            let order = if weighted { Order::Rank } else { Order::Node };
+            differentiate(&nodes, route, order, 4, weighted, &replicated);
         }
     }
 }

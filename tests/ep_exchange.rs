@@ -3,8 +3,10 @@
 mod support;
 
 use half::{bf16, f16};
+use sidelane::dtype::Wire;
 use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, Order};
+use sidelane::topology::{NodeMap, Route};
 use sidelane::{Dtype, Element, ExpertParallel};
 use support::{To, Tokens, on_ranks, placement, small, tokens};
 
@@ -20,6 +22,8 @@ struct Case {
     order: Order,
     weighted: bool,
     map: Option<ExpertMap>,
+    route: Route,
+    wire: Wire,
 }
 
 impl Case {
@@ -34,6 +38,8 @@ impl Case {
             order: Order::Expert,
             weighted: false,
             map: None,
+            route: Route::Direct,
+            wire: Wire::F32,
         }
     }
 }
@@ -41,7 +47,7 @@ impl Case {
 fn cases() -> Vec<Case> {
     let plain = Case::new(&[0, 0, 0, 0], &[5, 0, 17, 3], 6, 3);
     let replicated = ExpertMap::from_slots(5, &[vec![4, 0], vec![1], vec![2, 4, 3], vec![0]]).unwrap();
-    vec![
+    let direct = vec![
         Case::new(&[0], &[7], 3, 2),
         plain.clone(),
         Case { nodes: vec![0, 1, 0, 1], ..plain.clone() },
@@ -58,10 +64,26 @@ fn cases() -> Vec<Case> {
         Case { hidden: 8, align: 32, ..Case::new(&[0], &[5], 1, 1) },
         // Rows and pads that are larger than a record of the loop lane.
         Case { hidden: 40_000, align: 3, ..Case::new(&[0, 1, 1], &[2, 1, 3], 4, 2) },
-    ]
+        Case { order: Order::Node, nodes: vec![0, 1, 0, 1], ..plain.clone() },
+        Case {
+            order: Order::Node,
+            weighted: true,
+            ..Case::new(&[0, 1, 1, 0, 2, 0, 1], &[9, 2, 30, 0, 5, 8, 1], 9, 5)
+        },
+        Case {
+            order: Order::Rank,
+            align: 8,
+            ..Case::new(&[0, 0, 0, 1, 1, 1, 1, 1], &[33, 9, 0, 1, 4, 2, 30, 8], 19, 6)
+        },
+    ];
+    let narrow = direct.iter().filter(|case| case.order != Order::Expert).cloned();
+    let direct: Vec<Case> =
+        direct.iter().cloned().chain(narrow.map(|case| Case { wire: Wire::Bf16, ..case })).collect();
+    let pxn = direct.iter().cloned().map(|case| Case { route: Route::Pxn, ..case });
+    direct.iter().cloned().chain(pxn).collect()
 }
 
-/// Sums as the contract says: from +0 in f32, in order of experts (or of ranks, then experts), one rounding.
+/// Sums as the contract says: from +0 in f32, in order of experts (or of ranks or nodes, and their partial sums), one rounding.
 fn combined<E: Element + Copy + Into<f32>>(
     case: &Case,
     map: &ExpertMap,
@@ -73,14 +95,20 @@ where
 {
     let (k, hidden) = (case.top_k as usize, case.hidden);
     let tokens = &all[rank];
+    let nodes = NodeMap::from_labels(&case.nodes);
     let mut out = Vec::new();
     for token in 0..case.counts[rank] as usize {
-        let mut terms: Vec<(u32, i32, usize)> = (token * k..(token + 1) * k)
+        let mut terms: Vec<(u32, u32, i32, usize)> = (token * k..(token + 1) * k)
             .filter(|&choice| tokens.ids[choice] >= 0)
             .map(|choice| {
                 let slot = map.slot_for(rank as u32, tokens.ids[choice] as u32);
-                let group = if case.order == Order::Rank { map.rank_of(slot) } else { 0 };
-                (group, tokens.ids[choice], choice)
+                let owner = map.rank_of(slot);
+                let (group, owner) = match case.order {
+                    Order::Expert => (0, 0),
+                    Order::Rank => (owner, owner),
+                    Order::Node => (nodes.node_of(owner), owner),
+                };
+                (group, owner, tokens.ids[choice], choice)
             })
             .collect();
         terms.sort_unstable();
@@ -88,11 +116,11 @@ where
             let mut total = 0.0f32;
             for group in terms.chunk_by(|a, b| a.0 == b.0) {
                 let mut partial = 0.0f32;
-                for &(_, expert, choice) in group {
+                for &(_, _, expert, choice) in group {
                     let y: f32 = expert_of(tokens.x[token * hidden + column], expert).into();
                     partial += if case.weighted { tokens.weights[choice] * y } else { y };
                 }
-                total += partial;
+                total += if case.wire == Wire::Bf16 { bf16::from_f32(partial).to_f32() } else { partial };
             }
             out.push(total.to());
         }
@@ -132,13 +160,19 @@ where
             .align(case.align)
             .order(case.order)
             .weighted(case.weighted)
+            .route(case.route)
+            .wire(case.wire)
             .build()
             .unwrap();
         let mine = &all[me];
         let routing = Routing::new(case.top_k, mine.ids.as_slice(), mine.weights.as_slice()).unwrap();
         for round in 0..5 {
             world.pool().poison(0xff);
-            let (rows, handle) = ep.dispatch(&mine.x, &routing).unwrap();
+            // In halves, relays work while their callers are away.
+            let (rows, handle) = match round % 3 {
+                2 => ep.start_dispatch(&mine.x, &routing).unwrap().finish().unwrap(),
+                _ => ep.dispatch(&mine.x, &routing).unwrap(),
+            };
             let seen = rows.rows::<E>().unwrap();
             assert_eq!(rows.len() as usize, expected[me].len(), "rank {me}, {case:?}");
             for (row, origin) in expected[me].iter().enumerate() {
@@ -172,7 +206,11 @@ where
             }
             let copied = out.to_vec();
             drop(rows);
-            let result: Vec<E> = if round % 2 == 0 {
+            let result: Vec<E> = if round == 2 {
+                let mut result = vec![E::zeroed(); mine.x.len()];
+                ep.start_combine(y, &handle).unwrap().finish(&mut result).unwrap();
+                result
+            } else if round % 2 == 0 {
                 ep.combine(y, &handle).unwrap()
             } else {
                 drop(y);
@@ -202,5 +240,53 @@ fn exchange_as<E: Element + Copy + PartialEq + std::fmt::Debug + Into<f32>>(dtyp
 where
     f32: To<E>,
 {
-    move |case| exchange::<E>(dtype, case)
+    move |case| {
+        if case.wire.carries(dtype) {
+            exchange::<E>(dtype, case);
+        }
+    }
+}
+
+/// As many tokens as may be passed, each to as many experts as it can choose, all of them on the other node.
+#[test]
+fn blocks_that_are_as_large_as_they_can_be_arrive_whole() {
+    const TOKENS: u32 = 50;
+    let map = ExpertMap::from_slots(4, &[vec![], vec![3, 0], vec![1, 2], vec![]]).unwrap();
+    let (nodes, hidden, top_k) = ([0, 1, 1, 0], 16, 4);
+    let all: Vec<Tokens<bf16>> = (0..4u64)
+        .map(|rank| {
+            let sends = nodes[rank as usize] == 0;
+            let mut tokens = tokens(rank, if sends { TOKENS } else { 0 }, hidden, top_k, 4);
+            tokens.ids.chunks_exact_mut(4).for_each(|ids| ids.copy_from_slice(&[2, 0, 3, 1]));
+            tokens
+        })
+        .collect();
+    let expected = placement(&all, top_k, &map, 1);
+    for route in Route::ALL {
+        on_ranks(&nodes, &small(), |world| {
+            let me = world.rank() as usize;
+            let group = world.all().unwrap();
+            let builder = ExpertParallel::builder(&group).unwrap().expert_map(map.clone()).top_k(top_k);
+            let builder = builder.hidden(hidden).max_tokens(TOKENS).route(route).weighted(true);
+            let mut ep = builder.build().unwrap();
+            let mine = &all[me];
+            let routing = Routing::new(top_k, mine.ids.as_slice(), mine.weights.as_slice()).unwrap();
+            let (rows, handle) = ep.dispatch(&mine.x, &routing).unwrap();
+            assert_eq!(rows.len(), if nodes[me] == 1 { 2 * 2 * TOKENS } else { 0 });
+            for (row, origin) in rows.rows::<bf16>().unwrap().chunks_exact(hidden).zip(&expected[me]) {
+                let (source, token, _) = origin.unwrap();
+                assert_eq!(row, &all[source].x[token * hidden..][..hidden], "rank {me}, {route:?}");
+            }
+            let weights: Vec<f32> = expected[me]
+                .iter()
+                .flatten()
+                .map(|&(source, _, choice)| all[source].weights[choice])
+                .collect();
+            assert_eq!(handle.row_weights(), weights);
+            let (x, gradients) =
+                ep.dispatch_backward::<bf16>(rows.rows::<bf16>().unwrap(), Some(&weights), &handle).unwrap();
+            assert_eq!(x, support::repeated(mine, top_k, hidden));
+            assert_eq!(gradients.unwrap(), mine.weights);
+        });
+    }
 }

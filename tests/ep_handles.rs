@@ -3,19 +3,26 @@
 mod support;
 
 use half::bf16;
-use sidelane::ep::{ExpertRows, Handle, LaneUse};
+use sidelane::ep::{ExpertRows, Handle};
 use sidelane::gate::Routing;
+use sidelane::topology::Route;
 use sidelane::{Dtype, ExpertParallel, Group, World};
-use support::{Tokens, on_ranks, placement, small, tokens};
+use support::{Tokens, on_ranks, small, tokens};
 
 const HIDDEN: usize = 16;
 const TOP_K: u32 = 2;
 const EXPERTS: u32 = 7;
-const NODES: [&[u32]; 3] = [&[0, 0, 0, 0], &[0, 1, 0, 1], &[0, 0, 0, 1, 1, 1, 1, 1]];
+const WORLDS: [(&[u32], Route); 5] = [
+    (&[0, 0, 0, 0], Route::Direct),
+    (&[0, 1, 0, 1], Route::Direct),
+    (&[0, 1, 0, 1], Route::Pxn),
+    (&[0, 0, 0, 1, 1, 1, 1, 1], Route::Direct),
+    (&[0, 0, 0, 1, 1, 1, 1, 1], Route::Pxn),
+];
 
-fn layer(group: &Group) -> ExpertParallel {
+fn layer(group: &Group, route: Route) -> ExpertParallel {
     let builder = ExpertParallel::builder(group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
-    builder.dtype(Dtype::Bf16).max_tokens(32).build().unwrap()
+    builder.dtype(Dtype::Bf16).max_tokens(32).route(route).build().unwrap()
 }
 
 /// The tokens of a rank in a round: another number of them in each.
@@ -44,9 +51,7 @@ fn comes_home(ep: &mut ExpertParallel, rows: &ExpertRows, handle: &Handle, token
 }
 
 fn repeated(tokens: &Tokens<bf16>) -> Vec<bf16> {
-    let chosen = tokens.ids.chunks_exact(TOP_K as usize).map(|ids| ids.iter().filter(|&&id| id >= 0).count());
-    let rows = tokens.x.chunks_exact(HIDDEN).zip(chosen);
-    rows.flat_map(|(row, n)| row.iter().map(move |x| bf16::from_f32(n as f32 * x.to_f32()))).collect()
+    support::repeated(tokens, TOP_K, HIDDEN)
 }
 
 /// Once everybody is here and all readers have finished, nothing is held.
@@ -59,10 +64,10 @@ fn nothing_is_held(world: &World, group: &Group) {
 
 #[test]
 fn handles_are_combined_in_another_order_than_they_were_dispatched() {
-    for nodes in NODES {
+    for (nodes, route) in WORLDS {
         on_ranks(nodes, &small(), |world| {
             let group = world.all().unwrap();
-            let mut ep = layer(&group);
+            let mut ep = layer(&group, route);
             let tokens: Vec<_> = (0..6).map(|round| input(world.rank(), round)).collect();
             let mut held: Vec<_> = tokens.iter().map(|t| Some(dispatch(&mut ep, t))).collect();
             for round in [4, 0, 5, 2, 2, 1, 3] {
@@ -82,9 +87,9 @@ fn handles_are_combined_in_another_order_than_they_were_dispatched() {
 
 #[test]
 fn new_tokens_along_an_old_handle_land_as_in_a_fresh_dispatch() {
-    for nodes in NODES {
+    for (nodes, route) in WORLDS {
         on_ranks(nodes, &small(), |world| {
-            let mut ep = layer(&world.all().unwrap());
+            let mut ep = layer(&world.all().unwrap(), route);
             let old = input(world.rank(), 3);
             let (_, handle) = dispatch(&mut ep, &old);
             let x: Vec<bf16> = old.x.iter().rev().copied().collect();
@@ -99,99 +104,38 @@ fn new_tokens_along_an_old_handle_land_as_in_a_fresh_dispatch() {
 }
 
 #[test]
-fn halves_of_two_layers_interleave() {
-    for nodes in NODES {
+fn cached_dispatches_follow_each_its_own_handle() {
+    for (nodes, route) in WORLDS {
         on_ranks(nodes, &small(), |world| {
             let group = world.all().unwrap();
-            let (mut a, mut b) = (layer(&group), layer(&group));
-            for round in 0..4 {
-                let (x, y) = (input(world.rank(), round), input(world.rank(), round + 9));
-                let (of_x, of_y) = (routing(&x), routing(&y));
-                let first = a.start_dispatch(&x.x, &of_x).unwrap();
-                let second = b.start_dispatch(&y.x, &of_y).unwrap();
-                let ((rows_y, handle_y), (rows_x, handle_x)) = match round % 2 {
-                    0 => (second.finish().unwrap(), first.finish().unwrap()),
-                    _ => {
-                        let x = first.finish().unwrap();
-                        (second.finish().unwrap(), x)
-                    }
-                };
-                let first = a.start_combine(rows_x.rows::<bf16>().unwrap(), &handle_x).unwrap();
-                let second = b.start_combine(rows_y.rows::<bf16>().unwrap(), &handle_y).unwrap();
-                let (mut home_x, mut home_y) = (x.x.clone(), y.x.clone());
-                second.finish(&mut home_y).unwrap();
-                first.finish(&mut home_x).unwrap();
-                assert_eq!((home_x, home_y), (repeated(&x), repeated(&y)));
-            }
-        });
-    }
-}
-
-#[test]
-fn interleaved_groups_work_at_once() {
-    for nodes in &NODES[..2] {
-        on_ranks(nodes, &small(), |world| {
-            let ranks: [u32; 2] = if world.rank().is_multiple_of(2) { [0, 2] } else { [3, 1] };
-            let (group, all) = (world.group(&ranks).unwrap(), world.all().unwrap());
-            let (mut ep, mut wide) = (layer(&group), layer(&all));
-            for round in 0..8 {
-                let both: Vec<_> = ranks.iter().map(|&rank| input(rank, round)).collect();
-                let mine = &both[group.rank() as usize];
-                let (rows, handle) = dispatch(&mut ep, mine);
-                let expected = &placement(&both, TOP_K, ep.expert_map(), 1)[group.rank() as usize];
-                for (row, origin) in rows.rows::<bf16>().unwrap().chunks_exact(HIDDEN).zip(expected) {
-                    let (source, token, _) = origin.unwrap();
-                    assert_eq!(row, &both[source].x[token * HIDDEN..][..HIDDEN]);
+            let mut ep = layer(&group, route);
+            let tokens: Vec<_> = (0..8).map(|round| input(world.rank(), round)).collect();
+            let mut held: Vec<_> = tokens[..4].iter().map(|t| dispatch(&mut ep, t)).collect();
+            for (step, round) in [2, 0, 3, 1, 1, 2, 0, 3].into_iter().enumerate() {
+                world.pool().poison(0xff);
+                let (rows, handle) = &held[round];
+                let again = ep.dispatch_cached(&tokens[round].x, handle).unwrap();
+                assert_eq!(again.rows::<bf16>().unwrap(), rows.rows::<bf16>().unwrap(), "round {round}");
+                comes_home(&mut ep, &again, handle, &tokens[round]);
+                // Tables of a handle that is gone are used again, by another dispatch.
+                if step == 4 {
+                    held[1] = dispatch(&mut ep, &tokens[6]);
+                    drop(dispatch(&mut ep, &tokens[7]));
+                    comes_home(&mut ep, &held[1].0, &held[1].1, &tokens[6]);
                 }
-                comes_home(&mut ep, &rows, &handle, mine);
-                let wider = input(world.rank(), round + 20);
-                let (more, other) = dispatch(&mut wide, &wider);
-                comes_home(&mut wide, &more, &other, &wider);
-                comes_home(&mut ep, &rows, &handle, mine);
             }
+            drop(held);
+            nothing_is_held(&world, &group);
         });
     }
-}
-
-#[test]
-fn the_report_counts_exactly_the_bytes_of_the_plan() {
-    on_ranks(NODES[2], &small(), |world| {
-        let mut ep = layer(&world.all().unwrap());
-        let mine = input(world.rank(), 2);
-        let (rows, handle) = dispatch(&mut ep, &mine);
-        let node_of = |rank: u32| world.nodes().node_of(rank);
-        let ranks = |far: bool| -> u64 {
-            let owners = mine.ids.iter().filter(|&&id| id >= 0).map(|&id| {
-                let map = ep.expert_map();
-                map.rank_of(map.slot_for(world.rank(), id as u32))
-            });
-            owners.filter(|&owner| (node_of(owner) != node_of(world.rank())) == far).count() as u64
-        };
-        let (row, moved) = (2 * HIDDEN as u64, handle.report().moved);
-        assert_eq!((moved.local_bytes, moved.rail_bytes), (ranks(false) * row, ranks(true) * row));
-        assert_eq!(moved.rows, ranks(false) + ranks(true));
-        let mut lanes = handle.report().lanes.clone();
-        lanes.sort_by_key(|used| used.lane);
-        let mates = world.nodes().members(node_of(world.rank())).len() as u32;
-        let [far, own, near] = [("loop", 8 - mates), ("own", 1), ("shm", mates - 1)];
-        assert_eq!(lanes, [far, own, near].map(|(lane, ranks)| LaneUse { lane, ranks }));
-        assert_eq!(lanes.len(), ep.lanes().len());
-        assert!(handle.report().kernels.is_empty());
-
-        let y = handle.output().unwrap();
-        ep.combine::<bf16>(y, &handle).unwrap();
-        assert_eq!(handle.copied_bytes(), 0, "outputs are combined where they lie");
-        comes_home(&mut ep, &rows, &handle, &mine);
-        assert_eq!(handle.copied_bytes(), u64::from(rows.len()) * row, "rows elsewhere are copied once");
-    });
 }
 
 #[test]
 fn two_hundred_rounds_leave_nothing_behind() {
-    for nodes in NODES {
+    for (nodes, route) in WORLDS {
         on_ranks(nodes, &small(), |world| {
             let group = world.all().unwrap();
-            let mut ep = layer(&group);
+            let mut ep = layer(&group, route);
             let mut held = Vec::new();
             for round in 0..200 {
                 let mine = input(world.rank(), round);
@@ -215,9 +159,9 @@ fn two_hundred_rounds_leave_nothing_behind() {
 
 #[test]
 fn what_outlives_its_world_stays_readable() {
-    for nodes in NODES {
+    for (nodes, route) in WORLDS {
         let mut left = on_ranks(nodes, &small(), |world| {
-            let mut ep = layer(&world.all().unwrap());
+            let mut ep = layer(&world.all().unwrap(), route);
             let mine = input(world.rank(), 1);
             let (rows, handle) = dispatch(&mut ep, &mine);
             let copy = rows.to_vec::<bf16>().unwrap();
@@ -238,11 +182,13 @@ fn what_outlives_its_world_stays_readable() {
 #[test]
 fn what_is_dropped_while_peers_still_read_it_stays_until_they_have() {
     const WIDE: usize = 4096;
-    for (nodes, weighted) in [(NODES[0], false), (NODES[0], true), (NODES[1], true)] {
+    let plain = [(WORLDS[0], false)];
+    for ((nodes, route), weighted) in plain.into_iter().chain(WORLDS.map(|world| (world, true))) {
         on_ranks(nodes, &small(), |world| {
             let group = world.all().unwrap();
             let builder = ExpertParallel::builder(&group).unwrap().experts(4).top_k(1).hidden(WIDE);
-            let mut ep = builder.dtype(Dtype::F32).max_tokens(32).weighted(weighted).build().unwrap();
+            let builder = builder.dtype(Dtype::F32).max_tokens(32).weighted(weighted).route(route);
+            let mut ep = builder.build().unwrap();
             for round in 0..30 {
                 // Ranks have different amounts to read, so that some are long gone when others begin.
                 let mine = tokens::<f32>(round, 1 + 31 * u32::from(world.rank() == 2), WIDE, 1, 4);

@@ -10,7 +10,8 @@ use std::cell::Cell;
 
 use half::bf16;
 use sidelane::gate::Routing;
-use sidelane::plan::Order;
+use sidelane::plan::{Mode, Order, Overflow, RowLayout};
+use sidelane::topology::Route;
 use sidelane::{Dtype, ExpertParallel};
 use support::{Tokens, on_ranks, small, tokens};
 
@@ -72,25 +73,50 @@ fn round(ep: &mut ExpertParallel, mine: &Tokens<bf16>, out: &mut [bf16], weights
 
 #[test]
 fn calls_of_known_shapes_do_not_allocate() {
-    for (nodes, order, weighted) in [
-        ([0; 4], Order::Expert, false),
-        ([0, 1, 0, 1], Order::Rank, true),
-        ([0, 1, 2, 2], Order::Expert, true),
-    ] {
-        on_ranks(&nodes, &small(), |world| {
-            let group = world.all().unwrap();
-            let builder =
-                ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
-            let mut ep = builder.dtype(Dtype::Bf16).order(order).weighted(weighted).align(4).build().unwrap();
-            let mine = tokens::<bf16>(u64::from(world.rank()), 9, HIDDEN, TOP_K, EXPERTS);
-            let (mut out, mut weights) = (vec![bf16::ZERO; mine.x.len()], vec![0.0; mine.ids.len()]);
-            round(&mut ep, &mine, &mut out, &mut weights);
-            let before = allocations();
-            for _ in 0..20 {
+    const NODES: [[u32; 4]; 4] = [[0; 4], [0, 1, 0, 1], [0, 1, 1, 1], [0, 1, 2, 2]];
+    for (nodes, route) in NODES.into_iter().flat_map(|nodes| Route::ALL.map(|route| (nodes, route))) {
+        for (order, weighted) in [(Order::Expert, false), (Order::Rank, true), (Order::Node, true)] {
+            on_ranks(&nodes, &small(), |world| {
+                let group = world.all().unwrap();
+                let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K);
+                let builder = builder.hidden(HIDDEN).dtype(Dtype::Bf16).order(order).weighted(weighted);
+                let mut ep = builder.align(4).route(route).build().unwrap();
+                let mine = tokens::<bf16>(u64::from(world.rank()), 9, HIDDEN, TOP_K, EXPERTS);
+                let (mut out, mut weights) = (vec![bf16::ZERO; mine.x.len()], vec![0.0; mine.ids.len()]);
                 round(&mut ep, &mine, &mut out, &mut weights);
-            }
-            assert_eq!(allocations() - before, 0, "at rank {}, {nodes:?}", world.rank());
-        });
+                let before = allocations();
+                for _ in 0..20 {
+                    round(&mut ep, &mine, &mut out, &mut weights);
+                }
+                let seen = allocations() - before;
+                assert_eq!(seen, 0, "at rank {}, {nodes:?}, {route:?}, {order:?}", world.rank());
+            });
+        }
+    }
+}
+
+#[test]
+fn calls_that_drop_rows_do_not_allocate() {
+    let overflow = Overflow::Drop;
+    let modes = [Mode::Eager, Mode::Budget { rows: 7, overflow }, Mode::Slots { rows: 2, overflow }];
+    for (route, layout) in Route::ALL.into_iter().flat_map(|route| RowLayout::ALL.map(|l| (route, l))) {
+        for mode in modes {
+            on_ranks(&[0, 1, 1, 1], &small(), |world| {
+                let group = world.all().unwrap();
+                let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K);
+                let builder = builder.hidden(HIDDEN).dtype(Dtype::Bf16).route(route).layout(layout);
+                let mut ep = builder.mode(mode).build().unwrap();
+                let mine = tokens::<bf16>(u64::from(world.rank()), 9, HIDDEN, TOP_K, EXPERTS);
+                let (mut out, mut weights) = (vec![bf16::ZERO; mine.x.len()], vec![0.0; mine.ids.len()]);
+                round(&mut ep, &mine, &mut out, &mut weights);
+                let before = allocations();
+                for _ in 0..20 {
+                    round(&mut ep, &mine, &mut out, &mut weights);
+                }
+                let seen = allocations() - before;
+                assert_eq!(seen, 0, "at rank {}, {mode:?}, {route:?}, {layout:?}", world.rank());
+            });
+        }
     }
 }
 

@@ -5,8 +5,9 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use process_common::job::{Job, Setup, others};
+use process_common::job::{Job, Setup, THREE_AND_FIVE, TWO_BY_FOUR, others};
 use process_common::{Command, Failure, Report, SOON, rank};
+use sidelane::topology::Route;
 
 #[test]
 #[ignore = "started by the tests below, once per rank"]
@@ -53,8 +54,17 @@ fn rebuild_without(job: &mut Job, victim: u32) {
 
 #[test]
 fn a_stopped_rank_is_left_behind_and_harms_nobody_when_it_wakes() {
-    for (victim, nodes) in [(4, 1), (0, 1), (4, 2), (0, 2), (7, 8)] {
-        let mut job = Setup::new(8).nodes(nodes).join();
+    for (victim, nodes, route) in [
+        (4, [0; 8], Route::Direct),
+        (0, [0; 8], Route::Direct),
+        (4, TWO_BY_FOUR, Route::Direct),
+        (0, TWO_BY_FOUR, Route::Pxn),
+        // A relay of several ranks, and one of none.
+        (1, THREE_AND_FIVE, Route::Pxn),
+        (7, THREE_AND_FIVE, Route::Pxn),
+        (7, [0, 1, 2, 3, 4, 5, 6, 7], Route::Direct),
+    ] {
+        let mut job = Setup::on(&nodes).route(route).join();
         stop_in_mid_dispatch(&mut job, victim);
         rebuild_without(&mut job, victim);
         job.verify(others(8, victim), 5);
@@ -77,7 +87,9 @@ fn a_stopped_rank_is_left_behind_and_harms_nobody_when_it_wakes() {
         };
         let Report::Scribbled(bytes) = scribbled else { panic!("rank {victim}: {scribbled:?}") };
         assert!(bytes >= 8 << 20, "at least its own heap: {bytes}");
-        println!("rank {victim} of {nodes} nodes told {took:?} after it woke; wrote {bytes} bytes in vain");
+        println!(
+            "rank {victim} of {nodes:?}, {route:?} told {took:?} after it woke; wrote {bytes} bytes in vain"
+        );
         job.verify(others(8, victim), 20);
         job.end(0..8);
     }
@@ -102,8 +114,8 @@ fn a_rank_that_slept_beyond_the_deadline_blames_nobody_for_it() {
 
 #[test]
 fn a_short_stop_is_no_loss() {
-    for victim in [0, 5] {
-        let mut job = Setup::new(8).nodes(2).join();
+    for (victim, route) in [(0, Route::Direct), (5, Route::Pxn)] {
+        let mut job = Setup::new(8).nodes(2).route(route).join();
         set_waiting_for(&mut job, victim);
         job.stop(victim);
         job.demand_silence(Duration::from_millis(600));
@@ -118,17 +130,20 @@ fn a_short_stop_is_no_loss() {
 #[test]
 fn a_job_that_was_stopped_as_a_whole_goes_on_where_it_was() {
     const DEADLINE: Duration = Duration::from_secs(2);
-    let mut job = Setup::new(8).nodes(2).var("SIDELANE_DEADLINE_MS", DEADLINE.as_millis()).join();
-    set_waiting_for(&mut job, 3);
-    for rank in 0..8 {
-        job.stop(rank);
+    for route in Route::ALL {
+        let setup = Setup::on(&THREE_AND_FIVE).route(route);
+        let mut job = setup.var("SIDELANE_DEADLINE_MS", DEADLINE.as_millis()).join();
+        set_waiting_for(&mut job, 3);
+        for rank in 0..8 {
+            job.stop(rank);
+        }
+        job.demand_silence(DEADLINE + Duration::from_millis(500));
+        for rank in 0..8 {
+            job.wake(rank);
+        }
+        job.finish_round([3]);
+        job.verified(0..8, 1);
+        job.verify(0..8, 3);
+        job.end(0..8);
     }
-    job.demand_silence(DEADLINE + Duration::from_millis(500));
-    for rank in 0..8 {
-        job.wake(rank);
-    }
-    job.finish_round([3]);
-    job.verified(0..8, 1);
-    job.verify(0..8, 3);
-    job.end(0..8);
 }

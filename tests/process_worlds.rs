@@ -6,8 +6,9 @@ mod support;
 use std::collections::BTreeSet;
 use std::time::Instant;
 
-use process_common::job::{Job, Setup, others};
+use process_common::job::{Job, Setup, THREE_AND_FIVE, TWO_BY_FOUR, others};
 use process_common::{Command, Failure, Memory, Report, SOON, rank};
+use sidelane::topology::{NodeMap, Paths, Route};
 
 #[test]
 #[ignore = "started by the tests below, once per rank"]
@@ -17,8 +18,15 @@ fn a_rank_of_the_worlds_below() {
 
 #[test]
 fn every_row_lands_and_comes_home_between_processes() {
-    for nodes in [1, 2, 8] {
-        let mut job = Setup::new(8).nodes(nodes).join();
+    for (nodes, route) in [
+        ([0; 8], Route::Direct),
+        (TWO_BY_FOUR, Route::Direct),
+        (TWO_BY_FOUR, Route::Pxn),
+        (THREE_AND_FIVE, Route::Pxn),
+        ([0, 1, 2, 3, 4, 5, 6, 7], Route::Direct),
+        ([0, 1, 2, 3, 4, 5, 6, 7], Route::Pxn),
+    ] {
+        let mut job = Setup::on(&nodes).route(route).join();
         job.verify(0..8, 12);
         job.end(0..8);
     }
@@ -36,27 +44,35 @@ fn memory_of(job: &mut Job, ranks: u32) -> Vec<Memory> {
 }
 
 #[test]
-fn a_rank_maps_the_heaps_of_its_node_and_one_wire_to_each_rank_elsewhere() {
-    let mut job = Setup::new(4).nodes(2).join();
-    let seen = memory_of(&mut job, 4);
-    for (rank, mine) in seen.iter().enumerate() {
-        assert_eq!(mine.heaps.len(), 2, "rank {rank}: {mine:?}");
-        assert_eq!(mine.wires.len(), 2, "rank {rank}: {mine:?}");
-        assert_eq!(
-            (mine.others.as_slice(), mine.open.as_slice()),
-            ([].as_slice(), [].as_slice()),
-            "rank {rank}"
-        );
-        for (peer, theirs) in seen.iter().enumerate().filter(|&(peer, _)| peer != rank) {
-            let shared = |a: &[u64], b: &[u64]| a.iter().filter(|inode| b.contains(inode)).count();
-            let (heaps, wires) = (shared(&mine.heaps, &theirs.heaps), shared(&mine.wires, &theirs.wires));
-            let expected = if rank / 2 == peer / 2 { (2, 0) } else { (0, 1) };
-            assert_eq!((heaps, wires), expected, "ranks {rank} and {peer}: {mine:?}, {theirs:?}");
+fn a_rank_maps_the_heaps_of_its_node_and_a_wire_to_each_partner_elsewhere() {
+    for (nodes, route) in
+        [TWO_BY_FOUR, THREE_AND_FIVE].into_iter().flat_map(|nodes| Route::ALL.map(|route| (nodes, route)))
+    {
+        let mut job = Setup::on(&nodes).route(route).join();
+        let (seen, map) = (memory_of(&mut job, 8), NodeMap::from_labels(&nodes));
+        let mut wires = BTreeSet::<u64>::new();
+        let mut pairs = 0;
+        for (rank, mine) in (0..).zip(&seen) {
+            let paths = Paths::new(&map, route, rank);
+            let partners = (0..8).filter(|&peer| paths.wired(peer)).count();
+            assert_eq!(mine.heaps.len(), paths.locals().count() + 1, "rank {rank}, {route:?}: {mine:?}");
+            assert_eq!(mine.wires.len(), partners, "rank {rank}, {route:?}: {mine:?}");
+            assert_eq!((&mine.others[..], &mine.open[..]), (&[][..], &[][..]), "rank {rank}, {route:?}");
+            for (peer, theirs) in (0..).zip(&seen).filter(|&(peer, _)| peer != rank) {
+                let shared = |a: &[u64], b: &[u64]| a.iter().filter(|inode| b.contains(inode)).count();
+                let common = (shared(&mine.heaps, &theirs.heaps), shared(&mine.wires, &theirs.wires));
+                let expected = match paths.near(peer) {
+                    true => (mine.heaps.len(), 0),
+                    false => (0, usize::from(paths.wired(peer))),
+                };
+                assert_eq!(common, expected, "ranks {rank} and {peer}, {route:?}: {mine:?}, {theirs:?}");
+            }
+            wires.extend(&mine.wires);
+            pairs += partners;
         }
+        assert_eq!(2 * wires.len(), pairs, "one per pair of partners");
+        job.end(0..8);
     }
-    let wires: BTreeSet<u64> = seen.iter().flat_map(|memory| &memory.wires).copied().collect();
-    assert_eq!(wires.len(), 4, "one per pair of ranks on different nodes");
-    job.end(0..4);
 }
 
 #[test]
@@ -95,8 +111,8 @@ fn lose_and_rebuild(job: &mut Job, processes: &[u32], victim: u32, epoch: u16) -
 
 #[test]
 fn a_world_is_rebuilt_again_and_again() {
-    for nodes in [1, 2] {
-        let mut job = Setup::new(8).nodes(nodes).join();
+    for (nodes, route) in [([0; 8], Route::Direct), (TWO_BY_FOUR, Route::Direct), (TWO_BY_FOUR, Route::Pxn)] {
+        let mut job = Setup::on(&nodes).route(route).join();
         let mut processes: Vec<u32> = (0..8).collect();
         for (victim, epoch) in [(3, 1), (0, 2), (5, 3)] {
             processes = lose_and_rebuild(&mut job, &processes, victim, epoch);

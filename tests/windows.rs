@@ -11,10 +11,13 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
+use half::bf16;
 use rustix::fs::{MemfdFlags, SealFlags};
 use sidelane::bootstrap::Clocks;
 use sidelane::error::{Error, LaneError, MemoryError};
-use sidelane::{Options, Window};
+use sidelane::gate::Routing;
+use sidelane::topology::Route;
+use sidelane::{ExpertParallel, Options, Window};
 use support::{on_ranks, small};
 
 /// All on one node; all apart; both.
@@ -129,6 +132,24 @@ fn accesses_outside_a_window_are_refused_and_move_nothing() {
             }
         });
     }
+}
+
+#[test]
+fn a_window_reaches_ranks_that_a_layer_of_its_group_reaches_by_relays_only() {
+    on_ranks(&[0, 0, 1, 1], &small(), |world| {
+        let group = world.all().unwrap();
+        let builder = ExpertParallel::builder(&group).unwrap().experts(4).hidden(8).route(Route::Pxn);
+        let mut ep = builder.build().unwrap();
+        let routing = Routing::new(1, vec![0, 3], vec![1.0; 2]).unwrap();
+        let mut window = group.window(4).unwrap();
+        for round in 1..=3u8 {
+            (0..4).for_each(|peer| window.put(peer, u64::from(world.rank()), &[round]).unwrap());
+            window.barrier().unwrap();
+            assert_eq!(bytes(&window, 0, 4), [round; 4]);
+            let (rows, _) = ep.dispatch(&[bf16::ONE; 16], &routing).unwrap();
+            assert_eq!(rows.len(), if [0, 3].contains(&world.rank()) { 4 } else { 0 });
+        }
+    });
 }
 
 #[test]

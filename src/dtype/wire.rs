@@ -15,10 +15,11 @@ use super::Dtype;
 
 /// The type in which partial sums travel between nodes, and to which every partial is rounded, also one that does
 /// not travel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Wire {
     /// Partials keep all the bits of the `f32` sum.
+    #[default]
     F32,
     /// Partials are rounded to bf16: half the bytes, one more rounding each. For rows of bf16 alone.
     Bf16,

@@ -12,7 +12,7 @@ use crate::schedule::Parts;
 
 impl ExpertParallel {
     /// Gradient of [`ExpertParallel::dispatch`]: sums row gradients to their tokens (`[tokens, hidden]`), in the order of
-    /// combine; with `row_weight_gradients` (one per received row) also brings those home, `[tokens, top_k]`, zero for
+    /// combine; with `row_weight_gradients` (one per received row or, rank-major, per row and choice) also brings those home, `[tokens, top_k]`, zero for
     /// dropped choices. Collective.
     ///
     /// # Errors
@@ -23,7 +23,7 @@ impl ExpertParallel {
         row_weight_gradients: Option<&[f32]>,
         handle: &Handle,
     ) -> Result<(Vec<E>, Option<Vec<f32>>), Error> {
-        let mut tokens = vec![E::zeroed(); handle.tokens() as usize * self.spec.hidden];
+        let mut tokens = vec![E::zeroed(); handle.tokens() as usize * self.fixed.spec.hidden];
         let mut weights = vec![0.0; row_weight_gradients.map_or(0, |_| self.choices(handle))];
         self.dispatch_backward_into(row_gradients, row_weight_gradients, handle, &mut tokens, &mut weights)?;
         Ok((tokens, row_weight_gradients.map(|_| weights)))
@@ -46,12 +46,13 @@ impl ExpertParallel {
             "token gradients",
             tokens,
             handle.tokens(),
-            (self.spec.hidden, self.spec.dtype),
+            (self.fixed.spec.hidden, self.fixed.spec.dtype),
         )
         .and_then(|()| self.check_weights(row_weight_gradients, weights, handle));
         let parts = Parts { rows: true, weights: row_weight_gradients.is_some() };
         let call = Return { kind: CallKind::DispatchBackward, parts, weighted: false, keep: false };
-        let started = self.start_return(call, row_gradients.into(), row_weight_gradients, handle, checked)?;
+        let started =
+            self.start_return(call, row_gradients.into(), row_weight_gradients, handle, checked, false)?;
         let io = Io { output: bytemuck::cast_slice_mut(tokens), weights, ..Io::default() };
         self.finish_return(started, handle, Some(io))
     }
@@ -62,17 +63,15 @@ impl ExpertParallel {
         if weights.len() != expected {
             return Err(wrong("weight gradients", weights.len(), expected).into());
         }
-        let landed = handle.rows() as usize;
+        let words = handle.inner().offer.notes as usize;
         match rows {
-            Some(rows) if rows.len() != landed => {
-                Err(wrong("row weight gradients", rows.len(), landed).into())
-            }
+            Some(rows) if rows.len() != words => Err(wrong("row weight gradients", rows.len(), words).into()),
             _ => Ok(()),
         }
     }
 
     fn choices(&self, handle: &Handle) -> usize {
-        handle.tokens() as usize * self.spec.top_k as usize
+        handle.tokens() as usize * self.fixed.spec.top_k as usize
     }
 
     /// Gradient of [`ExpertParallel::combine`]: brings token gradients (`[tokens, hidden]`) to the rows that were
@@ -87,19 +86,19 @@ impl ExpertParallel {
         gradients: &[E],
         handle: &Handle,
     ) -> Result<(ExpertRows, Option<Vec<f32>>), Error> {
-        if !self.spec.weighted {
+        if !self.fixed.spec.weighted {
             let rows = self.cached(CallKind::CombineBackward, 0, gradients, handle)?;
             return Ok((rows, None));
         }
         let mut rows = self.cached(CallKind::CombineBackward, options::WEIGHTED, gradients, handle)?;
         let (output, checked) = match self.weight_gradients(&mut rows, handle) {
             Ok(output) => (output.into(), Ok(())),
-            Err(error) => (Contribution::Elsewhere { bytes: &[], dtype: self.spec.dtype }, Err(error)),
+            Err(error) => (Contribution::Elsewhere { bytes: &[], dtype: self.fixed.spec.dtype }, Err(error)),
         };
         let parts = Parts { rows: false, weights: true };
         let call = Return { kind: CallKind::WeightsHome, parts, weighted: true, keep: true };
         let mut weights = vec![0.0; self.choices(handle)];
-        let started = self.start_return(call, output, None, handle, checked)?;
+        let started = self.start_return(call, output, None, handle, checked, false)?;
         self.finish_return(started, handle, Some(Io { weights: &mut weights, ..Io::default() }))?;
         Ok((rows, Some(weights)))
     }
@@ -115,17 +114,16 @@ impl ExpertParallel {
         let Some(Kept { extent, .. }) = inner.kept.take() else {
             return Err(CallError::NotKept { missing: "the output of a weighted combine" }.into());
         };
-        let mut output =
-            ExpertOutput::new(extent, inner.layout.landed, inner.row_bytes, inner.number, inner.instance);
-        let dtype = Arithmetic::try_from(self.spec.dtype)?;
+        let mut output = ExpertOutput::new(extent, inner.offer, inner.number, inner.instance);
+        let dtype = Arithmetic::try_from(self.fixed.spec.dtype)?;
         let row_bytes = inner.row_bytes as usize;
         let mut products = std::mem::take(&mut self.products);
         products.clear();
         let rows = output.rows_mut::<u8>()?.chunks_exact(row_bytes);
         let grads = gradients.rows_mut::<u8>()?.chunks_exact_mut(row_bytes);
-        for ((y, g), &weight) in rows.zip(grads).zip(&inner.layout.row_weights) {
-            products.push(self.lanes.rows.dot_rows(dtype, y, g));
-            self.lanes.rows.scale_row(dtype, g, weight);
+        for ((y, g), &weight) in rows.zip(grads).zip(&inner.received.weights) {
+            products.push(self.fixed.lanes.rows.dot_rows(dtype, y, g));
+            self.fixed.lanes.rows.scale_row(dtype, g, weight);
         }
         output.weights_mut()?.copy_from_slice(&products);
         self.products = products;

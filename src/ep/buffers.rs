@@ -1,11 +1,12 @@
 //! What experts read and write.
 
-use crate::dtype::{Dtype, Element};
+use crate::dtype::{Dtype, Element, RecordShape};
 use crate::error::{Error, MemoryError};
 use crate::memory::Extent;
-use crate::schedule::chunk_weights_offset;
+use crate::plan::Chunk;
 
-/// Received rows, expert-major: (local expert, source rank, token), `[rows, hidden]`, pad rows zero.
+/// Received rows, `[rows, hidden]`: expert-major (local expert, source rank, token), rank-major (source rank, token). Pad
+/// rows and unused slots are zero.
 ///
 /// They lie in the receive pool and go back to it when this is dropped.
 #[derive(Debug)]
@@ -13,6 +14,7 @@ pub struct ExpertRows {
     pub(super) extent: Extent,
     pub(super) rows: u32,
     pub(super) row_bytes: u64,
+    pub(super) record: Option<RecordShape>,
 }
 
 impl ExpertRows {
@@ -57,25 +59,24 @@ impl ExpertRows {
 #[derive(Debug)]
 pub struct ExpertOutput {
     pub(super) extent: Extent,
-    rows: u32,
-    row_bytes: u64,
+    chunk: Chunk,
     pub(super) number: u64,
     pub(super) instance: u64,
 }
 
 impl ExpertOutput {
-    pub(super) fn new(extent: Extent, rows: u32, row_bytes: u64, number: u64, instance: u64) -> Self {
-        ExpertOutput { extent, rows, row_bytes, number, instance }
+    pub(super) fn new(extent: Extent, chunk: Chunk, number: u64, instance: u64) -> Self {
+        ExpertOutput { extent, chunk, number, instance }
     }
 
     /// Number of rows, pads counted. What pad rows hold is never read.
     pub fn len(&self) -> u32 {
-        self.rows
+        self.chunk.rows
     }
 
     /// Whether there is no row.
     pub fn is_empty(&self) -> bool {
-        self.rows == 0
+        self.chunk.rows == 0
     }
 
     /// The rows, `[len, hidden]`, to write to.
@@ -83,15 +84,15 @@ impl ExpertOutput {
     /// # Errors
     /// As [`ExpertRows::rows`].
     pub fn rows_mut<E: Element>(&mut self) -> Result<&mut [E], MemoryError> {
-        self.extent.slice_mut(0, elements::<E>(self.rows, self.row_bytes))
+        self.extent.slice_mut(0, elements::<E>(self.chunk.rows, self.chunk.row_bytes))
     }
 
-    /// One `f32` per row, to write to.
+    /// One `f32` per row or, rank-major, per row and choice, to write to.
     ///
     /// # Errors
     /// As [`ExpertRows::rows`].
     pub fn weights_mut(&mut self) -> Result<&mut [f32], MemoryError> {
-        self.extent.slice_mut(chunk_weights_offset(self.rows, self.row_bytes), self.rows as usize)
+        self.extent.slice_mut(self.chunk.notes_at(), self.chunk.notes as usize)
     }
 }
 

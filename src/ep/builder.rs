@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use super::ExpertParallel;
-use crate::dtype::Dtype;
-use crate::error::{CallError, Error, PlanError};
-use crate::plan::{ExpertMap, Order};
-use crate::schedule::Route;
+use crate::dtype::{Dtype, RecordShape, Wire};
+use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::plan::{ExpertMap, Mode, Notes, Order, RowLayout, Sizing};
+use crate::topology::Route;
 use crate::world::Group;
 
 /// What is the same in every call.
@@ -20,9 +20,36 @@ pub(super) struct Spec {
     pub max_tokens: u32,
     pub weighted: bool,
     pub map: Arc<ExpertMap>,
+    pub route: Route,
+    pub wire: Wire,
+    pub layout: RowLayout,
+    pub mode: Mode,
+    pub record: Option<RecordShape>,
 }
 
 impl Spec {
+    /// What goes with each row.
+    pub fn notes(&self) -> Notes {
+        Notes::of(self.layout, self.mode)
+    }
+
+    /// Columns and type of the rows of a call of this kind.
+    pub fn sent(&self, kind: CallKind) -> (usize, Dtype) {
+        match (self.record, kind) {
+            (Some(shape), CallKind::Dispatch | CallKind::CachedDispatch) => (shape.bytes(), Dtype::Bytes),
+            _ => (self.hidden, self.dtype),
+        }
+    }
+
+    /// Sizes of what moves in a call of this kind, where relays sum to `partial_bytes`.
+    pub fn sizing(&self, kind: CallKind, partial_bytes: Option<u64>) -> Sizing {
+        let (columns, dtype) = self.sent(kind);
+        let (row_bytes, home_bytes) = ((columns * dtype.size()) as u64, self.row_bytes());
+        let words_home = if self.layout == RowLayout::RankMajor { self.top_k } else { 1 };
+        let words_out = self.notes().words(self.top_k);
+        Sizing { row_bytes, home_bytes, words_out, words_home, partial_bytes }
+    }
+
     /// Bytes of a row.
     pub fn row_bytes(&self) -> u64 {
         (self.hidden * self.dtype.size()) as u64
@@ -35,8 +62,8 @@ pub struct ExpertParallelBuilder<'g> {
     group: &'g Group,
     experts: u32,
     map: Option<ExpertMap>,
+    fp8: bool,
     spec: Spec,
-    route: Route,
 }
 
 impl<'g> ExpertParallelBuilder<'g> {
@@ -50,8 +77,13 @@ impl<'g> ExpertParallelBuilder<'g> {
             max_tokens: 4096,
             weighted: false,
             map: Arc::new(ExpertMap::contiguous(1, group.size())?),
+            route: Route::Direct,
+            wire: Wire::F32,
+            layout: RowLayout::ExpertMajor,
+            mode: Mode::Eager,
+            record: None,
         };
-        Ok(ExpertParallelBuilder { group, experts: 0, map: None, spec, route: Route::Direct })
+        Ok(ExpertParallelBuilder { group, experts: 0, map: None, fp8: false, spec })
     }
 
     /// Number of experts, in contiguous blocks over the ranks.
@@ -90,14 +122,41 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
-    /// Each expert's segment starts at and is padded to a multiple of this many rows. Default: 1.
+    /// Type of partial sums, where [`ExpertParallelBuilder::order`] makes them: each is rounded to it, whether it travels
+    /// or not. Default: `f32`, which rounds nothing. Does not apply to [`Order::Expert`].
+    pub fn wire(mut self, wire: Wire) -> Self {
+        self.spec.wire = wire;
+        self
+    }
+
+    /// In which order a rank sees the rows that it received. Default: [`RowLayout::ExpertMajor`].
+    pub fn layout(mut self, layout: RowLayout) -> Self {
+        self.spec.layout = layout;
+        self
+    }
+
+    /// Dispatch sends rows in fp8, each a record of values and scales ([`RecordShape`]): `x` is then `[tokens, record]`, in
+    /// bytes, as [`ExpertParallel::quantise`] makes it. What comes back is rows of [`dtype`](Self::dtype). Default: off.
+    pub fn fp8(mut self, fp8: bool) -> Self {
+        self.fp8 = fp8;
+        self
+    }
+
+    /// How receive memory is sized. Default: [`Mode::Eager`].
+    pub fn mode(mut self, mode: Mode) -> Self {
+        self.spec.mode = mode;
+        self
+    }
+
+    /// Each expert's segment, or rank-major the only one, starts at and is padded to a multiple of this many rows. Default: 1.
     pub fn align(mut self, rows: u32) -> Self {
         self.spec.align = rows;
         self
     }
 
-    /// The most tokens a rank will pass in one call. It sizes the control window: about
-    /// `8 x max_tokens x top_k` bytes, and as much again for each rank of another node. Default: 4096.
+    /// The most tokens a rank will pass in one call. With more than one node under [`Route::Pxn`] it sizes the control
+    /// window, by what may go with all their rows: about `16 x max_tokens x top_k` bytes for each rank that one rank relays
+    /// and as much for each of its own relays; rank-major, `top_k` times as much. Default: 4096.
     pub fn max_tokens(mut self, tokens: u32) -> Self {
         self.spec.max_tokens = tokens;
         self
@@ -109,9 +168,9 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
-    /// How rows reach other nodes.
+    /// How rows reach other nodes. Default: [`Route::Direct`].
     pub fn route(mut self, route: Route) -> Self {
-        self.route = route;
+        self.spec.route = route;
         self
     }
 
@@ -121,6 +180,7 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// [`PlanError`] if a setting cannot be used, [`CallError::ConfigsDiffer`] if ranks chose differently,
     /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank has no room for the control window.
     pub fn build(mut self) -> Result<ExpertParallel, Error> {
+        self.spec.record = self.fp8.then(|| RecordShape::new(self.spec.hidden as u32));
         let checked = self.check();
         let map = match (&checked, self.map.take()) {
             (Err(_), _) => None,
@@ -133,7 +193,7 @@ impl<'g> ExpertParallelBuilder<'g> {
         if let Some(map) = map {
             self.spec.map = Arc::new(map);
         }
-        ExpertParallel::new(self.group, self.spec, self.route)
+        ExpertParallel::new(self.group, self.spec)
     }
 
     fn check(&self) -> Result<(), PlanError> {
@@ -165,6 +225,27 @@ impl<'g> ExpertParallelBuilder<'g> {
         if u64::from(spec.max_tokens) * u64::from(spec.top_k) > u64::from(u32::MAX / 2) {
             return bad("max_tokens", spec.max_tokens.into(), "fewer: entries are counted in 32 bits");
         }
+        if spec.wire == Wire::Bf16 && !spec.wire.carries(spec.dtype) {
+            return bad("wire", spec.wire as u64, "f32, unless rows are bf16");
+        }
+        if spec.weighted && spec.layout == RowLayout::RankMajor {
+            return bad("weighted", 1, "off: rank-major, whoever sums a token's rows at a rank weighs them");
+        }
+        if let Some(slots) = spec.mode.slots() {
+            // Experts may all move to one rank.
+            let bins = match spec.layout {
+                RowLayout::ExpertMajor => self.map.as_ref().map_or(self.experts, ExpertMap::slots),
+                RowLayout::RankMajor => 1,
+            };
+            let of_bin = u64::from(slots) * u64::from(self.group.size());
+            let rows = of_bin.next_multiple_of(spec.align.into()).saturating_mul(bins.into());
+            if slots == 0 || rows > u64::from(u32::MAX / 2) {
+                return bad("slots", slots.into(), "at least 1, and fewer: rows are counted in 32 bits");
+            }
+        }
+        if spec.record.is_some() && spec.dtype == Dtype::Bytes {
+            return Err(PlanError::NoArithmetic { dtype: spec.dtype });
+        }
         if spec.weighted && spec.dtype == Dtype::Bytes {
             return Err(PlanError::NoArithmetic { dtype: spec.dtype });
         }
@@ -173,7 +254,7 @@ impl<'g> ExpertParallelBuilder<'g> {
 
     fn compare(&self, map: Option<&ExpertMap>) -> Result<(), Error> {
         let spec = &self.spec;
-        let settings: [(&'static str, u64); 11] = [
+        let settings: [(&'static str, u64); 16] = [
             ("whether their settings can be used (1: yes)", map.is_some().into()),
             ("experts", map.map_or(0, ExpertMap::experts).into()),
             ("the expert map", map.map_or(0, ExpertMap::digest)),
@@ -184,15 +265,20 @@ impl<'g> ExpertParallelBuilder<'g> {
             ("align", spec.align.into()),
             ("max_tokens", spec.max_tokens.into()),
             ("weighted", spec.weighted.into()),
-            ("route", self.route as u64),
+            ("route", spec.route as u64),
+            ("wire", spec.wire as u64),
+            ("fp8", spec.record.is_some().into()),
+            ("layout", spec.layout as u64),
+            ("mode", spec.mode.words()[0]),
+            ("rows of the mode", spec.mode.words()[1]),
         ];
         let mine = settings.map(|(_, value)| value);
         let rank = self.group.rank();
         for (blob, peer) in self.group.gather(bytemuck::cast_slice(&mine))?.iter().zip(0..) {
-            let theirs = bytemuck::try_pod_read_unaligned::<[u64; 11]>(blob).unwrap_or([u64::MAX; 11]);
+            let theirs = bytemuck::try_pod_read_unaligned::<[u64; 16]>(blob).unwrap_or([u64::MAX; 16]);
             // A rank that refuses its own settings reports that, not the difference.
             if mine[0] == 1
-                && let Some(at) = (0..11).find(|&at| mine[at] != theirs[at])
+                && let Some(at) = (0..16).find(|&at| mine[at] != theirs[at])
             {
                 let what = settings[at].0;
                 return Err(CallError::ConfigsDiffer {

@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use super::ExpertParallel;
 use super::handle::Inner;
-use crate::error::{CallError, Cause, Error, MemoryError};
-use crate::lane::{Io, Lanes};
+use super::relay::{Errand, Seat};
+use crate::error::{CallKind, Cause, Error, MemoryError};
+use crate::lane::Io;
 use crate::rows::Stores;
-use crate::schedule::{At, Flag, Item, Operands, Refusal, Sum, Tag};
+use crate::schedule::{Calls, Item, Operands, Refusal, Sum, Tag};
 
 /// Bits of the options digest.
 pub(super) mod options {
@@ -41,16 +42,29 @@ impl<'a> Begun<'a> {
 impl Drop for Begun<'_> {
     fn drop(&mut self) {
         if !self.finishing {
-            let hub = &self.ep.shared.hub;
+            let hub = &self.ep.fixed.shared.hub;
             hub.cancel(Cause::Cancelled { by: hub.rank() });
+            // It finds the world dead, and comes back.
+            self.ep.relay.as_mut().and_then(Seat::join);
         }
     }
+}
+
+/// The part of a call that is this rank's relay's.
+#[derive(Debug)]
+pub(super) enum Relaying {
+    /// There is only one node.
+    None,
+    /// It is played in the caller's thread.
+    Here(Errand),
+    /// It is played while the caller is away.
+    Away,
 }
 
 impl ExpertParallel {
     /// Counts the call, and waits until peers have read what this rank offered last: the first stage of every call.
     pub(super) fn enter(&mut self) -> Result<(), Error> {
-        self.shared.hub.health().check()?;
+        self.fixed.shared.hub.health().check()?;
         self.calls.enter();
         let skeletons = Arc::clone(&self.skeletons);
         self.run(&skeletons.ret.licence.items, None, &mut Io::default(), Stores::Cached)
@@ -67,6 +81,49 @@ impl ExpertParallel {
         }
     }
 
+    /// After this rank's own entry: gives the relay, if there is one, its errand in the running call. It begins at once if
+    /// it is to work while the caller is away.
+    pub(super) fn relay(
+        &mut self,
+        away: bool,
+        errand: impl FnOnce(Calls) -> Errand,
+    ) -> Result<Relaying, Error> {
+        match &mut self.relay {
+            None => Ok(Relaying::None),
+            Some(_) if !away => Ok(Relaying::Here(errand(self.calls))),
+            Some(seat) => {
+                let sent = seat.send(errand(self.calls), &self.fixed);
+                sent.map_err(|error| self.fail(error))?;
+                Ok(Relaying::Away)
+            }
+        }
+    }
+
+    /// The relay's first part, where the caller plays it.
+    pub(super) fn meet(&mut self, relaying: &mut Relaying) -> Result<(), Error> {
+        if let (Relaying::Here(errand), Some(relay)) = (relaying, self.relay.as_mut().and_then(Seat::here)) {
+            relay.meet(errand).map_err(|error| self.fixed.fail(error))?;
+        }
+        Ok(())
+    }
+
+    /// The relay's second part, where the caller plays it.
+    pub(super) fn carry(&mut self, relaying: &mut Relaying) -> Result<(), Error> {
+        if let (Relaying::Here(errand), Some(relay)) = (relaying, self.relay.as_mut().and_then(Seat::here)) {
+            relay.carry(errand).map_err(|error| self.fixed.fail(error))?;
+        }
+        Ok(())
+    }
+
+    /// The relay has done its part: what it brings back.
+    pub(super) fn relayed(&mut self, relaying: Relaying) -> Option<Errand> {
+        match relaying {
+            Relaying::None => None,
+            Relaying::Here(errand) => Some(errand),
+            Relaying::Away => self.relay.as_mut()?.join(),
+        }
+    }
+
     /// Compares what all ranks entered: what this rank got `ready` is used only if everybody makes the same call and
     /// nobody refuses; otherwise `take_back` has it.
     ///
@@ -79,12 +136,12 @@ impl ExpertParallel {
         ready: Result<T, Error>,
         take_back: impl FnOnce(T),
     ) -> Result<T, Error> {
-        let alike = self.all_alike(mine);
+        let meeting = self.fixed.meeting(self.calls, mine.kind);
         let ready = match ready {
             Ok(ready) => ready,
-            Err(own) => return Err(alike.err().unwrap_or_else(|| self.in_group(own))),
+            Err(own) => return Err(meeting.all_alike(mine).err().unwrap_or_else(|| self.in_group(own))),
         };
-        match alike.and_then(|()| self.nobody_refuses()) {
+        match meeting.agree(mine) {
             Ok(()) => Ok(ready),
             Err(error) => {
                 take_back(ready);
@@ -93,80 +150,15 @@ impl ExpertParallel {
         }
     }
 
-    fn all_alike(&self, mine: Tag) -> Result<(), Error> {
-        let (call, kind, rank) = (self.calls.number(), mine.kind, self.rank());
-        for peer in self.peers() {
-            let theirs = self.tag_of(peer)?;
-            if theirs.kind != kind {
-                let (mine, theirs) = (kind, theirs.kind);
-                return Err(CallError::KindsDiffer { call, rank, peer, mine, theirs }.into());
-            }
-            if [mine.refusal, theirs.refusal] != [Refusal::None; 2] {
-                continue;
-            }
-            for (what, mine, theirs) in [
-                ("options", u64::from(mine.options), u64::from(theirs.options)),
-                ("handle", mine.handle, theirs.handle),
-            ] {
-                if mine != theirs {
-                    return Err(CallError::Disagree { call, kind, what, rank, peer, mine, theirs }.into());
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn nobody_refuses(&self) -> Result<(), Error> {
-        for peer in self.peers() {
-            let tag = self.tag_of(peer)?;
-            match tag.refusal {
-                Refusal::None => {}
-                Refusal::Input => {
-                    return Err(CallError::PeerRefused { call: self.calls.number(), peer }.into());
-                }
-                Refusal::Space => return Err(self.out_of_space(peer, tag.handle, tag.base)),
-            }
-        }
-        Ok(())
-    }
-
     /// The pool knows its rank in the world; errors of calls name positions in the group.
     fn in_group(&self, error: Error) -> Error {
         match error {
             Error::Memory(MemoryError::OutOfSpace { asked, free, .. }) => {
-                self.out_of_space(self.rank(), asked, free)
+                let meeting = self.fixed.meeting(self.calls, CallKind::Unknown);
+                meeting.out_of_space(self.rank(), asked, free)
             }
             other => other,
         }
-    }
-
-    fn peers(&self) -> impl Iterator<Item = u32> + use<> {
-        let rank = self.rank();
-        (0..self.size()).filter(move |&peer| peer != rank)
-    }
-
-    /// This rank among its nodes. It borrows nothing of this, so that tables can be filled meanwhile.
-    pub(super) fn at(lanes: &Lanes) -> At<'_> {
-        At { nodes: &lanes.nodes, me: lanes.rank }
-    }
-
-    /// Where a rank said, when it entered the running call, that this one may write or read.
-    pub(super) fn base_of(&self, rank: u32) -> Result<u64, MemoryError> {
-        if rank == self.rank() {
-            return Ok(self.tables.tags[rank as usize].base);
-        }
-        Ok(self.tag_of(rank)?.base)
-    }
-
-    /// What a peer said when it entered the running call.
-    fn tag_of(&self, peer: u32) -> Result<Tag, MemoryError> {
-        Ok(self.port.flag(peer, Flag::Entry)?.tag(self.calls.value()))
-    }
-
-    /// Pools are equally large everywhere, so a peer's error can be told as it sees it itself.
-    pub(super) fn out_of_space(&self, rank: u32, asked: u64, free: u64) -> Error {
-        let total = self.pool().total();
-        MemoryError::OutOfSpace { rank, asked, free, total, space: "pool", setting: "SIDELANE_HEAP" }.into()
     }
 
     /// Runs operations of the running call, with the layout of a handle.
@@ -194,14 +186,14 @@ impl ExpertParallel {
             table: &tables.table,
             spans: &tables.spans,
             tags: &tables.tags,
-            row_bytes: self.spec.row_bytes(),
+            row_bytes: self.fixed.spec.row_bytes(),
             call: self.calls.value(),
             last_return: self.calls.last_return(),
             runs: handle.map_or(&[], |h| &h.layout.runs),
             rows: handle.map_or(&[], |h| &h.layout.rows),
             sum: handle.map_or(Sum::default(), |h| h.sum(&tables.bases, weighted)),
         };
-        let result = self.host.run(&self.port, items, &operands, io, stores);
+        let result = self.host.run(&self.fixed.port, items, &operands, io, stores);
         result.map_err(|error| self.fail(error))
     }
 }

@@ -7,15 +7,17 @@
 use std::sync::Arc;
 
 use super::buffers::check_tensor;
-use super::call::{Begun, options};
+use super::call::{Begun, Relaying, options};
 use super::handle::{Inner, Kept};
+use super::relay::Errand;
 use super::{Contribution, ExpertOutput, ExpertParallel, Handle};
 use crate::dtype::Element;
 use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::exec::Moved;
 use crate::lane::Io;
 use crate::memory::Extent;
 use crate::rows::{Arithmetic, Stores};
-use crate::schedule::{Parts, Tag};
+use crate::schedule::{CallerTables, Parts, RelayTables, Tag};
 
 /// A return that all ranks have entered, or will.
 #[derive(Debug)]
@@ -33,6 +35,7 @@ pub(super) struct StartedReturn {
     call: Return,
     tag: Tag,
     ready: Result<Offer, Error>,
+    relaying: Relaying,
 }
 
 /// What a rank brings into a return.
@@ -67,7 +70,7 @@ impl ExpertParallel {
         y: impl Into<Contribution<'a>>,
         handle: &Handle,
     ) -> Result<Vec<E>, Error> {
-        let mut out = vec![E::zeroed(); handle.tokens() as usize * self.spec.hidden];
+        let mut out = vec![E::zeroed(); handle.tokens() as usize * self.fixed.spec.hidden];
         self.combine_into(y, handle, &mut out)?;
         Ok(out)
     }
@@ -82,15 +85,20 @@ impl ExpertParallel {
         handle: &Handle,
         out: &mut [E],
     ) -> Result<(), Error> {
-        let checked =
-            check_tensor("combined tokens", out, handle.tokens(), (self.spec.hidden, self.spec.dtype));
+        let checked = check_tensor(
+            "combined tokens",
+            out,
+            handle.tokens(),
+            (self.fixed.spec.hidden, self.fixed.spec.dtype),
+        );
         let call = self.combine_call();
-        let started = self.start_return(call, y.into(), None, handle, checked)?;
+        let started = self.start_return(call, y.into(), None, handle, checked, false)?;
         let output = bytemuck::cast_slice_mut(out);
         self.finish_return(started, handle, Some(Io { output, ..Io::default() }))
     }
 
-    /// First half of [`ExpertParallel::combine`]: offers this rank's rows, and does not wait for the others'.
+    /// First half of [`ExpertParallel::combine`]: offers this rank's rows, and does not wait for the others'. Until the
+    /// second half, what this rank does for other nodes is done in a thread of its own.
     ///
     /// # Errors
     /// Those that end the world. Bad input is reported by the second half, on all ranks.
@@ -100,12 +108,12 @@ impl ExpertParallel {
         handle: &'a Handle,
     ) -> Result<PendingCombine<'a>, Error> {
         let call = self.combine_call();
-        let started = self.start_return(call, y.into(), None, handle, Ok(()))?;
+        let started = self.start_return(call, y.into(), None, handle, Ok(()), true)?;
         Ok(PendingCombine { begun: Begun::new(self), handle, started })
     }
 
     fn combine_call(&self) -> Return {
-        let weighted = self.spec.weighted;
+        let weighted = self.fixed.spec.weighted;
         Return {
             kind: CallKind::Combine,
             parts: Parts { rows: true, weights: false },
@@ -121,6 +129,7 @@ impl ExpertParallel {
         row_weights: Option<&[f32]>,
         handle: &Handle,
         checked: Result<(), Error>,
+        away: bool,
     ) -> Result<StartedReturn, Error> {
         self.enter()?;
         let inner = handle.inner();
@@ -128,9 +137,9 @@ impl ExpertParallel {
         let copied = elsewhere.is_some();
         let chunk = checked
             .and_then(|()| self.check_handle(inner))
-            .and_then(|()| Ok(Arithmetic::try_from(self.spec.dtype).map(drop)?))
+            .and_then(|()| Ok(Arithmetic::try_from(self.fixed.spec.dtype).map(drop)?))
             .and_then(|()| self.chunk_of(elsewhere, row_weights, handle));
-        let ready = chunk.and_then(|chunk| match self.take_staging(inner) {
+        let ready = chunk.and_then(|chunk| match self.take_home(inner) {
             Ok(staging) => Ok(Offer { chunk, copied, staging }),
             Err(error) => {
                 inner.give_back(chunk, copied);
@@ -141,12 +150,19 @@ impl ExpertParallel {
         let tag = Self::entry(tag, &ready);
         self.tables.clear();
         match &ready {
-            Ok(offer) => self.tables.offer(&Self::at(&self.lanes), tag, offer.chunk.offset()),
+            Ok(offer) => self.tables.offer(&self.fixed.paths(), tag, offer.chunk.offset()),
             Err(_) => self.tables.tags.fill(tag),
         }
         let skeletons = Arc::clone(&self.skeletons);
         self.run(skeletons.ret.entry.start(), None, &mut Io::default(), Stores::Cached)?;
-        Ok(StartedReturn { call, tag, ready })
+        let home = CallerTables::home_bytes(&self.fixed.paths(), &inner.layout);
+        let outbox = ready.as_ref().map_or(0, |offer| offer.staging.offset() + home);
+        let relaying = self.relay(away, |calls| {
+            let forward = inner.forward.clone().unwrap_or_default();
+            let weighted = call.weighted && call.parts.rows;
+            Errand { parts: call.parts, weighted, outbox, ..Errand::new(calls, call.kind, forward) }
+        })?;
+        Ok(StartedReturn { call, tag, ready, relaying })
     }
 
     /// The chunk this rank offers: the caller's buffer, which the handle keeps safe, or a copy of rows elsewhere.
@@ -171,12 +187,14 @@ impl ExpertParallel {
             }
             Some(Contribution::Elsewhere { bytes, dtype }) => {
                 let what = "expert outputs";
-                if dtype != self.spec.dtype {
-                    return Err(PlanError::WrongDtype { what, seen: dtype, expected: self.spec.dtype }.into());
+                if dtype != self.fixed.spec.dtype {
+                    return Err(
+                        PlanError::WrongDtype { what, seen: dtype, expected: self.fixed.spec.dtype }.into()
+                    );
                 }
                 if bytes.len() as u64 != u64::from(rows) * inner.row_bytes {
                     let seen = bytes.len() / dtype.size();
-                    let (rows, columns) = (rows as usize, self.spec.hidden);
+                    let (rows, columns) = (rows as usize, self.fixed.spec.hidden);
                     return Err(PlanError::WrongShape { what, seen, rows, columns }.into());
                 }
                 let mut output: ExpertOutput = handle.output()?;
@@ -191,11 +209,16 @@ impl ExpertParallel {
         Ok(output.extent)
     }
 
-    /// One extent for the chunks that ranks of other nodes put here; `tables.bases` says where each goes.
-    fn take_staging(&mut self, inner: &Inner) -> Result<Extent, Error> {
-        let at = Self::at(&self.lanes);
-        let staging = self.pool().take(at.staging_bytes(&inner.layout, inner.row_bytes))?;
-        self.tables.stage(&at, &inner.layout, inner.row_bytes, staging.offset());
+    /// One extent for the rows that relays bring home; `tables.bases` says where each goes. Behind them the sums wait that
+    /// this rank brings to others.
+    fn take_home(&mut self, inner: &Inner) -> Result<Extent, Error> {
+        let meeting = self.fixed.meeting(self.calls, CallKind::Combine);
+        let paths = self.fixed.paths();
+        let home = CallerTables::home_bytes(&paths, &inner.layout);
+        let forward = inner.forward.as_deref();
+        let outbox = forward.map_or(0, |forward| RelayTables::outbox_bytes(&meeting.setting, forward));
+        let staging = self.pool().take(home + outbox)?;
+        self.tables.stage(&paths, &inner.layout, staging.offset());
         Ok(staging)
     }
 
@@ -207,24 +230,38 @@ impl ExpertParallel {
         handle: &Handle,
         io: Option<Io<'_>>,
     ) -> Result<(), Error> {
-        let StartedReturn { call, tag, ready } = started;
+        let StartedReturn { call, tag, ready, mut relaying } = started;
         let inner = handle.inner();
         let skeletons = Arc::clone(&self.skeletons);
+        self.meet(&mut relaying)?;
         self.run(skeletons.ret.entry.finish(), None, &mut Io::default(), Stores::Cached)?;
-        let Offer { chunk, staging, .. } =
-            self.agree(tag, ready, |offer| inner.give_back(offer.chunk, offer.copied))?;
-        for peer in 0..self.size() {
-            let base = self.base_of(peer)?;
-            self.tables.offered(&Self::at(&self.lanes), peer, base);
+        let agreed = self.agree(tag, ready, |offer| inner.give_back(offer.chunk, offer.copied));
+        let Offer { chunk, staging, .. } = match agreed {
+            Ok(offer) => offer,
+            Err(error) => {
+                self.relayed(relaying);
+                return Err(error);
+            }
+        };
+        let fixed = Arc::clone(&self.fixed);
+        let meeting = fixed.meeting(self.calls, call.kind);
+        self.tables.bases[fixed.lanes.rank as usize] = chunk.offset();
+        for peer in fixed.paths().locals() {
+            self.tables.bases[peer as usize] = meeting.tag_of(peer)?.base;
         }
-        let at = Self::at(&self.lanes);
-        self.tables.home(&at, &inner.layout, inner.row_bytes, call.parts);
-        self.tables.sum(&at, if io.is_some() { call.parts } else { Parts::default() });
+        self.host.take_moved();
+        self.carry(&mut relaying)?;
         self.run(&skeletons.ret.home.items, None, &mut Io::default(), Stores::Cached)?;
+        let relayed = self.relayed(relaying).map_or(Moved::default(), |errand| errand.moved);
+        let parts = if io.is_some() { call.parts } else { Parts::default() };
+        self.tables.sum(&meeting.setting, &inner.layout, parts);
         let mut io = io.unwrap_or_default();
         let stores = self.stores(io.output.len() as u64);
         io.weights.fill(0.0);
         self.run_sum(&skeletons.ret.sum.items, Some(inner), call.weighted, &mut io, stores)?;
+        let mut moved = self.host.take_moved();
+        moved.add(relayed);
+        inner.returned.set(moved);
         self.calls.returned();
         drop(staging);
         if call.keep {
@@ -253,7 +290,8 @@ impl PendingCombine<'_> {
     pub fn finish<E: Element>(self, out: &mut [E]) -> Result<(), Error> {
         let PendingCombine { mut begun, handle, started } = self;
         let ep = begun.finish();
-        let checked = check_tensor("combined tokens", out, handle.tokens(), (ep.spec.hidden, ep.spec.dtype));
+        let checked =
+            check_tensor("combined tokens", out, handle.tokens(), (ep.spec().hidden, ep.spec().dtype));
         let output = bytemuck::cast_slice_mut(out);
         let io = checked.is_ok().then(|| Io { output, ..Io::default() });
         ep.finish_return(started, handle, io)?;

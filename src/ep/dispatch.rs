@@ -3,16 +3,22 @@
 use std::sync::Arc;
 
 use super::buffers::check_tensor;
-use super::call::Begun;
+use super::call::{Begun, Relaying};
 use super::handle::Inner;
+use super::meeting::Numbers;
+use super::parallel::Fixed;
+use super::relay::Errand;
 use super::{ExpertParallel, ExpertRows, Handle};
 use crate::dtype::Element;
-use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::error::{CallError, CallKind, Error, MemoryError, PlanError};
+use crate::exec::Moved;
 use crate::gate::Routing;
 use crate::lane::Io;
 use crate::memory::Extent;
+use crate::plan::{Overflow, Traffic};
 use crate::rows::Stores;
-use crate::schedule::{DispatchSkeleton, Tag};
+use crate::schedule::{Control, Tag, WindowId};
+use crate::topology::Route;
 
 /// A dispatch that was started: counts are on their way. Finish it before the next call; dropping it cancels the
 /// world, because the other ranks cannot go on.
@@ -26,6 +32,8 @@ pub struct PendingDispatch<'a> {
     tag: Tag,
     /// The extent this rank announced, unless it refuses its input.
     ready: Result<Extent, Error>,
+    relaying: Relaying,
+    inner: Inner,
 }
 
 impl ExpertParallel {
@@ -43,10 +51,11 @@ impl ExpertParallel {
         x: &[E],
         routing: &Routing<'_>,
     ) -> Result<(ExpertRows, Handle), Error> {
-        self.start_dispatch(x, routing)?.finish()
+        self.begin_dispatch(x, routing, false)?.finish()
     }
 
-    /// First half of [`ExpertParallel::dispatch`]: announces memory and publishes counts, and does not wait.
+    /// First half of [`ExpertParallel::dispatch`]: announces memory and publishes counts, and does not wait. Until the
+    /// second half, what this rank does for other nodes is done in a thread of its own.
     ///
     /// # Errors
     /// Those that end the world. Bad input is reported by the second half, on all ranks.
@@ -55,27 +64,41 @@ impl ExpertParallel {
         x: &'a [E],
         routing: &'a Routing<'_>,
     ) -> Result<PendingDispatch<'a>, Error> {
+        self.begin_dispatch(x, routing, true)
+    }
+
+    fn begin_dispatch<'a, E: Element>(
+        &'a mut self,
+        x: &'a [E],
+        routing: &'a Routing<'_>,
+        away: bool,
+    ) -> Result<PendingDispatch<'a>, Error> {
         self.enter()?;
         let sorted = self.sort(x, routing);
         if sorted.is_err() {
-            self.sorted.clear(&self.spec.map);
+            self.sorted.clear(&self.fixed.bins);
         }
-        let announced = self.pool().announce(self.most_bytes());
-        self.publish(&announced)?;
-        let ready = sorted.map(|()| announced);
-        let tag = Tag { kind: CallKind::Dispatch, handle: self.calls.number(), ..Tag::default() };
-        let tag = Self::entry(tag, &ready);
+        self.publish()?;
+        let ready = sorted.map(|()| self.pool().announce(self.most_bytes()));
+        let (base, handle) = ready.as_ref().map_or((0, 0), |extent| (extent.offset(), extent.len()));
+        let tag = Self::entry(Tag { kind: CallKind::Dispatch, base, handle, ..Tag::default() }, &ready);
+        self.tables.clear();
         self.tables.tags.fill(tag);
-        let at = Self::at(&self.lanes);
-        self.tables.publications(&at, &self.control, self.calls.parity(), &self.spec.map, &self.sorted);
         let skeletons = Arc::clone(&self.skeletons);
         self.run(skeletons.dispatch.entry.start(), None, &mut Io::default(), Stores::Cached)?;
+        let mut inner = self.spare_handle();
+        let row_bytes = self.fixed.sizing(CallKind::Dispatch).row_bytes;
+        let stores = self.stores(self.sorted.entries() as u64 * row_bytes);
+        let relaying = self.relay(away, |calls| {
+            let forward = inner.forward.take().unwrap_or_default();
+            Errand { stores, ..Errand::new(calls, CallKind::Dispatch, forward) }
+        })?;
         let (x, top_k, weights) = (bytemuck::cast_slice(x), routing.top_k(), routing.weights());
-        Ok(PendingDispatch { begun: Begun::new(self), x, top_k, weights, tag, ready })
+        Ok(PendingDispatch { begun: Begun::new(self), x, top_k, weights, tag, ready, relaying, inner })
     }
 
     fn sort<E: Element>(&mut self, x: &[E], routing: &Routing<'_>) -> Result<(), Error> {
-        let (tokens, spec) = (routing.tokens(), &self.spec);
+        let (tokens, spec) = (routing.tokens(), &self.fixed.spec);
         if routing.top_k() != spec.top_k {
             let (what, seen) = ("routing", routing.experts().len());
             return Err(PlanError::WrongShape {
@@ -89,64 +112,114 @@ impl ExpertParallel {
         if tokens > spec.max_tokens {
             return Err(PlanError::TooManyTokens { tokens, max: spec.max_tokens }.into());
         }
-        check_tensor("tokens", x, tokens, (spec.hidden, spec.dtype))?;
-        Ok(self.sorted.fill(&spec.map, self.lanes.rank, routing)?)
-    }
-
-    /// What this rank receives at most, if every token of every rank chooses as many of its experts as it can.
-    fn most_bytes(&self) -> u64 {
-        let spec = &self.spec;
-        let slots = spec.map.slots_of(self.rank()).len() as u64;
-        let rows = u64::from(self.size()) * u64::from(spec.max_tokens) * slots.min(spec.top_k.into());
-        rows.saturating_add(slots * u64::from(spec.align - 1)).saturating_mul(spec.row_bytes())
-    }
-
-    fn finish_dispatch(
-        &mut self,
-        mut announced: Extent,
-        x: &[u8],
-        top_k: u32,
-        weights: &[f32],
-    ) -> Result<(ExpertRows, Handle), Error> {
-        self.collect()?;
-        self.sizes.fill(&self.spec.map, self.spec.align, &self.counts.total);
-        let row_bytes = self.spec.row_bytes();
-        for (rank, (&rows, &(offset, free))) in
-            (0..).zip(self.sizes.rows.iter().zip(&self.publication.announced))
-        {
-            let asked = u64::from(rows) * row_bytes;
-            if asked > free || rows == u32::MAX {
-                return Err(self.out_of_space(rank, asked, free));
+        check_tensor("tokens", x, tokens, spec.sent(CallKind::Dispatch))?;
+        let (bins, rank) = (&self.fixed.bins, self.fixed.lanes.rank);
+        self.sorted.fill(&spec.map, bins, spec.notes(), rank, routing)?;
+        if let Some(slots) = spec.mode.slots() {
+            let full = (0..).zip(&self.sorted.counts).find(|(_, rows)| **rows > slots);
+            if let (Some((bin, &rows)), Overflow::Error) = (full, spec.mode.overflow()) {
+                return Err(PlanError::SlotsFull { bin, rows, slots }.into());
             }
-            self.tables.landing[rank as usize] = offset;
+            self.sorted.keep(spec.top_k, |_| slots);
         }
-        let mut inner = self.spare_handle();
-        let frame = self.frame();
-        inner.layout.fill(&frame, &self.sorted, top_k, &self.counts, &self.sizes);
-        self.collect_weights(&mut inner.layout)?;
-        inner.weights.clear();
-        if self.spec.weighted {
-            inner.weights.extend_from_slice(weights);
-        }
-        inner.row_bytes = row_bytes;
-        inner.instance = self.instance;
-        inner.number = self.calls.number();
-        announced.trim(u64::from(inner.layout.landed) * row_bytes);
-        self.host.take_moved();
-        let skeletons = Arc::clone(&self.skeletons);
-        self.put_rows(&skeletons.dispatch, &inner, x)?;
-        inner.copied.set(0);
-        inner.report.moved = self.host.take_moved();
-        inner.report.lanes.clone_from(&self.lane_use);
-        let rows = ExpertRows { extent: announced, rows: inner.layout.landed, row_bytes };
-        Ok((rows, self.handle_of(inner)))
+        Ok(())
     }
 
-    /// Stage "rows": everybody's rows to where `tables.landing` says.
-    fn put_rows(&mut self, skeleton: &DispatchSkeleton, inner: &Inner, x: &[u8]) -> Result<(), Error> {
-        self.tables.rows(&Self::at(&self.lanes), &inner.layout);
-        let stores = self.stores(inner.layout.rows.len() as u64 * inner.row_bytes);
-        self.run(&skeleton.rows.items, Some(inner), &mut Io { input: x, ..Io::default() }, stores)
+    /// Says what this rank has for every bin, and for every rank that hands on. Where slots are fixed, nobody asks.
+    fn publish(&mut self) -> Result<(), MemoryError> {
+        let Fixed { port, control, bins, .. } = &*self.fixed;
+        let paths = self.fixed.paths();
+        self.crossing.fill(bins, &paths, &self.sorted);
+        if self.fixed.spec.mode.slots().is_some() {
+            return Ok(());
+        }
+        let numbers = &mut self.numbers.scratch;
+        numbers.clone_from(&self.sorted.counts);
+        self.crossing.staged(&paths, numbers);
+        port.write(WindowId::CONTROL, control.publication(self.calls.parity()), numbers)
+    }
+
+    /// What this rank receives at most: as many rows as there are slots or a budget; else, if every token of every rank
+    /// chooses as many of its experts as it can. And what it hands on, if all cross that can.
+    fn most_bytes(&self) -> u64 {
+        let (spec, paths, rank) = (self.spec(), self.fixed.paths(), self.rank());
+        let (sizing, sizes) = (self.fixed.sizing(CallKind::Dispatch), &self.numbers.sizes);
+        if spec.mode.slots().is_some() {
+            return sizing.extent_bytes(sizes.rows[rank as usize], sizes.staged_at(rank));
+        }
+        let bins = self.fixed.bins.of(rank).len() as u32;
+        let (ranks, tokens) = (self.size(), spec.max_tokens);
+        let rows = ranks.saturating_mul(tokens).saturating_mul(bins.min(spec.top_k));
+        let rows = rows.saturating_add(bins.saturating_mul(spec.align - 1));
+        let rows = rows.min(spec.mode.budget().unwrap_or(u32::MAX));
+        let blocks = if spec.route == Route::Pxn { paths.sources().count() as u32 } else { 0 };
+        sizing.extent_bytes(rows, blocks.saturating_mul(tokens))
+    }
+
+    /// Places, once everybody agrees: from everybody's counts to this rank's layout.
+    fn place(&mut self, inner: &mut Inner, tag: Tag, top_k: u32) -> Result<(), Error> {
+        let fixed = Arc::clone(&self.fixed);
+        let meeting = fixed.meeting(self.calls, CallKind::Dispatch);
+        meeting.judge(tag, &mut self.numbers)?;
+        let Numbers { counts, sizes, landing, .. } = &self.numbers;
+        self.tables.landing.clone_from(landing);
+        let clipped = fixed.spec.mode.budget().is_some();
+        if clipped && self.sorted.keep(top_k, |bin| sizes.room(&fixed.bins, counts, bin)) {
+            self.crossing.fill(&fixed.bins, &fixed.paths(), &self.sorted);
+        }
+        inner.required.clone_from(&sizes.required);
+        inner.dropped.clone_from(&self.sorted.dropped);
+        let frame = fixed.frame();
+        let own = (&self.sorted, &self.crossing);
+        inner.layout.fill(&frame, own, top_k, counts, sizes);
+        inner.offer = frame.sizing.offer(inner.layout.landed);
+        self.describe_blocks(inner)
+    }
+
+    /// Writes the headers of this rank's blocks.
+    fn describe_blocks(&mut self, inner: &Inner) -> Result<(), Error> {
+        let Fixed { port, control, bins, .. } = &*self.fixed;
+        let paths = self.fixed.paths();
+        for ((nth, relay), block) in (0..).zip(paths.relays()).zip(&inner.layout.blocks) {
+            let at = control.header_out(nth, self.calls.parity());
+            port.write(WindowId::CONTROL, at, &[block.rows, block.entries(), block.first])?;
+            port.write(WindowId::CONTROL, at + Control::LANDED, &block.landed)?;
+            port.write(WindowId::CONTROL, at + control.segments(), &block.segments)?;
+            if paths.route() == Route::Pxn {
+                port.write(WindowId::CONTROL, at + control.index(), &block.index)?;
+                let mut to = at + control.notes(block.entries());
+                for bins in paths.served_by(relay).iter().map(|&rank| bins.of(rank)) {
+                    let notes = self.sorted.notes_of(bins);
+                    port.write(WindowId::CONTROL, to, notes)?;
+                    to += size_of_val(notes) as u64;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Stage "rows": everybody's rows to where `tables.landing` says. Where they are placed in this call, what goes with them, too.
+    fn put_rows(
+        &mut self,
+        inner: &Inner,
+        relaying: &mut Relaying,
+        x: &[u8],
+        kind: CallKind,
+    ) -> Result<(), Error> {
+        let noted = kind == CallKind::Dispatch;
+        let fixed = Arc::clone(&self.fixed);
+        self.tables.rows(&fixed.meeting(self.calls, kind).setting, &inner.layout, noted);
+        let stores = self.stores(inner.layout.terms.len() as u64 * fixed.sizing(kind).row_bytes);
+        let skeletons = Arc::clone(&self.skeletons);
+        let rows = &skeletons.dispatch.rows;
+        let notes = if noted { std::mem::take(&mut self.sorted.notes) } else { Vec::new() };
+        let mut io = Io { input: x, notes: bytemuck::cast_slice(&notes), ..Io::default() };
+        self.run(rows.start(), Some(inner), &mut io, stores)?;
+        if noted {
+            self.sorted.notes = notes;
+        }
+        self.carry(relaying)?;
+        self.run(rows.finish(), Some(inner), &mut Io::default(), stores)
     }
 
     /// Sends tokens along the layout of an earlier dispatch: no ids, no counts. Collective.
@@ -168,23 +241,36 @@ impl ExpertParallel {
     ) -> Result<ExpertRows, Error> {
         self.enter()?;
         let inner = handle.inner();
-        let row_bytes = self.spec.row_bytes();
+        let sizing = self.fixed.sizing(kind);
+        let row_bytes = sizing.row_bytes;
         let ready = self.check_handle(inner).and_then(|()| {
-            check_tensor("tokens", x, inner.layout.tokens, (self.spec.hidden, self.spec.dtype))?;
-            Ok(self.pool().take(u64::from(inner.layout.landed) * row_bytes)?)
+            check_tensor("tokens", x, inner.layout.tokens, self.spec().sent(kind))?;
+            Ok(self.pool().take(sizing.extent_bytes(inner.layout.landed, inner.layout.staged))?)
         });
         let base = ready.as_ref().map_or(0, Extent::offset);
         let tag = Self::entry(Tag { kind, options, handle: inner.number, base, ..Tag::default() }, &ready);
         self.tables.clear();
         self.tables.tags.fill(tag);
         let skeletons = Arc::clone(&self.skeletons);
-        self.run(&skeletons.cached.entry.items, None, &mut Io::default(), Stores::Cached)?;
-        let extent = self.agree(tag, ready, drop)?;
+        self.run(skeletons.dispatch.entry.start(), None, &mut Io::default(), Stores::Cached)?;
+        let stores = self.stores(inner.layout.terms.len() as u64 * row_bytes);
+        let mut relaying = self.relay(false, |calls| {
+            let forward = inner.forward.clone().unwrap_or_default();
+            Errand { stores, ..Errand::new(calls, kind, forward) }
+        })?;
+        self.meet(&mut relaying)?;
+        self.run(skeletons.dispatch.entry.finish(), None, &mut Io::default(), Stores::Cached)?;
+        let mut extent = self.agree(tag, ready, drop)?;
+        let meeting = self.fixed.meeting(self.calls, kind);
         for peer in 0..self.size() {
-            self.tables.landing[peer as usize] = self.base_of(peer)?;
+            let peers = if peer == self.rank() { tag } else { meeting.tag_of(peer)? };
+            self.tables.landing[peer as usize] = peers.base;
         }
-        self.put_rows(&skeletons.cached, inner, bytemuck::cast_slice(x))?;
-        Ok(ExpertRows { extent, rows: inner.layout.landed, row_bytes })
+        self.put_rows(inner, &mut relaying, bytemuck::cast_slice(x), kind)?;
+        self.relayed(relaying);
+        extent.trim(u64::from(inner.layout.landed) * row_bytes);
+        let record = self.record().filter(|_| kind == CallKind::CachedDispatch);
+        Ok(ExpertRows { extent, rows: inner.layout.landed, row_bytes, record })
     }
 
     pub(super) fn check_handle(&self, inner: &Inner) -> Result<(), Error> {
@@ -201,11 +287,52 @@ impl PendingDispatch<'_> {
     /// # Errors
     /// As [`ExpertParallel::dispatch`].
     pub fn finish(self) -> Result<(ExpertRows, Handle), Error> {
-        let PendingDispatch { mut begun, x, top_k, weights, tag, ready } = self;
+        let PendingDispatch { mut begun, x, top_k, weights, tag, ready, mut relaying, mut inner } = self;
         let ep = begun.finish();
         let skeletons = Arc::clone(&ep.skeletons);
+        ep.meet(&mut relaying)?;
         ep.run(skeletons.dispatch.entry.finish(), None, &mut Io::default(), Stores::Cached)?;
-        let announced = ep.agree(tag, ready, drop)?;
-        ep.finish_dispatch(announced, x, top_k, weights)
+        let placed = ep.agree(tag, ready, drop).and_then(|announced| {
+            ep.place(&mut inner, tag, top_k)?;
+            Ok(announced)
+        });
+        let mut announced = match placed {
+            Ok(announced) => announced,
+            Err(error) => {
+                ep.relayed(relaying);
+                return Err(error);
+            }
+        };
+        let row_bytes = ep.spec().row_bytes();
+        inner.weights.clear();
+        if ep.spec().weighted {
+            inner.weights.extend_from_slice(weights);
+        }
+        inner.wire = ep.spec().wire;
+        (inner.row_bytes, inner.instance, inner.number) = (row_bytes, ep.instance, ep.calls.number());
+        let sizing = ep.fixed.sizing(CallKind::Dispatch);
+        announced.trim(sizing.extent_bytes(inner.layout.landed, inner.layout.staged));
+        ep.host.take_moved();
+        ep.put_rows(&inner, &mut relaying, x, CallKind::Dispatch)?;
+        inner.report.moved = ep.host.take_moved();
+        if let Some(errand) = ep.relayed(relaying) {
+            inner.report.moved.add(errand.moved);
+            inner.forward = Some(errand.forward);
+        }
+        let landing = sizing.landing(inner.layout.landed);
+        announced.trim(landing.bytes());
+        let (frame, forward) = (ep.fixed.frame(), inner.forward.as_deref());
+        inner.report.traffic =
+            Traffic::count(&frame, &ep.sorted, &inner.layout, forward, &mut ep.numbers.scratch);
+        inner.report.lanes.clone_from(&ep.lane_use);
+        inner.copied.set(0);
+        inner.returned.set(Moved::default());
+        let landed = inner.layout.landed;
+        let words = announced.slice::<u32>(landing.notes_at(), landing.notes as usize)?;
+        let experts = ep.spec().map.slots_of(ep.rank()).len();
+        inner.received.fill(ep.spec().notes(), &inner.layout, experts, words);
+        let rows =
+            ExpertRows { extent: announced, rows: landed, row_bytes: sizing.row_bytes, record: ep.record() };
+        Ok((rows, ep.handle_of(inner)))
     }
 }

@@ -2,7 +2,8 @@
 
 use super::{ExpertOutput, ExpertParallel, ExpertRows, Handle};
 use crate::error::{BootstrapError, Error};
-use crate::lane::Floor;
+use crate::lane::{Floor, Moves};
+use crate::plan::Forward;
 use crate::rows::{Arithmetic, Stores};
 use crate::world::Group;
 
@@ -77,8 +78,9 @@ impl Yardstick {
 }
 
 impl ExpertParallel {
-    /// The bare moves of the dispatch that made `handle`, into `rows`, and of a combine of `output`. Collective over
-    /// `group`, which must be the group this was built on; on return from [`Yardstick::dispatch`] peers may still be
+    /// The bare moves of a call that sent `rows` along `handle`, the dispatch that made it or gradients of a combine, and
+    /// of a combine of `output`. Collective over `group`, which must be the group this was built on. Rows that came by a
+    /// relay are handed on again and again as they are now. On return from [`Yardstick::dispatch`] peers may still be
     /// writing, so a barrier belongs behind it.
     ///
     /// # Errors
@@ -99,8 +101,18 @@ impl ExpertParallel {
             landing.push(rows_at);
             bases.push(output_at);
         }
-        let sum = inner.sum(&bases, false);
-        let floor = self.port.floor(&inner.layout, inner.row_bytes, &landing, &sum)?;
+        let floor = self.fixed.port.floor(&Moves {
+            layout: &inner.layout,
+            forward: inner.forward.as_deref().unwrap_or(&Forward::default()),
+            bins: &self.fixed.bins,
+            row_bytes: rows.row_bytes,
+            home_bytes: inner.row_bytes,
+            partial_bytes: self.fixed.partial_bytes(),
+            landing: &landing,
+            sum: inner.sum(&bases, false),
+        })?;
+        // Nobody writes before all have learnt what they hand on.
+        group.gather(&[])?;
         let rows = Lent { home: rows.extent.offset(), kept: Some(rows) };
         let output = Lent { home: output.extent.offset(), kept: Some(output) };
         Ok(Yardstick { floor, rows, output })

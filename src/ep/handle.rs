@@ -5,21 +5,34 @@ use std::sync::Arc;
 
 use crossbeam::queue::ArrayQueue;
 
+use super::notes::Received;
 use super::{Contribution, ExpertOutput};
+use crate::dtype::Wire;
 use crate::error::Error;
 use crate::exec::Moved;
 use crate::lane::{Lanes, Reach};
 use crate::memory::{Extent, Licence, Pool};
-use crate::plan::Layout;
-use crate::schedule::{Sum, chunk_bytes};
+use crate::plan::{Chunk, Forward, Layout, Traffic};
+use crate::schedule::Sum;
 
 /// What a handle holds. Its tables are used again by later dispatches.
 #[derive(Debug, Default)]
 pub(super) struct Inner {
     pub layout: Layout,
+    /// What this rank relays. Nothing where there is only one node.
+    pub forward: Option<Arc<Forward>>,
+    /// What came with the rows.
+    pub received: Received,
+    /// Which choices had no room.
+    pub dropped: Vec<bool>,
+    /// Rows that each rank needed.
+    pub required: Vec<u32>,
+    /// What this rank offers in a return.
+    pub offer: Chunk,
     /// Routing weights `[tokens, top_k]`; empty unless combines are weighted.
     pub weights: Vec<f32>,
     pub row_bytes: u64,
+    pub wire: Wire,
     pub instance: u64,
     /// The number of the call that made it.
     pub number: u64,
@@ -28,6 +41,8 @@ pub(super) struct Inner {
     pub refused: RefCell<Option<Extent>>,
     /// Bytes copied because rows lay elsewhere.
     pub copied: Cell<u64>,
+    /// What the last return moved.
+    pub returned: Cell<Moved>,
     /// The output that the gradient of a weighted combine needs.
     pub kept: RefCell<Option<Kept>>,
 }
@@ -50,16 +65,21 @@ impl Inner {
     /// The terms of this placement, with chunks at `bases`; multiplied with the routing weights if `weighted`.
     pub fn sum<'a>(&'a self, bases: &'a [u64], weighted: bool) -> Sum<'a> {
         let layout = &self.layout;
+        let (terms, starts, choices) = layout.summands();
+        let (fetched, places) = layout.fetches();
         Sum {
-            terms: &layout.terms,
-            starts: &layout.term_starts,
-            choices: &layout.choices,
+            terms,
+            starts,
+            choices,
             groups: &layout.groups,
             group_starts: &layout.group_starts,
+            wire: self.wire,
             held_by: &layout.held_by,
             bases,
-            chunk_rows: &layout.chunk_rows,
+            chunks: &layout.chunks,
             weights: if weighted { &self.weights } else { &[] },
+            fetched,
+            places,
         }
     }
 
@@ -86,17 +106,20 @@ impl Inner {
 
     /// Size of this rank's chunk.
     pub fn chunk_bytes(&self) -> u64 {
-        chunk_bytes(self.layout.landed, self.row_bytes)
+        self.offer.bytes()
     }
 }
 
-/// How the bytes of a dispatch went. No GPU kernel runs on the host lanes, so `kernels` is empty there.
+/// How the bytes of a dispatch went, as planned and as moved. No GPU kernel runs on the host lanes, so `kernels` is empty
+/// there.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Report {
     /// Per lane: how many ranks are reached over it.
     pub lanes: Vec<LaneUse>,
     /// What this rank moved.
     pub moved: Moved,
+    /// What it was to move, and what would come home: the plan's own count.
+    pub traffic: Traffic,
     /// GPU kernels that ran between packed and landed.
     pub kernels: Vec<&'static str>,
 }
@@ -104,7 +127,7 @@ pub struct Report {
 /// A lane and how many ranks it reaches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaneUse {
-    /// `own`, `shm` or `loop`.
+    /// `own`, `shm`, `loop`, or `relay`: of ranks that are reached through others.
     pub lane: &'static str,
     /// Ranks.
     pub ranks: u32,
@@ -141,19 +164,37 @@ impl Handle {
         &self.inner
     }
 
-    /// Rows of each local expert.
+    /// Rows of each local expert; rank-major, rows that chose it.
     pub fn tokens_per_expert(&self) -> &[i64] {
-        &self.inner().layout.tokens_per_expert
+        &self.inner().received.tokens_per_expert
     }
 
-    /// Rows of each local expert, pad counted: the segments of the row buffer.
+    /// Rows of each local expert, pads and unused slots counted: the segments of the row buffer. Rank-major there is one
+    /// segment, the whole.
     pub fn padded_tokens_per_expert(&self) -> &[i64] {
-        &self.inner().layout.padded_per_expert
+        &self.inner().layout.padded_per_bin
     }
 
-    /// Routing weight of each received row; 0 for pad rows.
+    /// Routing weight of each received row, `[rows]`; 0 for pad rows. Rank-major, of each row and choice,
+    /// `[rows, top_k]`; 0 where another rank has the choice.
     pub fn row_weights(&self) -> &[f32] {
-        &self.inner().layout.row_weights
+        &self.inner().received.weights
+    }
+
+    /// Rank-major: the local expert of each row and choice, `[rows, top_k]`; -1 where there is none. Empty otherwise.
+    pub fn row_experts(&self) -> &[i32] {
+        &self.inner().received.experts
+    }
+
+    /// Which of this rank's choices, `[tokens, top_k]`, were dropped for want of room: they count as -1.
+    pub fn dropped(&self) -> &[bool] {
+        &self.inner().dropped
+    }
+
+    /// Rows that each rank needed, pads counted: more than its budget if rows were dropped; in fixed slots, all there are.
+    /// The same at every rank.
+    pub fn required_rows(&self) -> &[u32] {
+        &self.inner().required
     }
 
     /// Rows received, pads counted.
@@ -177,7 +218,7 @@ impl Handle {
             Some(extent) => extent,
             None => self.pool.take(inner.chunk_bytes())?,
         };
-        Ok(ExpertOutput::new(extent, inner.layout.landed, inner.row_bytes, inner.number, inner.instance))
+        Ok(ExpertOutput::new(extent, inner.offer, inner.number, inner.instance))
     }
 
     /// Bytes that combines and gradients along this handle have copied, because their rows did not lie in the buffer of
@@ -186,7 +227,19 @@ impl Handle {
         self.inner().copied.get()
     }
 
-    /// How the bytes of the dispatch went.
+    /// What this rank moved in the last combine, or the last gradient that brought rows home, along this handle: what it
+    /// brought home to other nodes, and what it read. Nothing before the first.
+    pub fn returned(&self) -> Moved {
+        self.inner().returned.get()
+    }
+
+    /// How the bytes of the dispatch went: [`Report::traffic`] as planned, [`Report::moved`] as counted while they moved.
+    /// They agree to the byte:
+    ///
+    /// ```text
+    ///   moved.rail_bytes    =   put.rail * row_bytes
+    ///   moved.local_bytes   =   (put.own + put.local + handed_on) * row_bytes
+    /// ```
     pub fn report(&self) -> &Report {
         &self.inner().report
     }

@@ -31,8 +31,12 @@ mod combine;
 mod dispatch;
 mod floor;
 mod handle;
+mod meeting;
+mod notes;
 mod parallel;
-mod publication;
+mod records;
+mod relay;
+mod remap;
 
 pub use buffers::{Contribution, ExpertOutput, ExpertRows};
 pub use builder::ExpertParallelBuilder;
@@ -41,3 +45,4 @@ pub use dispatch::PendingDispatch;
 pub use floor::Yardstick;
 pub use handle::{Handle, LaneUse, Report};
 pub use parallel::ExpertParallel;
+pub use records::Strided;

@@ -7,17 +7,19 @@ use crossbeam::queue::ArrayQueue;
 
 use super::builder::Spec;
 use super::handle::Inner;
-use super::publication::Publication;
+use super::meeting::{Meeting, Numbers};
+use super::relay::{Relay, Seat};
 use super::{ExpertParallelBuilder, Handle, LaneUse};
-use crate::error::{Cause, Error, LaneError, PlanError};
+use crate::error::{CallKind, Cause, Error, LaneError, PlanError};
 use crate::exec::Host;
 use crate::lane::{Lanes, Part, Port, Window};
 use crate::memory::{Extent, Licence, Pool};
-use crate::plan::{Counts, ExpertMap, Frame, Sizes, Sorted};
+use crate::plan::{Bins, Crossing, ExpertMap, Frame, Order, Sizing, Sorted};
 use crate::rows::Stores;
 use crate::schedule::{
-    Calls, Control, Direct, DispatchSkeleton, Flag, ReturnSkeleton, Route, Tables, WindowId,
+    Caller, CallerTables, Calls, Control, DispatchSkeleton, Flag, ReturnSkeleton, Setting, WindowId,
 };
+use crate::topology::{Paths, Route};
 use crate::world::{Group, Shared, SymmetricRange};
 
 /// Handles whose memory is kept for the next dispatches.
@@ -49,18 +51,15 @@ const SPARE_HANDLES: usize = 64;
 /// # Ok::<(), sidelane::Error>(())
 /// ```
 pub struct ExpertParallel {
-    pub(super) shared: Arc<Shared>,
-    pub(super) lanes: Arc<Lanes>,
-    pub(super) port: Arc<Port>,
-    pub(super) control: Control,
-    pub(super) spec: Spec,
+    pub(super) fixed: Arc<Fixed>,
     pub(super) skeletons: Arc<Skeletons>,
     pub(super) host: Host,
-    pub(super) tables: Tables,
+    /// Does this rank's part for other nodes; there is none where there is only one.
+    pub(super) relay: Option<Seat>,
+    pub(super) tables: CallerTables,
     pub(super) sorted: Sorted,
-    pub(super) counts: Counts,
-    pub(super) sizes: Sizes,
-    pub(super) publication: Publication,
+    pub(super) crossing: Crossing,
+    pub(super) numbers: Numbers,
     /// The lanes, and how many ranks each reaches.
     pub(super) lane_use: Vec<LaneUse>,
     /// Scratch for weight gradients.
@@ -72,120 +71,72 @@ pub struct ExpertParallel {
     pub(super) spare: Arc<ArrayQueue<Inner>>,
 }
 
+/// What is the same in every call, for the caller and for its relay.
+pub(super) struct Fixed {
+    pub shared: Arc<Shared>,
+    pub lanes: Arc<Lanes>,
+    pub port: Arc<Port>,
+    pub control: Control,
+    pub spec: Spec,
+    pub bins: Bins,
+    pub chunks: u8,
+}
+
+/// In how many parts a block goes to its relay: enough that the relay is busy while the rest is under way.
+const CHUNKS: u8 = 4;
+
 /// The programs of this rank.
 #[derive(Debug)]
 pub(super) struct Skeletons {
     pub dispatch: DispatchSkeleton,
-    pub cached: DispatchSkeleton,
     pub ret: ReturnSkeleton,
 }
 
-impl ExpertParallel {
-    /// Starts to describe one.
-    ///
-    /// # Errors
-    /// [`PlanError`] if the group is empty.
-    pub fn builder(group: &Group) -> Result<ExpertParallelBuilder<'_>, PlanError> {
-        ExpertParallelBuilder::new(group)
+impl Fixed {
+    /// This rank among its nodes.
+    pub fn paths(&self) -> Paths<'_> {
+        self.lanes.paths()
     }
 
-    pub(super) fn new(group: &Group, spec: Spec, route: Route) -> Result<Self, Error> {
-        let lanes = group.lanes()?;
-        let (me, ranks) = (group.rank(), group.size());
-        let max_entries = u64::from(spec.max_tokens) * u64::from(spec.top_k);
-        let control = Control::new(ranks, spec.map.slots(), max_entries);
-        let range = group.take_symmetric(control.bytes())?;
-        let windows = vec![pool_window(group), range.window()];
-        let port = Arc::new(Port::new(Arc::clone(&lanes), windows, WindowId::CONTROL));
-        let Route::Direct = route;
-        let direct = Direct::new(&lanes.nodes, me);
-        let skeletons =
-            Skeletons { dispatch: direct.dispatch(), cached: direct.cached_dispatch(), ret: direct.ret() };
-        let readers = (0..ranks).filter(|&r| r != me && lanes.nodes.same_node(me, r)).collect();
-        let licence = Arc::new(Readers { port: Arc::clone(&port), readers, _range: range });
-        static INSTANCES: AtomicU64 = AtomicU64::new(0);
-        Ok(ExpertParallel {
-            host: Host::new(spec.dtype, group.shared.recorder.clone()),
-            tables: Tables::new(ranks),
-            sorted: Sorted::default(),
-            counts: Counts::default(),
-            sizes: Sizes::default(),
-            publication: Publication::new(spec.map.slots()),
-            lane_use: LaneUse::of(&lanes),
-            products: Vec::new(),
-            calls: Calls::new(group.shared.hub.epoch()),
-            instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
-            spare: Arc::new(ArrayQueue::new(SPARE_HANDLES)),
-            shared: Arc::clone(&group.shared),
-            lanes,
-            port,
-            control,
-            spec,
-            skeletons: Arc::new(skeletons),
-            licence,
-        })
-    }
-
-    /// This rank's position in the group.
-    pub fn rank(&self) -> u32 {
-        self.lanes.rank
-    }
-
-    /// Number of ranks.
-    pub fn size(&self) -> u32 {
-        self.lanes.ranks()
-    }
-
-    /// Where experts live.
-    pub fn expert_map(&self) -> &ExpertMap {
-        &self.spec.map
-    }
-
-    /// Elements of a row.
-    pub fn hidden(&self) -> usize {
-        self.spec.hidden
-    }
-
-    /// Choices per token.
-    pub fn top_k(&self) -> u32 {
-        self.spec.top_k
-    }
-
-    /// The pool rows are received in.
-    pub fn pool(&self) -> &Arc<Pool> {
-        self.shared.heap.pool()
-    }
-
-    /// The lanes of this group, and how many ranks each reaches.
-    pub fn lanes(&self) -> &[LaneUse] {
-        &self.lane_use
-    }
-
-    pub(super) fn frame(&self) -> Frame<'_> {
+    /// What the placement of every call has in common.
+    pub fn frame(&self) -> Frame<'_> {
         Frame {
-            map: &self.spec.map,
-            nodes: &self.lanes.nodes,
-            me: self.lanes.rank,
+            bins: &self.bins,
+            paths: self.paths(),
             align: self.spec.align,
-            order: self.spec.order,
+            chunks: self.chunks,
+            sizing: self.sizing(CallKind::Dispatch),
+            mode: self.spec.mode,
         }
     }
 
-    /// How to store what this rank writes in a call. Past the cache once the ranks of this node together write a good
-    /// part of it: each line is then written without being read first. Small calls stay in the cache, where the
-    /// experts find them.
-    pub(super) fn stores(&self, bytes: u64) -> Stores {
-        let neighbours = self.lanes.nodes.members(self.lanes.nodes.node_of(self.lanes.rank)).len() as u64;
-        if bytes * neighbours > self.shared.options.config.cache / 4 {
-            Stores::Streaming
-        } else {
-            Stores::Cached
-        }
+    /// Sizes of what moves in a call of this kind.
+    pub fn sizing(&self, kind: CallKind) -> Sizing {
+        self.spec.sizing(kind, self.partial_bytes())
+    }
+
+    /// Bytes of a partial sum, where relays sum: they do where they serve more than themselves.
+    pub fn partial_bytes(&self) -> Option<u64> {
+        let (spec, paths) = (&self.spec, self.paths());
+        let sums = spec.order != Order::Expert && paths.route() == Route::Pxn && paths.rails();
+        sums.then(|| (spec.hidden * spec.wire.size()) as u64)
+    }
+
+    /// What everybody says on entering the running call, of this kind.
+    pub fn meeting(&self, calls: Calls, kind: CallKind) -> Meeting<'_> {
+        let setting = Setting {
+            paths: self.paths(),
+            control: &self.control,
+            sizing: self.sizing(kind),
+            chunks: self.chunks,
+            parity: calls.parity(),
+        };
+        Meeting { fixed: self, setting, calls }
     }
 
     /// An error amid a call ends the world: peers must not wait for a rank that has given up, nor take it for the
     /// reason. A rank that left while it was awaited kills no world by itself: whoever noticed says so.
-    pub(super) fn fail(&self, error: Error) -> Error {
+    pub fn fail(&self, error: Error) -> Error {
         let hub = &self.shared.hub;
         match &error {
             Error::Lane(LaneError::Deadline { peer, waited, .. }) => {
@@ -197,6 +148,121 @@ impl ExpertParallel {
             _ => hub.cancel(Cause::Cancelled { by: hub.rank() }),
         }
         error
+    }
+}
+
+impl ExpertParallel {
+    /// Starts to describe one.
+    ///
+    /// # Errors
+    /// [`PlanError`] if the group is empty.
+    pub fn builder(group: &Group) -> Result<ExpertParallelBuilder<'_>, PlanError> {
+        ExpertParallelBuilder::new(group)
+    }
+
+    pub(super) fn new(group: &Group, spec: Spec) -> Result<Self, Error> {
+        let lanes = group.lanes(spec.route)?;
+        let paths = lanes.paths();
+        let max_entries = u64::from(spec.max_tokens) * u64::from(spec.top_k);
+        let bins = Bins::of_layout(spec.layout, &spec.map, spec.order, &lanes.nodes);
+        let control =
+            Control::new(&paths, &bins, max_entries, spec.sizing(CallKind::Dispatch, None).note_bytes());
+        let range = group.take_symmetric(control.bytes())?;
+        let windows = vec![pool_window(group), range.window()];
+        let port = Arc::new(Port::new(Arc::clone(&lanes), windows, WindowId::CONTROL));
+        let caller = Caller::new(paths, CHUNKS);
+        let skeletons = Skeletons { dispatch: caller.dispatch(), ret: caller.ret() };
+        let readers = paths.locals().collect();
+        let tables = CallerTables::new(paths, CHUNKS);
+        let rails = paths.rails();
+        let licence = Arc::new(Readers { port: Arc::clone(&port), readers, _range: range });
+        static INSTANCES: AtomicU64 = AtomicU64::new(0);
+        let host = Host::new(spec.dtype, group.shared.recorder.clone());
+        let fixed = Arc::new(Fixed {
+            shared: Arc::clone(&group.shared),
+            lanes: Arc::clone(&lanes),
+            port,
+            control,
+            spec,
+            bins,
+            chunks: CHUNKS,
+        });
+        Ok(ExpertParallel {
+            host,
+            relay: rails.then(|| Self::seat(&fixed)),
+            tables,
+            sorted: Sorted::default(),
+            crossing: Crossing::default(),
+            numbers: Numbers::new(&fixed),
+            lane_use: LaneUse::of(&lanes),
+            products: Vec::new(),
+            calls: Calls::new(group.shared.hub.epoch()),
+            instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
+            spare: Arc::new(ArrayQueue::new(SPARE_HANDLES)),
+            skeletons: Arc::new(skeletons),
+            licence,
+            fixed,
+        })
+    }
+
+    pub(super) fn seat(fixed: &Arc<Fixed>) -> Seat {
+        let host = Host::new(fixed.spec.dtype, fixed.shared.recorder.clone());
+        Seat::new(Relay::new(Arc::clone(fixed), host))
+    }
+
+    /// This rank's position in the group.
+    pub fn rank(&self) -> u32 {
+        self.fixed.lanes.rank
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> u32 {
+        self.fixed.lanes.ranks()
+    }
+
+    /// Where experts live.
+    pub fn expert_map(&self) -> &ExpertMap {
+        &self.fixed.spec.map
+    }
+
+    /// Elements of a row.
+    pub fn hidden(&self) -> usize {
+        self.fixed.spec.hidden
+    }
+
+    /// Choices per token.
+    pub fn top_k(&self) -> u32 {
+        self.fixed.spec.top_k
+    }
+
+    /// The pool rows are received in.
+    pub fn pool(&self) -> &Arc<Pool> {
+        self.fixed.shared.heap.pool()
+    }
+
+    /// The lanes of this group, and how many ranks each reaches.
+    pub fn lanes(&self) -> &[LaneUse] {
+        &self.lane_use
+    }
+
+    pub(super) fn spec(&self) -> &Spec {
+        &self.fixed.spec
+    }
+
+    pub(super) fn fail(&self, error: Error) -> Error {
+        self.fixed.fail(error)
+    }
+
+    /// How to store what this rank writes in a call. Past the cache once the ranks of this node together write a good
+    /// part of it: each line is then written without being read first. Small calls stay in the cache, where the
+    /// experts find them.
+    pub(super) fn stores(&self, bytes: u64) -> Stores {
+        let neighbours = self.fixed.paths().locals().count() as u64 + 1;
+        if bytes * neighbours > self.fixed.shared.options.config.cache / 4 {
+            Stores::Streaming
+        } else {
+            Stores::Cached
+        }
     }
 
     /// Memory of an old handle, or new memory.
@@ -216,7 +282,7 @@ impl ExpertParallel {
 
 impl std::fmt::Debug for ExpertParallel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ExpertParallel").field("rank", &self.rank()).field("spec", &self.spec).finish()
+        f.debug_struct("ExpertParallel").field("rank", &self.rank()).field("spec", self.spec()).finish()
     }
 }
 

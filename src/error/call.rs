@@ -16,6 +16,8 @@ pub enum CallKind {
     CombineBackward = 5,
     /// Second half of the gradient of a weighted combine: weight gradients home.
     WeightsHome = 6,
+    /// Another expert map.
+    ExpertMap = 7,
     /// Something no call of this version says.
     Unknown = 0,
 }
@@ -30,6 +32,7 @@ impl CallKind {
             CallKind::DispatchBackward,
             CallKind::CombineBackward,
             CallKind::WeightsHome,
+            CallKind::ExpertMap,
         ]
         .into_iter()
         .find(|&kind| kind as u16 == code)
@@ -82,6 +85,18 @@ pub enum CallError {
         /// Whose input.
         peer: u32,
     },
+    /// A rank would receive more rows than its budget: nothing moved on any rank, and every rank gets this error.
+    #[error("call {call}: rank {rank} needs {required} rows, its budget is {budget}")]
+    OverBudget {
+        /// Number of the call.
+        call: u64,
+        /// The first rank that needs more.
+        rank: u32,
+        /// Rows it needs, pads counted.
+        required: u32,
+        /// Rows it may have.
+        budget: u32,
+    },
     /// Ranks built the same `ExpertParallel` differently.
     #[error("rank {rank} and rank {peer} disagree about {what}: {mine} and {theirs}")]
     ConfigsDiffer {
@@ -103,6 +118,12 @@ pub enum CallError {
         seen: u64,
         /// The callee.
         expected: u64,
+    },
+    /// Handles of the old expert map are alive.
+    #[error("{count} handles of the old expert map are alive: drop them first")]
+    HandlesAlive {
+        /// How many on this rank.
+        count: usize,
     },
     /// An output buffer of another handle of the same `ExpertParallel`.
     #[error("the output buffer belongs to the handle of call {seen}, not to that of call {expected}")]

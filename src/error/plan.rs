@@ -42,6 +42,16 @@ pub enum PlanError {
         /// The promise.
         max: u32,
     },
+    /// More rows than there are slots for, and none may be dropped.
+    #[error("{rows} rows for bin {bin}, but only {slots} slots: raise the slots, or let rows be dropped")]
+    SlotsFull {
+        /// The expert slot or, rank-major, the rank.
+        bin: u32,
+        /// Rows for it.
+        rows: u32,
+        /// Slots of each source in each bin.
+        slots: u32,
+    },
     /// A tensor has the wrong number of elements.
     #[error("{what}: {seen} elements, expected {rows} rows x {columns}")]
     WrongShape {

@@ -23,7 +23,7 @@ use crate::topology::NodeMap;
 
 /// Writes the timelines of all ranks of a group (`ranks[r]`, placed by `nodes`) as one trace: a process per rank, a
 /// thread for its calls and one per track, and arrows from the signals of a call to the waits in it. Tracks are numbered
-/// as in the schedule; there may be more of them than ranks.
+/// as in the schedule: those of a rank's own program, then those of its relay.
 ///
 /// # Errors
 /// Whatever the writer reports.
@@ -49,7 +49,7 @@ pub fn write_chrome_trace(out: &mut dyn Write, nodes: &NodeMap, ranks: &[Timelin
                 "ph": "X", "cat": event.kind.name(), "name": event.to_string(),
                 "pid": Ids::process(rank), "tid": ids.track(rank, event.track),
                 "ts": ids.us(event.start_ns), "dur": event.nanos as f64 / 1e3,
-                "args": {"peer": event.peer, "bytes": event.bytes},
+                "args": {"peer": event.peer, "of": event.of, "bytes": event.bytes},
             }))?;
         }
     }
@@ -82,7 +82,12 @@ fn name_rank(
     let mut tracks: Vec<u32> = timeline.events.iter().map(|event| event.track).collect();
     tracks.sort_unstable();
     tracks.dedup();
-    let tracks = tracks.into_iter().map(|track| (ids.track(rank, track), format!("track {track}")));
+    // A track per rank, then one for each rank that is relayed.
+    let title = |track: u64| match track.checked_sub(ids.ranks) {
+        Some(source) => format!("relay {source}"),
+        None => format!("track {track}"),
+    };
+    let tracks = tracks.into_iter().map(|track| (ids.track(rank, track), title(track.into())));
     for (index, (tid, name)) in [(ids.calls(rank), "calls".to_owned())].into_iter().chain(tracks).enumerate()
     {
         line(json!({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}))?;
@@ -136,16 +141,16 @@ struct Arrow<'a> {
     wait: (u32, &'a Event),
 }
 
-/// All pairs. In one call a flag is raised at most once between two ranks, so call, flag and ranks name the signal; what
-/// ran outside calls, or waited for an earlier one, has no arrow.
+/// All pairs. In one call a word is raised at most once for each part, so call, word and part name the signal; what ran
+/// outside calls, or waited for an earlier one, has no arrow.
 fn arrows(ranks: &[Timeline]) -> Vec<Arrow<'_>> {
     let signals: HashMap<_, _> = in_calls(ranks, Kind::Signal)
-        .map(|(call, rank, event)| ((call, event.flag, rank, event.peer), (rank, event)))
+        .map(|(call, rank, event)| ((call, event.flag, event.part, event.of, event.peer), (rank, event)))
         .collect();
     in_calls(ranks, Kind::Wait)
         .filter(|(.., event)| !event.licence)
         .filter_map(|(call, rank, event)| {
-            let &signal = signals.get(&(call, event.flag, event.peer, rank))?;
+            let &signal = signals.get(&(call, event.flag, event.part, event.of, rank))?;
             Some(Arrow { signal, wait: (rank, event) })
         })
         .collect()
@@ -167,7 +172,8 @@ mod tests {
     use crate::exec::Call;
 
     fn event(kind: Kind, flag: Option<Flag>, peer: u32, start_ns: u64, nanos: u64) -> Event {
-        Event { kind, flag, licence: false, track: peer, peer, start_ns, nanos, bytes: 64 }
+        let of = if kind == Kind::Signal { 0 } else { peer };
+        Event { kind, flag, of, part: 0, licence: false, track: peer, peer, start_ns, nanos, bytes: 64 }
     }
 
     fn call(start_ns: u64) -> Call {
@@ -206,7 +212,7 @@ mod tests {
         assert_eq!(slices.len(), 7);
         let put = slices.iter().find(|e| e["name"] == "put rows 1").unwrap();
         assert_eq!((&put["pid"], &put["ts"], &put["dur"]), (&json!(1), &json!(0.1), &json!(0.2)));
-        assert_eq!(put["args"], json!({"peer": 1, "bytes": 64}));
+        assert_eq!(put["args"], json!({"peer": 1, "of": 1, "bytes": 64}));
         let called = slices.iter().filter(|e| e["name"] == "dispatch");
         assert_eq!(called.map(|e| e["pid"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 2]);
     }
@@ -222,7 +228,7 @@ mod tests {
         assert_eq!(processes, ["rank 0 (node 0)", "rank 1 (node 1)"]);
         let threads = names("thread_name");
         let called: Vec<&Value> = threads.iter().map(|(_, name)| name).collect();
-        assert_eq!(called, ["calls", "track 1", "track 5", "calls", "track 0"]);
+        assert_eq!(called, ["calls", "track 1", "relay 3", "calls", "track 0"]);
         let mut numbers: Vec<u64> = threads.iter().map(|(tid, _)| tid.as_u64().unwrap()).collect();
         numbers.sort_unstable();
         numbers.dedup();

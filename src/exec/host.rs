@@ -11,21 +11,35 @@ use crate::dtype::Dtype;
 use crate::error::Error;
 use crate::lane::{Io, Port, Reach, RowSource, Scratch};
 use crate::rows::{Arithmetic, Rows, Stores};
-use crate::schedule::{Flag, Item, Op, Operand, Operands};
+use crate::schedule::{Index, Item, Op, Operand, Operands, WindowId};
 
 /// What a host executor has moved since it was asked last.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Moved {
-    /// Bytes copied or put within the node, own rows included.
+    /// Bytes of rows copied or put within the node, own rows included.
     pub local_bytes: u64,
-    /// Bytes put to other nodes.
+    /// Bytes of rows put to other nodes.
     pub rail_bytes: u64,
+    /// Bytes of messages, headers, and what goes with the rows.
+    pub control_bytes: u64,
     /// Rows copied, zeros included.
     pub rows: u64,
     /// Signals raised.
     pub signals: u64,
-    /// Bytes read by sums.
+    /// Bytes of the rows read by sums; a partial sum counts as a row.
     pub summed_bytes: u64,
+}
+
+impl Moved {
+    /// Adds what was moved elsewhere.
+    pub(crate) fn add(&mut self, other: Moved) {
+        self.local_bytes += other.local_bytes;
+        self.rail_bytes += other.rail_bytes;
+        self.control_bytes += other.control_bytes;
+        self.rows += other.rows;
+        self.signals += other.signals;
+        self.summed_bytes += other.summed_bytes;
+    }
 }
 
 /// Steps schedules for one owner.
@@ -88,9 +102,8 @@ impl Host {
             Op::PutRows { to, slot } => {
                 self.put_rows(port, to, operands.table[slot.0 as usize], operands, io, stores)
             }
-            Op::Signal { to, flag, level } => {
-                let tag = (flag == Flag::Entry).then(|| operands.tags.get(to as usize)).flatten();
-                port.signal(to, flag, operands.value(level), tag)?;
+            Op::Signal { to, of, flag, level } => {
+                port.signal(to, (of, flag), operands.value(level), operands.tag(to, flag, level))?;
                 self.moved.signals += 1;
                 Ok(0)
             }
@@ -111,10 +124,13 @@ impl Host {
         let Operand::Spans { first, count } = operand else { return Ok(0) };
         let mut bytes = 0;
         for span in &operands.spans[first as usize..(first + count) as usize] {
-            port.put(to, span, io.input, stores)?;
+            port.put(to, span, io, stores)?;
+            match span.to {
+                WindowId::CONTROL => self.moved.control_bytes += span.len,
+                _ => self.count(port, to, span.len),
+            }
             bytes += span.len;
         }
-        self.count(port, to, bytes);
         Ok(bytes)
     }
 
@@ -127,16 +143,29 @@ impl Host {
         io: &Io<'_>,
         stores: Stores,
     ) -> Result<u64, Error> {
-        let Operand::Rows { first, count, to: window, base } = operand else { return Ok(0) };
-        let source = RowSource { input: io.input, row_bytes: operands.row_bytes, rows: operands.rows };
+        let Operand::Rows { first, count, from, from_offset, index, to: window, base, row_bytes } = operand
+        else {
+            return Ok(0);
+        };
+        if count == 0 {
+            return Ok(0);
+        }
+        let bytes = port.source(from, from_offset, None, io)?;
+        let source = RowSource { bytes, row_bytes, rows: operands.rows, index };
         let mut rows = 0;
         for &run in &operands.runs[first as usize..(first + count) as usize] {
             port.put_run(to, (window, base), run, source, stores)?;
             rows += u64::from(run.count) + u64::from(run.pad);
         }
-        self.moved.rows += rows;
-        self.count(port, to, rows * operands.row_bytes);
-        Ok(rows * operands.row_bytes)
+        // What goes with the rows is no row.
+        match index {
+            Index::Straight => self.moved.control_bytes += rows * row_bytes,
+            Index::Listed => {
+                self.moved.rows += rows;
+                self.count(port, to, rows * row_bytes);
+            }
+        }
+        Ok(rows * row_bytes)
     }
 
     fn reduce(
@@ -147,16 +176,18 @@ impl Host {
         io: &mut Io<'_>,
         stores: Stores,
     ) -> Result<u64, Error> {
-        let terms = operands.sum.terms.len() as u64;
+        let sum = &operands.sum;
         let bytes = match operand {
-            Operand::SumRows => {
+            Operand::SumRows { first, count, to } => {
                 let dtype = Arithmetic::try_from(self.dtype)?;
-                port.sum_rows(operands, dtype, io, &mut self.scratch, stores)?;
-                terms * operands.row_bytes
+                let outputs = first..first + count;
+                let terms = sum.starts[outputs.end as usize] - sum.starts[first as usize];
+                port.sum_rows(operands, (outputs, to), dtype, io, &mut self.scratch, stores)?;
+                u64::from(terms) * operands.row_bytes
             }
             Operand::FetchWeights => {
                 port.fetch_weights(operands, io, &mut self.scratch)?;
-                terms * 4
+                sum.fetched.len() as u64 * 4
             }
             _ => 0,
         };
@@ -167,7 +198,7 @@ impl Host {
     fn count(&mut self, port: &Port, to: u32, bytes: u64) {
         match port.lanes().reach[to as usize] {
             Reach::Rail(_) => self.moved.rail_bytes += bytes,
-            Reach::Own | Reach::Load => self.moved.local_bytes += bytes,
+            _ => self.moved.local_bytes += bytes,
         }
     }
 }

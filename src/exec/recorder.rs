@@ -55,6 +55,10 @@ pub struct Event {
     /// The flag that was raised or awaited.
     #[serde(with = "flag_name")]
     pub flag: Option<Flag>,
+    /// The rank that the flag speaks of; what has no flag speaks of its peer.
+    pub of: u32,
+    /// Which part of the call the flag means: 0 for all of it.
+    pub part: u8,
     /// A wait for what peers said after the last return (the licence), not in the running call.
     pub licence: bool,
     /// The track.
@@ -72,17 +76,19 @@ pub struct Event {
 impl Event {
     /// The event of an operation that began at `start` and has just ended.
     pub fn new(item: &Item, bytes: u64, start: Instant) -> Self {
-        let (kind, peer, flag, level) = match item.op {
-            Op::Put { to, .. } => (Kind::Put, to, None, Level::Call),
-            Op::PutRows { to, .. } => (Kind::PutRows, to, None, Level::Call),
-            Op::Signal { to, flag, level } => (Kind::Signal, to, Some(flag), level),
-            Op::Wait { from, flag, level } => (Kind::Wait, from, Some(flag), level),
-            Op::Reduce { .. } => (Kind::Reduce, item.track, None, Level::Call),
+        let (kind, peer, of, flag, level) = match item.op {
+            Op::Put { to, .. } => (Kind::Put, to, to, None, Level::Call),
+            Op::PutRows { to, .. } => (Kind::PutRows, to, to, None, Level::Call),
+            Op::Signal { to, of, flag, level } => (Kind::Signal, to, of, Some(flag), level),
+            Op::Wait { from, flag, level } => (Kind::Wait, from, from, Some(flag), level),
+            Op::Reduce { .. } => (Kind::Reduce, item.track, item.track, None, Level::Call),
         };
         let (start_ns, nanos) = since(start);
         Event {
             kind,
             flag,
+            of,
+            part: if let Level::Part(part) = level { part } else { 0 },
             licence: level == Level::LastReturn,
             track: item.track,
             peer,
@@ -259,7 +265,7 @@ mod tests {
         let names = [
             Op::Put { to: 1, slot },
             Op::PutRows { to: 2, slot },
-            Op::Signal { to: 4, flag, level: Level::Call },
+            Op::Signal { to: 4, of: 1, flag, level: Level::Call },
             Op::Wait { from: 5, flag: Flag::Read, level: Level::LastReturn },
             Op::Reduce { slot },
         ]

@@ -1,10 +1,10 @@
 //! A flag word and the cache line it has to itself.
 //!
 //! ```text
-//!   byte 0    value: epoch in the high 16 bits, call number below; one writer, only grows
+//!   byte 0    value: epoch, number of the call, part of the call; one writer, only grows
 //!   byte 8    number of threads that sleep on it
-//!   byte 16   tag for even values      kind and refusal, options | handle | base
-//!   byte 40   tag for odd values
+//!   byte 16   tag of even calls        kind and refusal, options | handle | base
+//!   byte 40   tag of odd calls
 //! ```
 //!
 //! The tag is written before the value and read after it. Two tags are enough: a writer can be one call ahead of a
@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use rustix::thread::futex;
 
-use crate::schedule::{Control, Tag};
+use crate::schedule::{Calls, Control, Tag};
 
 /// View of one flag line in mapped memory.
 #[derive(Clone, Copy, Debug)]
@@ -83,7 +83,7 @@ impl<'a> FlagLine<'a> {
 }
 
 fn tag_at(value: u64) -> usize {
-    ((Control::TAGS + (value & 1) * Control::TAG_BYTES) / 8) as usize
+    ((Control::TAGS + Calls::parity_of(value) * Control::TAG_BYTES) / 8) as usize
 }
 
 fn half(word: &AtomicU64, index: usize) -> &AtomicU32 {

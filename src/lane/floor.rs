@@ -1,17 +1,46 @@
 //! The yardstick: the bytes of a call moved by bare loops, nothing else.
 //!
 //! No counts, no placement, no flags, no checks per call: addresses are resolved once, then each run is gathered and
-//! each token summed. What a dispatch or combine takes beyond this is the library's own cost. Rows for ranks whose
-//! memory is not mapped are written to scratch of this rank: each byte is still read and written once.
+//! each token summed. What a dispatch or combine takes beyond this is the library's own cost.
+//!
+//! ```text
+//!   dispatch   own rows -> their places here, or scratch for those that cross | relayed rows: scratch -> their places here
+//!   combine    relayed rows, or their partial sums -> scratch | rows here, and scratch for what comes home -> sums
+//! ```
+//!
+//! What crosses to other nodes is written to scratch of this rank, and what is made of what came from there is read from
+//! scratch: so each byte of the plan is written once, on one side of the rail.
 
 use std::sync::Arc;
 
 use super::Port;
 use crate::dtype::Wire;
 use crate::error::{Error, LaneError};
-use crate::plan::{Layout, RowRun};
+use crate::plan::{Bins, Chunk, Forward, Layout, RowRun, Term};
 use crate::rows::{Arithmetic, GroupedSum, Out, Rows, Stores};
-use crate::schedule::{Sum, WindowId, chunk_bytes};
+use crate::schedule::{Sum, WindowId};
+use crate::topology::Route;
+
+/// What a dispatch and its combine move.
+#[derive(Clone, Copy, Debug)]
+pub struct Moves<'a> {
+    /// This rank's own rows.
+    pub layout: &'a Layout,
+    /// What it relays.
+    pub forward: &'a Forward,
+    /// What rows are counted by.
+    pub bins: &'a Bins,
+    /// Bytes of a row that goes out.
+    pub row_bytes: u64,
+    /// Bytes of a row that comes home.
+    pub home_bytes: u64,
+    /// Bytes of a partial sum, where relays sum.
+    pub partial_bytes: Option<u64>,
+    /// Per rank, where rows land in its pool.
+    pub landing: &'a [u64],
+    /// The sum of what comes back, each chunk where its owner offers it.
+    pub sum: Sum<'a>,
+}
 
 /// A call's moves, ready to run. It keeps the port alive whose windows it holds addresses of; whoever runs it must hold
 /// the extents it was built from exclusively.
@@ -19,126 +48,280 @@ use crate::schedule::{Sum, WindowId, chunk_bytes};
 pub struct Floor {
     _port: Arc<Port>,
     /// What is read and written in place of other nodes' memory.
-    _scratch: Vec<[u64; 8]>,
+    _scratch: Scratch,
     kernels: Rows,
     row_bytes: usize,
+    home_bytes: usize,
     input_rows: usize,
     runs: Vec<FloorRun>,
     rows: Vec<u32>,
-    terms: Vec<*const u8>,
-    starts: Vec<u32>,
-    groups: Vec<u32>,
-    group_starts: Vec<u32>,
+    home: Vec<FloorCopy>,
+    /// What it sums for other nodes, to `outbox`, one after another.
+    partials: FloorSums,
+    partial_bytes: usize,
+    outbox: *mut u8,
+    tokens: FloorSums,
 }
 
 #[derive(Debug)]
 struct FloorRun {
+    /// Where the rows lie; `None` for the call's input.
+    from: Option<*const u8>,
     to: *mut u8,
     first: usize,
     count: usize,
     pad: usize,
 }
 
-// SAFETY: the pointers lead into mappings that belong to no thread.
-unsafe impl Send for Floor {}
+#[derive(Debug)]
+struct FloorCopy {
+    from: *const u8,
+    to: *mut u8,
+    len: usize,
+}
 
-impl Port {
-    /// The moves of a dispatch along `layout` to `landing` (per rank, first byte in its pool), and of a sum of the chunks
-    /// at `sum.bases` in their owners' pools.
+/// Sums of rows, each to one row.
+#[derive(Debug)]
+struct FloorSums {
+    terms: Vec<*const u8>,
+    starts: Vec<u32>,
+    groups: Vec<u32>,
+    group_starts: Vec<u32>,
+    wire: Wire,
+}
+
+impl FloorSums {
+    fn count(&self) -> usize {
+        self.starts.len().saturating_sub(1)
+    }
+
+    /// Takes the sum `nth`, while the rows of the next one are fetched.
     ///
-    /// # Errors
-    /// [`MemoryError::OutOfBounds`](crate::error::MemoryError) if any of it lies outside its window.
-    pub fn floor(
-        self: &Arc<Self>,
-        layout: &Layout,
-        row_bytes: u64,
-        landing: &[u64],
-        sum: &Sum<'_>,
-    ) -> Result<Floor, Error> {
-        let lanes = self.lanes();
-        let near = |peer: u32| lanes.nodes.same_node(lanes.rank, peer);
-        let spilled = |run: &RowRun| u64::from(run.count + run.pad) * row_bytes;
-        let runs_to = |peer: u32| {
-            let range = layout.runs_to(peer);
-            layout.runs[range.start as usize..range.end as usize].iter().map(move |run| (peer, run))
+    /// # Safety
+    /// `columns` elements are readable at all terms, and writable at `out`.
+    unsafe fn take(
+        &self,
+        nth: usize,
+        kernels: Rows,
+        (dtype, columns): (Arithmetic, usize),
+        (out, stores): (Out, Stores),
+    ) {
+        let (first, last) = (self.starts[nth] as usize, self.starts[nth + 1] as usize);
+        let next = self.starts.get(nth + 2).map_or(last, |&next| next as usize);
+        let all = [(last - first) as u32];
+        let groups = match self.groups[..] {
+            [] => &all[..],
+            _ => &self.groups[self.group_starts[nth] as usize..self.group_starts[nth + 1] as usize],
         };
-        let far_bytes: u64 =
-            (0..lanes.ranks()).filter(|&p| !near(p)).flat_map(runs_to).map(|(_, run)| spilled(run)).sum();
-        let chunk = |owner: usize| chunk_bytes(sum.chunk_rows[owner], row_bytes);
-        let chunk_bytes: u64 = (0..sum.bases.len()).filter(|&o| !near(o as u32)).map(chunk).sum();
-        let mut scratch = vec![[0u64; 8]; (far_bytes + chunk_bytes).div_ceil(64) as usize];
-        let (base, mut spilt) = (scratch.as_mut_ptr().cast::<u8>(), 0);
-        let mut spill = |bytes: u64| {
-            spilt += bytes as usize;
-            // SAFETY: the scratch was sized for all runs and chunks of other nodes, one after another.
-            unsafe { base.add(spilt - bytes as usize) }
-        };
-        let mut runs = Vec::new();
-        for (peer, run) in (0..lanes.ranks()).flat_map(runs_to) {
-            let rows = &layout.rows[run.first as usize..][..run.count as usize];
-            if let Some(&row) = rows.iter().find(|&&row| row >= layout.tokens) {
-                let (offset, len, size) = (row.into(), 1, layout.tokens.into());
-                return Err(LaneError::SourceBounds { offset, len, size }.into());
-            }
-            let to = if near(peer) {
-                let offset = landing[peer as usize] + u64::from(run.to_row) * row_bytes;
-                self.range(peer, WindowId::POOL, offset, spilled(run))?.cast_mut()
-            } else {
-                spill(spilled(run))
-            };
-            runs.push(FloorRun {
-                to,
-                first: run.first as usize,
-                count: run.count as usize,
-                pad: run.pad as usize,
-            });
-        }
-        let mut chunks = Vec::new();
-        for owner in 0..sum.bases.len() {
-            chunks.push(if near(owner as u32) {
-                self.range(owner as u32, WindowId::POOL, sum.bases[owner], chunk(owner))?
-            } else {
-                spill(chunk(owner)).cast_const()
-            });
-        }
-        let mut terms = Vec::new();
-        for term in sum.terms {
-            let owner = term.owner as usize;
-            if term.row >= sum.chunk_rows[owner] {
-                let (offset, len, size) = (term.row.into(), 1, sum.chunk_rows[owner].into());
-                return Err(LaneError::SourceBounds { offset, len, size }.into());
-            }
-            // SAFETY: the whole chunk was checked, and the row lies inside it.
-            terms.push(unsafe { chunks[owner].add(term.row as usize * row_bytes as usize) });
-        }
-        Ok(Floor {
-            _port: Arc::clone(self),
-            _scratch: scratch,
-            kernels: lanes.rows,
-            row_bytes: row_bytes as usize,
-            input_rows: layout.tokens as usize,
-            runs,
-            rows: layout.rows.clone(),
-            terms,
-            starts: sum.starts.to_vec(),
-            groups: sum.groups.to_vec(),
-            group_starts: sum.group_starts.to_vec(),
-        })
+        let (rows, wire) = (&self.terms[first..next], self.wire);
+        let sum = GroupedSum { dtype, wire, out, rows, weights: None, groups, columns, stores };
+        // SAFETY: the caller's.
+        unsafe { kernels.grouped_sum(sum) }
     }
 }
 
+/// Memory in place of other nodes', handed out piece by piece.
+#[derive(Debug, Default)]
+struct Scratch {
+    pieces: Vec<Vec<[u64; 8]>>,
+}
+
+impl Scratch {
+    /// Written to at once, with small numbers of every type: memory that was never written is no memory yet, and reading
+    /// it would cost nothing.
+    fn take(&mut self, bytes: u64) -> *mut u8 {
+        const NUMBERS: u64 = 0x3c00_3c00_3c00_3c00;
+        self.pieces.push(vec![[NUMBERS; 8]; bytes.div_ceil(64) as usize]);
+        self.pieces.last_mut().map_or(std::ptr::null_mut(), |piece| piece.as_mut_ptr().cast())
+    }
+}
+
+// SAFETY: the pointers lead into mappings, and into scratch that belongs to the floor; none belongs to a thread.
+unsafe impl Send for Floor {}
+
+impl Port {
+    /// The moves of a dispatch and its combine, ready to run. The rows of that dispatch must have landed at all ranks of
+    /// this node, and nobody may write there before all have built theirs: what this rank hands on is learnt from there.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`](crate::error::MemoryError) if any of it lies outside its window.
+    pub fn floor(self: &Arc<Self>, moves: &Moves<'_>) -> Result<Floor, Error> {
+        let mut scratch = Scratch::default();
+        let (mut runs, mut rows) = (Vec::new(), moves.layout.rows.clone());
+        self.own_runs(moves, &mut scratch, &mut runs)?;
+        self.relayed_runs(moves, &mut scratch, &mut runs, &mut rows)?;
+        let home = self.relayed_home(moves, &mut scratch)?;
+        let (sum, chunks) = (&moves.sum, self.chunks_of(moves, &mut scratch)?);
+        let tokens = FloorSums {
+            terms: point(sum.terms, &chunks, sum.chunks)?,
+            starts: sum.starts.to_vec(),
+            groups: sum.groups.to_vec(),
+            group_starts: sum.group_starts.to_vec(),
+            wire: if sum.groups.is_empty() { Wire::F32 } else { sum.wire },
+        };
+        let partials = &moves.forward.partials;
+        let partials = FloorSums {
+            terms: point(&partials.terms, &chunks, sum.chunks)?,
+            starts: partials.starts.clone(),
+            groups: Vec::new(),
+            group_starts: Vec::new(),
+            wire: sum.wire,
+        };
+        let partial_bytes = moves.partial_bytes.unwrap_or(0);
+        Ok(Floor {
+            _port: Arc::clone(self),
+            kernels: self.lanes().rows,
+            row_bytes: moves.row_bytes as usize,
+            home_bytes: moves.home_bytes as usize,
+            input_rows: moves.layout.tokens as usize,
+            runs,
+            rows,
+            home,
+            outbox: scratch.take(partials.count() as u64 * partial_bytes),
+            partials,
+            partial_bytes: partial_bytes as usize,
+            tokens,
+            _scratch: scratch,
+        })
+    }
+
+    fn own_runs(
+        &self,
+        moves: &Moves<'_>,
+        scratch: &mut Scratch,
+        runs: &mut Vec<FloorRun>,
+    ) -> Result<(), Error> {
+        let layout = moves.layout;
+        let bytes = |run: &RowRun| u64::from(run.count + run.pad) * moves.row_bytes;
+        let own = |run: &RowRun, to| FloorRun {
+            from: None,
+            to,
+            first: run.first as usize,
+            count: run.count as usize,
+            pad: run.pad as usize,
+        };
+        if let Some(&row) = layout.rows.iter().find(|&&row| row >= layout.tokens) {
+            return Err(bounds(row, layout.tokens));
+        }
+        let straight = layout.run_starts.last().map_or(0, |&end| end as usize);
+        for peer in 0..self.lanes().ranks() {
+            let to_peer = layout.runs_to(peer);
+            for run in &layout.runs[to_peer.start as usize..to_peer.end as usize] {
+                let offset = moves.landing[peer as usize] + u64::from(run.to_row) * moves.row_bytes;
+                let to = match self.lanes().paths().near(peer) {
+                    true => self.range(peer, WindowId::POOL, offset, bytes(run))?.cast_mut(),
+                    false => scratch.take(bytes(run)),
+                };
+                runs.push(own(run, to));
+            }
+        }
+        runs.extend(layout.runs[straight..].iter().map(|run| own(run, scratch.take(bytes(run)))));
+        Ok(())
+    }
+
+    /// What this rank hands on, from scratch that holds what its sources sent: the rows that have landed.
+    fn relayed_runs(
+        &self,
+        moves: &Moves<'_>,
+        scratch: &mut Scratch,
+        runs: &mut Vec<FloorRun>,
+        rows: &mut Vec<u32>,
+    ) -> Result<(), Error> {
+        let (paths, forward, row_bytes) = (self.lanes().paths(), moves.forward, moves.row_bytes as usize);
+        if paths.route() == Route::Direct {
+            return Ok(());
+        }
+        let shift = rows.len();
+        rows.extend(&forward.rows);
+        for (nth, block) in forward.blocks.iter().enumerate() {
+            let staged = scratch.take(u64::from(block.rows) * moves.row_bytes);
+            for (member, &to) in paths.served_by(paths.me()).iter().enumerate() {
+                let chunks = (1..=forward.chunks()).flat_map(|chunk| forward.runs_of(nth, chunk, member));
+                for run in chunks.map(|run| forward.runs[run as usize]) {
+                    let offset = moves.landing[to as usize] + u64::from(run.to_row) * moves.row_bytes;
+                    let len = u64::from(run.count + run.pad) * moves.row_bytes;
+                    let landed = self.range(to, WindowId::POOL, offset, len)?;
+                    let (first, count) = (shift + run.first as usize, run.count as usize);
+                    for (at, &row) in rows[first..first + count].iter().enumerate() {
+                        if row >= block.rows {
+                            return Err(bounds(row, block.rows));
+                        }
+                        // SAFETY: both rows were checked; nobody writes them, as the caller promises.
+                        unsafe {
+                            let (to, from) =
+                                (staged.add(row as usize * row_bytes), landed.add(at * row_bytes));
+                            self.lanes().rows.copy(to, from, row_bytes, Stores::Cached);
+                        }
+                    }
+                    let (from, to) = (Some(staged.cast_const()), landed.cast_mut());
+                    runs.push(FloorRun { from, to, first, count, pad: run.pad as usize });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Every relayed entry's row, from its rank's chunk to scratch; none where relays sum.
+    fn relayed_home(&self, moves: &Moves<'_>, scratch: &mut Scratch) -> Result<Vec<FloorCopy>, Error> {
+        let (paths, row_bytes) = (self.lanes().paths(), moves.home_bytes);
+        let mut home = Vec::new();
+        for block in moves.forward.blocks.iter().filter(|_| moves.partial_bytes.is_none()) {
+            let mut to = scratch.take(u64::from(block.entries()) * row_bytes);
+            let mut segments = block.segments.iter();
+            for &owner in paths.served_by(paths.me()) {
+                for segment in segments.by_ref().take(moves.bins.of(owner).len()).filter(|s| s.count > 0) {
+                    let offset = moves.sum.bases[owner as usize] + u64::from(segment.to_row) * row_bytes;
+                    let len = u64::from(segment.count) * row_bytes;
+                    let from = self.range(owner, WindowId::POOL, offset, len)?;
+                    home.push(FloorCopy { from, to, len: len as usize });
+                    // SAFETY: the piece has room for all entries, one after another.
+                    to = unsafe { to.add(len as usize) };
+                }
+            }
+        }
+        Ok(home)
+    }
+
+    /// Per owner: its chunk where it offers it, or scratch in place of what is brought home.
+    fn chunks_of(&self, moves: &Moves<'_>, scratch: &mut Scratch) -> Result<Vec<*const u8>, Error> {
+        let sum = &moves.sum;
+        let chunk = |(owner, chunk): (u32, &Chunk)| match self.lanes().paths().near(owner) {
+            true => Ok(self.range(owner, WindowId::POOL, sum.bases[owner as usize], chunk.bytes())?),
+            false => Ok(scratch.take(chunk.bytes()).cast_const()),
+        };
+        (0..).zip(sum.chunks).map(chunk).collect()
+    }
+}
+
+/// Points at the rows of some terms. The chunks are there as a whole.
+fn point(terms: &[Term], at: &[*const u8], chunks: &[Chunk]) -> Result<Vec<*const u8>, Error> {
+    let row = |term: &Term| {
+        let chunk = &chunks[term.owner as usize];
+        if term.row >= chunk.rows {
+            return Err(bounds(term.row, chunk.rows));
+        }
+        // SAFETY: the row lies inside the chunk.
+        Ok(unsafe { at[term.owner as usize].add(term.row as usize * chunk.row_bytes as usize) })
+    };
+    terms.iter().map(row).collect()
+}
+
+fn bounds(row: u32, rows: u32) -> Error {
+    LaneError::SourceBounds { offset: row.into(), len: 1, size: rows.into() }.into()
+}
+
 impl Floor {
-    /// Gathers all runs from `input`, `[tokens, row]`. A shorter input moves nothing.
+    /// Gathers all runs: own rows from `input`, `[tokens, row]`. A shorter input moves nothing.
     pub fn dispatch(&self, input: &[u8], stores: Stores) {
         if input.len() < self.input_rows * self.row_bytes {
             return;
         }
         for run in &self.runs {
-            // SAFETY: targets and row indices were checked when this was built; `input` holds all tokens.
+            // SAFETY: targets and row indices were checked when this was built, or belong to it; `input` holds all tokens.
             unsafe {
                 self.kernels.gather(
                     run.to,
-                    input.as_ptr(),
+                    run.from.unwrap_or(input.as_ptr()),
                     self.row_bytes,
                     &self.rows[run.first..run.first + run.count],
                     stores,
@@ -151,32 +334,25 @@ impl Floor {
 
     /// Sums all tokens into `output`, `[tokens, row]`. A shorter output is left as it is.
     pub fn combine(&self, dtype: Arithmetic, output: &mut [u8], stores: Stores) {
-        if output.len() < self.input_rows * self.row_bytes {
+        if output.len() < self.input_rows * self.home_bytes {
             return;
         }
-        for (token, out) in output.chunks_exact_mut(self.row_bytes).enumerate().take(self.input_rows) {
-            let (first, last) = (self.starts[token], self.starts[token + 1]);
-            let next = self.starts.get(token + 2).copied().unwrap_or(last);
-            let rows = &self.terms[first as usize..next as usize];
-            let all = [last - first];
-            let groups = match self.groups[..] {
-                [] => &all[..],
-                _ => &self.groups[self.group_starts[token] as usize..self.group_starts[token + 1] as usize],
-            };
-            let columns = self.row_bytes / dtype.size();
-            // SAFETY: terms were checked when this was built; `out` is one row.
+        for copy in &self.home {
+            // SAFETY: the source was checked when this was built, the target belongs to it.
+            unsafe { self.kernels.copy(copy.to, copy.from, copy.len, stores) };
+        }
+        let row = (dtype, self.home_bytes / dtype.size());
+        for nth in 0..self.partials.count() {
+            // SAFETY: terms were checked when this was built; the outbox has room for all, one after another.
             unsafe {
-                self.kernels.grouped_sum(GroupedSum {
-                    dtype,
-                    wire: Wire::F32,
-                    out: Out::Total(out.as_mut_ptr()),
-                    rows,
-                    weights: None,
-                    groups,
-                    columns,
-                    stores,
-                });
+                let out = Out::Partial(self.outbox.add(nth * self.partial_bytes));
+                self.partials.take(nth, self.kernels, row, (out, stores));
             }
+        }
+        for (token, out) in output.chunks_exact_mut(self.home_bytes).enumerate().take(self.input_rows) {
+            let out = Out::Total(out.as_mut_ptr());
+            // SAFETY: terms were checked when this was built; `out` is one row.
+            unsafe { self.tokens.take(token, self.kernels, row, (out, stores)) };
         }
         Rows::fence();
     }

@@ -7,7 +7,8 @@ use super::rail::Link;
 use super::wait::Patience;
 use crate::bootstrap::Health;
 use crate::rows::Rows;
-use crate::topology::NodeMap;
+use crate::schedule::Flag;
+use crate::topology::{NodeMap, Paths, Route};
 
 /// How a rank reaches another.
 #[derive(Clone, Debug)]
@@ -18,6 +19,8 @@ pub enum Reach {
     Load,
     /// Over a wire: the loop lane.
     Rail(Arc<Link>),
+    /// Not by itself: what goes there goes by a relay.
+    Relayed,
 }
 
 impl Reach {
@@ -27,6 +30,7 @@ impl Reach {
             Reach::Own => "own",
             Reach::Load => "shm",
             Reach::Rail(_) => "loop",
+            Reach::Relayed => "relay",
         }
     }
 }
@@ -40,6 +44,8 @@ pub struct Lanes {
     pub world_ranks: Vec<u32>,
     /// Which ranks share memory.
     pub nodes: NodeMap,
+    /// How rows reach other nodes: decides who has a wire.
+    pub route: Route,
     /// The lane to each rank.
     pub reach: Vec<Reach>,
     /// Vector loops of this machine.
@@ -53,6 +59,34 @@ pub struct Lanes {
 }
 
 impl Lanes {
+    /// This rank among its nodes.
+    pub fn paths(&self) -> Paths<'_> {
+        Paths::new(&self.nodes, self.route, self.rank)
+    }
+
+    /// Who writes the words here that speak of `peer`: the rank itself, its relay on this node, or this rank's own relay.
+    pub fn writer_of(&self, peer: u32) -> u32 {
+        match self.reach.get(peer as usize) {
+            Some(Reach::Relayed) => self.paths().of(peer).relay_to(self.rank),
+            _ => peer,
+        }
+    }
+
+    /// What ends a wait for a word of this kind that speaks of `peer`. Whoever has to wait for others before it can write
+    /// the word is waited for a little longer: it knows better who is late, and is to be heard first. So it is with
+    /// relays, and with a rank of another node that says its whole node has entered.
+    pub fn patience_for(&self, peer: u32, flag: Flag) -> Patience<'_> {
+        let patience = self.patience(self.writer_of(peer));
+        let waits_itself = match (self.reach.get(peer as usize), flag) {
+            (Some(Reach::Relayed | Reach::Own), _) | (Some(Reach::Rail(_)), Flag::Entry) => true,
+            // Written by this rank's own relay.
+            (Some(Reach::Rail(_)), Flag::Landed) => self.route == Route::Pxn,
+            _ => false,
+        };
+        let more = if waits_itself { patience.deadline / 8 } else { Duration::ZERO };
+        Patience { deadline: patience.deadline + more, ..patience }
+    }
+
     /// What ends a wait for `peer`.
     pub fn patience(&self, peer: u32) -> Patience<'_> {
         Patience {

@@ -25,12 +25,14 @@ mod floor;
 mod group;
 mod port;
 mod rail;
+mod source;
 mod sum;
 mod wait;
 
 pub use flag::FlagLine;
-pub use floor::Floor;
+pub use floor::{Floor, Moves};
 pub use group::{Lanes, Reach};
-pub use port::{Io, Part, Port, RowSource, Window};
+pub use port::{Part, Port, Window};
 pub use rail::{Card, Link, Region, Regions, ring_bytes};
+pub use source::{Io, RowSource};
 pub use sum::Scratch;

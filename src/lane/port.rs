@@ -5,8 +5,9 @@
 
 use std::sync::Arc;
 
+use super::source::Checked;
 use super::wait::{self, Interrupted};
-use super::{FlagLine, Lanes, Reach};
+use super::{FlagLine, Io, Lanes, Reach, RowSource};
 use crate::error::{Error, LaneError, MemoryError};
 use crate::memory::Mapped;
 use crate::plan::RowRun;
@@ -53,47 +54,6 @@ impl Window {
     }
 }
 
-/// The caller's tensors of one run: where [`Place::Input`] reads and a sum writes.
-#[derive(Debug, Default)]
-pub struct Io<'a> {
-    /// Rows that are dispatched.
-    pub input: &'a [u8],
-    /// Rows that are summed.
-    pub output: &'a mut [u8],
-    /// One `f32` per (token, choice) that comes home.
-    pub weights: &'a mut [f32],
-}
-
-/// Where the rows of a run come from.
-#[derive(Clone, Copy, Debug)]
-pub struct RowSource<'a> {
-    /// The caller's rows.
-    pub input: &'a [u8],
-    /// Bytes of one row.
-    pub row_bytes: u64,
-    /// Which rows, for all runs of a call.
-    pub rows: &'a [u32],
-}
-
-impl<'a> RowSource<'a> {
-    /// The rows of one run, all inside the input.
-    pub(super) fn checked(&self, run: RowRun) -> Result<&'a [u32], LaneError> {
-        let (row_bytes, size) = (self.row_bytes, self.input.len() as u64);
-        let bad = |row: u64| LaneError::SourceBounds {
-            offset: row.saturating_mul(row_bytes),
-            len: row_bytes,
-            size,
-        };
-        let (first, count) = (run.first as usize, run.count as usize);
-        let index =
-            self.rows.get(first..first.saturating_add(count)).ok_or_else(|| bad(self.rows.len() as u64))?;
-        match index.iter().max() {
-            Some(&last) if (u64::from(last) + 1).saturating_mul(row_bytes) > size => Err(bad(last.into())),
-            _ => Ok(index),
-        }
-    }
-}
-
 /// The windows of one owner, and the lanes to reach them.
 #[derive(Debug)]
 pub struct Port {
@@ -125,40 +85,44 @@ impl Port {
         self.lanes.reach.get(to as usize).ok_or(missing)
     }
 
+    /// The bytes of a place from `offset` on: `len` of them, or all there are.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`], [`LaneError::SourceBounds`].
+    pub fn source<'a>(
+        &'a self,
+        place: Place,
+        offset: u64,
+        len: Option<u64>,
+        io: &Io<'a>,
+    ) -> Result<&'a [u8], Error> {
+        let tensor = match place {
+            Place::Input => io.input,
+            Place::Notes => io.notes,
+            Place::Window { owner, window } => {
+                let window = self.window(window)?;
+                let size = window.part(owner, 0, 0)?.len;
+                let len = len.unwrap_or(size.saturating_sub(offset));
+                let at = window.at(owner, offset, len)?;
+                // SAFETY: mapped and checked; whoever writes here has signalled, and writes again only with a licence
+                // that this rank gives after it has read.
+                return Ok(unsafe { std::slice::from_raw_parts(at.as_ptr(), len as usize) });
+            }
+        };
+        let size = tensor.len() as u64;
+        let len = len.unwrap_or(size.saturating_sub(offset));
+        let end = offset.checked_add(len).filter(|&end| end <= size);
+        let end = end.ok_or(LaneError::SourceBounds { offset, len, size })?;
+        Ok(&tensor[offset as usize..end as usize])
+    }
+
     /// Moves one span. Returns when the source may be changed.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`], [`LaneError::SourceBounds`], and whatever ends a wait for credit.
-    pub fn put(&self, to: u32, span: &SpanCopy, input: &[u8], stores: Stores) -> Result<(), Error> {
-        let from = match span.from {
-            Place::Input => {
-                let size = input.len() as u64;
-                if span.from_offset.checked_add(span.len).is_none_or(|end| end > size) {
-                    return Err(
-                        LaneError::SourceBounds { offset: span.from_offset, len: span.len, size }.into()
-                    );
-                }
-                input[span.from_offset as usize..].as_ptr()
-            }
-            Place::Own(window) => {
-                self.window(window)?.at(self.lanes.rank, span.from_offset, span.len)?.as_ptr().cast_const()
-            }
-        };
-        match self.reach(to)? {
-            Reach::Own | Reach::Load => {
-                let at = self.window(span.to)?.at(to, span.to_offset, span.len)?;
-                // SAFETY: both ends were checked just now; the schedule's licences keep others away from them.
-                unsafe { self.lanes.rows.copy(at.as_ptr(), from, span.len as usize, stores) };
-                Ok(())
-            }
-            Reach::Rail(link) => {
-                let part = self.window(span.to)?.part(to, span.to_offset, span.len)?;
-                // SAFETY: `len` readable bytes, checked above, that nobody writes while they are offered.
-                let bytes = unsafe { std::slice::from_raw_parts(from, span.len as usize) };
-                link.put(part.region, part.offset + span.to_offset, bytes, self.lanes.patience(to))
-                    .map_err(|e| self.no_credit(to, e))
-            }
-        }
+    pub fn put(&self, to: u32, span: &SpanCopy, io: &Io<'_>, stores: Stores) -> Result<(), Error> {
+        let bytes = self.source(span.from, span.from_offset, Some(span.len), io)?;
+        self.put_bytes(to, (span.to, span.to_offset), bytes, stores)
     }
 
     /// Moves one run of rows, and its rows of zeros, to `window` at `base + run.to_row * row_bytes`.
@@ -173,40 +137,86 @@ impl Port {
         source: RowSource<'_>,
         stores: Stores,
     ) -> Result<(), Error> {
-        let index = source.checked(run)?;
-        let RowSource { row_bytes, input, .. } = source;
+        let RowSource { row_bytes, bytes, .. } = source;
         // What does not fit into 64 bits fits into no window either.
-        let bytes = |rows: u32| u64::from(rows).saturating_mul(row_bytes);
-        let offset = base.saturating_add(bytes(run.to_row));
-        let (len, pad) = (bytes(run.count), bytes(run.pad));
-        let all = len.saturating_add(pad);
+        let size = |rows: u32| u64::from(rows).saturating_mul(row_bytes);
+        let offset = base.saturating_add(size(run.to_row));
+        let (len, pad) = (size(run.count), size(run.pad));
+        let behind = offset.saturating_add(len);
+        // All of it fits, or nothing is posted.
+        self.window(window)?.part(to, offset, len.saturating_add(pad))?;
+        match source.checked(run)? {
+            Checked::Straight(bytes) => self.put_bytes(to, (window, offset), bytes, stores)?,
+            Checked::Listed(index) => match self.reach(to)? {
+                Reach::Own | Reach::Load => {
+                    let at = self.window(window)?.at(to, offset, len)?.as_ptr();
+                    // SAFETY: the target was checked for all rows, each source row by `checked`.
+                    unsafe { self.lanes.rows.gather(at, bytes.as_ptr(), row_bytes as usize, index, stores) };
+                }
+                Reach::Rail(link) => {
+                    let part = self.window(window)?.part(to, offset, len)?;
+                    let to_bytes = (part.region, part.offset + offset);
+                    link.put_rows(to_bytes, index, source, self.lanes.patience(to))
+                        .map_err(|e| self.no_credit(to, e))?;
+                }
+                Reach::Relayed => return Err(self.no_wire(to).into()),
+            },
+        }
+        if pad == 0 {
+            return Ok(());
+        }
         match self.reach(to)? {
             Reach::Own | Reach::Load => {
-                let at = self.window(window)?.at(to, offset, all)?.as_ptr();
-                let kernels = self.lanes.rows;
-                // SAFETY: the target was checked for all rows and zeros, each source row by `checked`.
-                unsafe {
-                    kernels.gather(at, input.as_ptr(), row_bytes as usize, index, stores);
-                    if pad > 0 {
-                        kernels.zero(at.add(len as usize), pad as usize, stores);
-                    }
-                }
+                let at = self.window(window)?.at(to, behind, pad)?.as_ptr();
+                // SAFETY: the target was checked for all zeros.
+                unsafe { self.lanes.rows.zero(at, pad as usize, stores) };
                 Ok(())
             }
             Reach::Rail(link) => {
-                let part = self.window(window)?.part(to, offset, all)?;
-                link.put_run((part.region, part.offset + offset), run, source, self.lanes.patience(to))
+                let part = self.window(window)?.part(to, behind, pad)?;
+                link.zero((part.region, part.offset + behind), pad, self.lanes.patience(to))
                     .map_err(|e| self.no_credit(to, e))
             }
+            Reach::Relayed => Err(self.no_wire(to).into()),
         }
     }
 
-    /// Raises this rank's flag at `to`, after all its earlier puts and reads.
+    fn put_bytes(
+        &self,
+        to: u32,
+        (window, offset): (WindowId, u64),
+        bytes: &[u8],
+        stores: Stores,
+    ) -> Result<(), Error> {
+        let len = bytes.len() as u64;
+        match self.reach(to)? {
+            Reach::Own | Reach::Load => {
+                let at = self.window(window)?.at(to, offset, len)?;
+                // SAFETY: both ends were checked; the schedule's licences keep others away from them.
+                unsafe { self.lanes.rows.copy(at.as_ptr(), bytes.as_ptr(), bytes.len(), stores) };
+                Ok(())
+            }
+            Reach::Rail(link) => {
+                let part = self.window(window)?.part(to, offset, len)?;
+                link.put(part.region, part.offset + offset, bytes, self.lanes.patience(to))
+                    .map_err(|e| self.no_credit(to, e))
+            }
+            Reach::Relayed => Err(self.no_wire(to).into()),
+        }
+    }
+
+    /// Raises the flag at `to` that speaks of rank `of`, after all earlier puts and reads of this rank.
     ///
     /// # Errors
     /// As [`Port::put`].
-    pub fn signal(&self, to: u32, flag: Flag, value: u64, tag: Option<&Tag>) -> Result<(), Error> {
-        let offset = Control::flag(self.lanes.rank, flag, self.lanes.ranks());
+    pub fn signal(
+        &self,
+        to: u32,
+        (of, flag): (u32, Flag),
+        value: u64,
+        tag: Option<&Tag>,
+    ) -> Result<(), Error> {
+        let offset = Control::flag(of, flag, self.lanes.ranks());
         let window = self.window(self.flags)?;
         match self.reach(to)? {
             Reach::Own | Reach::Load => {
@@ -221,22 +231,23 @@ impl Port {
                 link.signal(part.region, part.offset + offset, value, tag.copied(), self.lanes.patience(to))
                     .map_err(|e| self.no_credit(to, e))
             }
+            Reach::Relayed => Err(self.no_wire(to).into()),
         }
     }
 
-    /// Waits until `from`'s flag here has at least `value`. Receives from the rails meanwhile.
+    /// Waits until the flag here that speaks of `from` has at least `value`. Receives from the rails meanwhile.
     ///
     /// # Errors
     /// [`LaneError::Deadline`], or the world's [`Cause`](crate::error::Cause) of death.
     pub fn wait(&self, from: u32, flag: Flag, value: u64) -> Result<(), Error> {
         let lane = self.reach(from)?.name();
         let line = self.flag(from, flag)?;
-        wait::until(line, value, self.lanes.patience(from), || self.lanes.progress()).map_err(
+        wait::until(line, value, self.lanes.patience_for(from, flag), || self.lanes.progress()).map_err(
             |(seen, why)| match why {
                 Interrupted::Dead(cause) => cause.into(),
                 Interrupted::Late { waited } => LaneError::Deadline {
                     rank: self.lanes.rank,
-                    peer: from,
+                    peer: self.lanes.writer_of(from),
                     lane,
                     flag: flag as u32,
                     awaited: value,
@@ -262,7 +273,7 @@ impl Port {
         Ok(())
     }
 
-    /// The flag that `from` raises here.
+    /// The flag here that speaks of `from`.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`] if there is no such rank.
@@ -315,6 +326,14 @@ impl Port {
         len: u64,
     ) -> Result<*const u8, MemoryError> {
         Ok(self.window(window)?.at(owner, offset, len)?.as_ptr().cast_const())
+    }
+
+    fn no_wire(&self, to: u32) -> LaneError {
+        LaneError::NoLane {
+            rank: self.lanes.rank,
+            peer: to,
+            missing: "a wire: its node is reached by a relay",
+        }
     }
 
     fn no_credit(&self, to: u32, e: super::rail::NoCredit) -> Error {

@@ -3,11 +3,13 @@
 //! On a node the reader pulls: it adds up the rows where they lie, in the owners' pools, in one pass over the bytes.
 //! (Pushing them home and summing there moves every byte three times.)
 
+use std::ops::Range;
+
 use super::{Io, Port};
 use crate::dtype::Wire;
 use crate::error::{Error, LaneError};
 use crate::rows::{Arithmetic, GroupedSum, Out, Stores};
-use crate::schedule::{Operands, Sum, WindowId, chunk_bytes};
+use crate::schedule::{Operands, Sum, Target, WindowId};
 
 /// Pointers to the rows of a sum. Kept from call to call.
 #[derive(Debug, Default)]
@@ -21,50 +23,70 @@ pub struct Scratch {
 unsafe impl Send for Scratch {}
 
 impl Port {
-    /// Sums the terms of every output row into `io.output`.
+    /// Sums output rows `outputs` of the operands' sum into `to`.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`](crate::error::MemoryError::OutOfBounds) if a chunk lies outside its pool,
-    /// [`LaneError::SourceBounds`] if a term or the output does not fit the tables.
+    /// [`MemoryError::OutOfBounds`](crate::error::MemoryError::OutOfBounds) if a chunk or the target lies outside its
+    /// pool, [`LaneError::SourceBounds`] if a term or the output does not fit the tables.
     pub fn sum_rows(
         &self,
         operands: &Operands<'_>,
+        (outputs, to): (Range<u32>, Target),
         dtype: Arithmetic,
         io: &mut Io<'_>,
         scratch: &mut Scratch,
         stores: Stores,
     ) -> Result<(), Error> {
         let (sum, row_bytes) = (&operands.sum, operands.row_bytes as usize);
-        self.chunks(sum, operands.row_bytes, scratch)?;
+        self.chunks(sum, scratch)?;
         let columns = row_bytes / dtype.size();
-        let outputs = sum.starts.len().saturating_sub(1);
-        if outputs * row_bytes != io.output.len() {
-            return Err(bounds(0, outputs * row_bytes, io.output.len()).into());
-        }
-        self.point(sum, row_bytes, scratch)?;
-        for (token, out) in io.output.chunks_exact_mut(row_bytes.max(1)).enumerate() {
-            let (first, last) = (sum.starts[token] as usize, sum.starts[token + 1] as usize);
-            // The next token's rows are fetched meanwhile.
-            let next = sum.starts.get(token + 2).map_or(last, |&next| next as usize);
-            let rows = &scratch.rows[first..next];
+        let rows = outputs.len();
+        let (first, stride) = match to {
+            Target::Output if rows * row_bytes != io.output.len() => {
+                return Err(bounds(0, rows * row_bytes, io.output.len()).into());
+            }
+            Target::Output => (io.output.as_mut_ptr(), row_bytes),
+            Target::Partials { window, offset } => {
+                let stride = columns * sum.wire.size();
+                let at = self.range(self.lanes().rank, window, offset, (rows * stride) as u64)?;
+                (at.cast_mut(), stride)
+            }
+        };
+        let all = sum.starts[outputs.start as usize] as usize..sum.starts[outputs.end as usize] as usize;
+        self.point(sum, all.clone(), scratch)?;
+        for (nth, output) in outputs.enumerate() {
+            let terms = sum.starts[output as usize] as usize..sum.starts[output as usize + 1] as usize;
+            // The next output's rows are fetched meanwhile.
+            let next =
+                sum.starts.get(output as usize + 2).map_or(terms.end, |&next| next as usize).min(all.end);
+            let rows = &scratch.rows[terms.start - all.start..next.max(terms.end) - all.start];
             scratch.weights.clear();
             if !sum.weights.is_empty() {
-                let choices = sum.choices[first..last].iter();
+                let choices = sum.choices[terms.clone()].iter();
                 scratch.weights.extend(choices.map(|&choice| sum.weights[choice as usize]));
             }
             let weights = (!sum.weights.is_empty()).then_some(scratch.weights.as_slice());
-            let all = [(last - first) as u32];
-            let groups = match sum.groups {
-                [] => &all[..],
-                groups => &groups[sum.group_starts[token] as usize..sum.group_starts[token + 1] as usize],
+            let plain = [terms.len() as u32];
+            let (groups, wire) = match sum.groups {
+                [] => (&plain[..], Wire::F32),
+                groups => {
+                    let of = |at: usize| sum.group_starts[at] as usize;
+                    (&groups[of(output as usize)..of(output as usize + 1)], sum.wire)
+                }
             };
-            // SAFETY: every row was checked; `out` is a slice of one row; owners offered the rows in this call and do
-            // not write them before they have this rank's word that it has read them.
+            // SAFETY: `rows` rows of `stride` bytes were checked or borrowed.
+            let at = unsafe { first.add(nth * stride) };
+            let (out, wire) = match to {
+                Target::Output => (Out::Total(at), wire),
+                Target::Partials { .. } => (Out::Partial(at), sum.wire),
+            };
+            // SAFETY: every row was checked, and so was the target; owners offered the rows in this call and do not
+            // write them before they have this rank's word that it has read them.
             unsafe {
                 self.lanes().rows.grouped_sum(GroupedSum {
                     dtype,
-                    wire: Wire::F32,
-                    out: Out::Total(out.as_mut_ptr()),
+                    wire,
+                    out,
                     rows,
                     weights,
                     groups,
@@ -76,7 +98,7 @@ impl Port {
         Ok(())
     }
 
-    /// Fetches one `f32` per term into `io.weights`, at the term's place among the caller's choices.
+    /// Fetches one `f32` per fetched term into `io.weights`, at the term's place among the caller's choices.
     ///
     /// # Errors
     /// As [`Port::sum_rows`].
@@ -87,45 +109,41 @@ impl Port {
         scratch: &mut Scratch,
     ) -> Result<(), Error> {
         let sum = &operands.sum;
-        self.chunks(sum, operands.row_bytes, scratch)?;
-        for (term, &choice) in sum.terms.iter().zip(sum.choices) {
+        self.chunks(sum, scratch)?;
+        for (term, &place) in sum.fetched.iter().zip(sum.places) {
             let owner = term.owner as usize;
-            let (rows, places) = (sum.chunk_rows[owner], io.weights.len());
-            let Some(place) = io.weights.get_mut(choice as usize).filter(|_| term.row < rows) else {
-                return Err(bounds(choice as usize, 1, places).into());
+            let (chunk, places) = (&sum.chunks[owner], io.weights.len());
+            let Some(to) = io.weights.get_mut(place as usize).filter(|_| u64::from(term.row) < chunk.notes)
+            else {
+                return Err(bounds(place as usize, 1, places).into());
             };
-            let behind = (sum.weights_base(owner, operands.row_bytes) - sum.bases[owner]) as usize;
-            // SAFETY: the weights lie behind the rows inside the chunk that `chunks` checked; `row` is below their
+            let at = chunk.notes_at() as usize + term.row as usize * 4;
+            // SAFETY: the words lie behind the rows inside the chunk that `chunks` checked; `row` is below their
             // number; unaligned reads ask for nothing else.
-            *place = unsafe {
-                scratch.chunks[owner].add(behind + term.row as usize * 4).cast::<f32>().read_unaligned()
-            };
+            *to = unsafe { scratch.chunks[owner].add(at).cast::<f32>().read_unaligned() };
         }
         Ok(())
     }
 
-    /// Points at the row of every term.
-    fn point(&self, sum: &Sum<'_>, row_bytes: usize, scratch: &mut Scratch) -> Result<(), Error> {
+    /// Points at the rows of some terms.
+    fn point(&self, sum: &Sum<'_>, terms: Range<usize>, scratch: &mut Scratch) -> Result<(), Error> {
         scratch.rows.clear();
-        for term in sum.terms {
-            let owner = term.owner as usize;
-            if term.row >= sum.chunk_rows[owner] {
-                return Err(bounds(term.row as usize, 1, sum.chunk_rows[owner] as usize).into());
+        for term in &sum.terms[terms] {
+            let chunk = &sum.chunks[term.owner as usize];
+            if term.row >= chunk.rows {
+                return Err(bounds(term.row as usize, 1, chunk.rows as usize).into());
             }
+            let at = term.row as usize * chunk.row_bytes as usize;
             // SAFETY: inside the owner's chunk, which `chunks` checked as a whole.
-            scratch.rows.push(unsafe { scratch.chunks[owner].add(term.row as usize * row_bytes) });
+            scratch.rows.push(unsafe { scratch.chunks[term.owner as usize].add(at) });
         }
         Ok(())
     }
 
-    fn chunks(&self, sum: &Sum<'_>, row_bytes: u64, scratch: &mut Scratch) -> Result<(), Error> {
+    fn chunks(&self, sum: &Sum<'_>, scratch: &mut Scratch) -> Result<(), Error> {
         scratch.chunks.clear();
-        for owner in 0..sum.bases.len() {
-            let len = match sum.chunk_rows[owner] {
-                0 => 0,
-                rows => chunk_bytes(rows, row_bytes),
-            };
-            let at = match len {
+        for (owner, chunk) in sum.chunks.iter().enumerate() {
+            let at = match chunk.bytes() {
                 0 => std::ptr::null(),
                 len => self.range(sum.held_by[owner], WindowId::POOL, sum.bases[owner], len)?,
             };

@@ -1,19 +1,21 @@
 //! Placement: the numbers that a dispatch is made of, and that its handle keeps.
 //!
-//! At a rank, rows lie expert-major; the segment of each local expert starts at, and is padded to, a multiple of
-//! `align` rows:
+//! At a rank, the rows of each of its bins start at, and are padded to, a multiple of `align` rows:
 //!
 //! ```text
-//!   | expert slot p                                | slot p + 1 ...
+//!   | bin p                                        | bin p + 1 ...
 //!   | source 0 | source 1 | ... | source R-1 | pad |
-//!              ^ begin[p] + below[p]: where this rank's rows of slot p land
+//!              ^ begin[p] + below[p]: where this rank's rows of bin p land
 //! ```
 //!
-//! The pad is written by the last source that has rows for the slot, so no kernel clears anything at the landing.
+//! The pad is written by the last source that has rows for the bin, so no kernel clears anything at the landing.
 
-use super::sorted::refill;
-use super::{ExpertMap, Order, Sorted};
-use crate::topology::NodeMap;
+use super::block::{Block, Segment};
+use super::counts::padded;
+use super::sorted::{NONE, refill};
+use super::{Bins, Chunk, Counts, Crossing, Mode, Order, Sizes, Sizing, Sorted};
+use crate::dtype::PARTIAL;
+use crate::topology::{Paths, Route};
 
 /// Rows that land next to each other: `rows[first..first + count]`, then `pad` rows of zeros, from row `to_row` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -31,76 +33,10 @@ pub struct RowRun {
 /// One summand of an output row: row `row` of the chunk that `owner` offers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Term {
-    /// The rank that made the row.
+    /// Whose chunk: the rank that made the row or, on another node, the relay that brings it home.
     pub owner: u32,
-    /// Row in its chunk.
+    /// Row in the chunk.
     pub row: u32,
-}
-
-/// What a rank needs to know of the others' counts.
-#[derive(Clone, Debug, Default)]
-pub struct Counts {
-    /// Per slot: rows from ranks below this one.
-    pub below: Vec<u32>,
-    /// Per slot: rows from all ranks.
-    pub total: Vec<u32>,
-    /// Per slot of this rank and source rank, `[slots, ranks]`: rows.
-    pub received: Vec<u32>,
-}
-
-impl Counts {
-    /// Forgets everything: no rank has contributed.
-    pub fn clear(&mut self, map: &ExpertMap, me: u32) {
-        refill(&mut self.below, map.slots() as usize, 0);
-        refill(&mut self.total, map.slots() as usize, 0);
-        refill(&mut self.received, map.slots_of(me).len() * map.ranks() as usize, 0);
-    }
-
-    /// Adds what `source` sends: rows per slot.
-    ///
-    /// Saturates, so that a nonsensical contribution ends as a size that does not fit anywhere.
-    pub fn add(&mut self, map: &ExpertMap, me: u32, source: u32, counts: impl Iterator<Item = u32>) {
-        let own = map.slots_of(me);
-        for (slot, count) in counts.enumerate().take(self.total.len()) {
-            self.total[slot] = self.total[slot].saturating_add(count);
-            if source < me {
-                self.below[slot] = self.below[slot].saturating_add(count);
-            }
-            if own.contains(&(slot as u32)) {
-                self.received[(slot - own.start as usize) * map.ranks() as usize + source as usize] = count;
-            }
-        }
-    }
-}
-
-/// Rows per rank, pads counted: known to every rank from the totals.
-#[derive(Clone, Debug, Default)]
-pub struct Sizes {
-    /// First row of each slot at its rank.
-    pub begin: Vec<u32>,
-    /// Rows of each rank. Saturated at `u32::MAX` where the totals are nonsensical.
-    pub rows: Vec<u32>,
-}
-
-impl Sizes {
-    /// Sizes for these totals.
-    pub fn fill(&mut self, map: &ExpertMap, align: u32, total: &[u32]) {
-        refill(&mut self.begin, map.slots() as usize, 0);
-        refill(&mut self.rows, map.ranks() as usize, 0);
-        for rank in 0..map.ranks() {
-            let mut row = 0u32;
-            for slot in map.slots_of(rank) {
-                self.begin[slot as usize] = row;
-                row = row.saturating_add(padded(total[slot as usize], align));
-            }
-            self.rows[rank as usize] = row;
-        }
-    }
-}
-
-/// `rows` rounded up to a multiple of `align`, saturating.
-fn padded(rows: u32, align: u32) -> u32 {
-    rows.checked_next_multiple_of(align).unwrap_or(u32::MAX)
 }
 
 /// The placement of one dispatch, as one rank sees it.
@@ -110,114 +46,190 @@ pub struct Layout {
     pub tokens: u32,
     /// Choices per token.
     pub top_k: u32,
-    /// Token of each entry, by destination slot: what runs index into.
+    /// What runs index into: the token of each entry by destination bin, then the tokens of each block.
     pub rows: Vec<u32>,
-    /// Runs to all destinations, by destination.
+    /// Runs to all destinations, by destination, then those of the blocks, chunk by chunk.
     pub runs: Vec<RowRun>,
     /// First run of each destination; one more than there are ranks.
     pub run_starts: Vec<u32>,
+    /// The blocks for this rank's relays, in the order of [`Paths::relays`].
+    pub blocks: Vec<Block>,
+    /// Per block: its first run, one for each chunk.
+    pub block_runs: Vec<u32>,
     /// Summands of each token, in summation order.
     pub terms: Vec<Term>,
     /// First term of each token; one more than there are tokens.
     pub term_starts: Vec<u32>,
     /// For each term its place in `[tokens, top_k]`.
     pub choices: Vec<u32>,
-    /// With [`Order::Rank`]: lengths of groups of terms on one rank. Empty otherwise.
+    /// Where relays sum: the summands of each token, those partials among them. Empty otherwise: then `terms` are.
+    pub sums: Vec<Term>,
+    /// First of `sums` of each token; empty with `sums`.
+    pub sum_starts: Vec<u32>,
+    /// For each of `sums` its place in `[tokens, top_k]`; of a partial, that of one of its rows.
+    pub sum_choices: Vec<u32>,
+    /// With [`Order::Rank`] and [`Order::Node`]: lengths of groups of summands that are summed first, or
+    /// [`PARTIAL`] for one that a relay has summed. Empty otherwise.
     pub groups: Vec<u32>,
     /// First group of each token; empty with `groups`.
     pub group_starts: Vec<u32>,
     /// Whose memory holds the chunk of each owner when it is summed: its own where this rank can read it.
     pub held_by: Vec<u32>,
-    /// Rows in the chunk of each owner as this rank reads it: all its rows, or, where the chunk is put home, this
-    /// rank's rows only.
-    pub chunk_rows: Vec<u32>,
-    /// Rows of this rank's experts, pads counted.
+    /// The chunk of each owner as this rank reads it: all its rows, or, where the chunk is brought home, this rank's rows
+    /// (or partials) only.
+    pub chunks: Vec<Chunk>,
+    /// Rows that land at each rank, pads counted.
+    pub sizes: Vec<u32>,
+    /// Rows that this rank stages, to hand them on.
+    pub staged: u32,
+    /// Rows of this rank's bins, pads counted.
     pub landed: u32,
-    /// Per local expert: first row.
+    /// Per local bin: first row.
     pub begin: Vec<u32>,
-    /// Per local expert: rows.
-    pub tokens_per_expert: Vec<i64>,
-    /// Per local expert: rows, pad counted.
-    pub padded_per_expert: Vec<i64>,
-    /// Per local expert and source, `[local experts, ranks + 1]`: the row where the source's rows begin; the last
-    /// entry is where the pad begins.
-    pub arrivals: Vec<u32>,
-    /// Weight of each landed row; 0 for pads.
-    pub row_weights: Vec<f32>,
+    /// Per local bin: rows; in fixed slots, all of them.
+    pub rows_per_bin: Vec<i64>,
+    /// Per local bin: rows, pad counted.
+    pub padded_per_bin: Vec<i64>,
+    /// Where a row stands for several choices: what a fetch of one word per choice reads, and the places of those. Empty
+    /// otherwise: then `terms` and `choices` are.
+    pub fetched: Vec<Term>,
+    /// For each of `fetched` its place in `[tokens, top_k]`.
+    pub places: Vec<u32>,
     /// Per token: where its next term goes, while terms are placed.
     cursors: Vec<u32>,
+    /// Per bin: its first row in the chunk in which its rows come home.
+    home_rows: Vec<u32>,
+    /// Per term: the partial sum it belongs to.
+    partials: Vec<u32>,
+    /// Per bin: the row of the token whose fetches are placed.
+    row_of_bin: Vec<Term>,
 }
 
 /// What is the same in every call of one `ExpertParallel`.
 #[derive(Clone, Copy, Debug)]
 pub struct Frame<'a> {
-    /// Where experts live.
-    pub map: &'a ExpertMap,
-    /// Which ranks share memory.
-    pub nodes: &'a NodeMap,
-    /// This rank.
-    pub me: u32,
-    /// Segments start at multiples of this many rows.
+    /// What rows are counted by, and the order of sums.
+    pub bins: &'a Bins,
+    /// This rank among its nodes.
+    pub paths: Paths<'a>,
+    /// Bins start at multiples of this many rows.
     pub align: u32,
-    /// Order of sums.
-    pub order: Order,
+    /// In how many parts a block goes to its relay.
+    pub chunks: u8,
+    /// Sizes of what moves.
+    pub sizing: Sizing,
+    /// How much a rank receives.
+    pub mode: Mode,
 }
 
 impl Layout {
-    /// Places the sorted entries. `row_weights` is sized and zeroed; [`Layout::weigh`] fills it.
-    pub fn fill(&mut self, frame: &Frame, sorted: &Sorted, top_k: u32, counts: &Counts, sizes: &Sizes) {
+    /// Places the sorted entries.
+    pub fn fill(
+        &mut self,
+        frame: &Frame,
+        (sorted, crossing): (&Sorted, &Crossing),
+        top_k: u32,
+        counts: &Counts,
+        sizes: &Sizes,
+    ) {
         self.tokens = sorted.token_starts.len() as u32 - 1;
         self.top_k = top_k;
         self.rows.clone_from(&sorted.tokens);
+        self.sizes.clone_from(&sizes.rows);
+        self.staged = sizes.staged_at(frame.paths.me());
         self.place_runs(frame, sorted, counts, sizes);
+        self.place_blocks(frame, (sorted, crossing), counts, sizes);
         self.place_terms(frame, sorted, counts, sizes);
-        self.place_groups(frame.order);
+        self.place_groups(frame);
+        self.place_fetched(frame, sorted);
         self.place_landed(frame, counts, sizes);
     }
 
     fn place_runs(&mut self, frame: &Frame, sorted: &Sorted, counts: &Counts, sizes: &Sizes) {
         self.runs.clear();
         refill(&mut self.run_starts, 1, 0);
-        for rank in 0..frame.map.ranks() {
-            for slot in frame.map.slots_of(rank).map(|slot| slot as usize) {
-                let (count, below, total) = (sorted.counts[slot], counts.below[slot], counts.total[slot]);
-                if count > 0 {
-                    let last = below + count == total;
-                    let pad = if last { padded(total, frame.align) - total } else { 0 };
-                    let to_row = sizes.begin[slot] + below;
-                    self.runs.push(RowRun { to_row, first: sorted.starts[slot], count, pad });
+        for rank in 0..frame.bins.ranks() {
+            if frame.paths.near(rank) || frame.paths.route() == Route::Direct {
+                for bin in frame.bins.of(rank) {
+                    let Segment { to_row, count, pad } = segment(frame, bin as usize, sorted, counts, sizes);
+                    if count + pad > 0 {
+                        self.runs.push(RowRun { to_row, first: sorted.starts[bin as usize], count, pad });
+                    }
                 }
             }
             self.run_starts.push(self.runs.len() as u32);
         }
     }
 
+    /// What each relay is told and, where it hands on, which tokens it gets.
+    fn place_blocks(
+        &mut self,
+        frame: &Frame,
+        (sorted, crossing): (&Sorted, &Crossing),
+        counts: &Counts,
+        sizes: &Sizes,
+    ) {
+        let (paths, bins) = (frame.paths, frame.bins);
+        refill(&mut self.home_rows, bins.count() as usize, 0);
+        self.blocks.resize_with(paths.relays().count(), Block::default);
+        self.block_runs.clear();
+        for ((nth, relay), block) in paths.relays().enumerate().zip(&mut self.blocks) {
+            let served = paths.served_by(relay);
+            block.landed.clear();
+            block.landed.extend(served.iter().map(|&rank| sizes.rows[rank as usize]));
+            block.segments.clear();
+            let mut entries = 0;
+            for bin in served.iter().flat_map(|&rank| bins.of(rank)).map(|bin| bin as usize) {
+                self.home_rows[bin] = entries;
+                entries += sorted.counts[bin];
+                block.segments.push(segment(frame, bin, sorted, counts, sizes));
+            }
+            self.block_runs.push(self.runs.len() as u32);
+            block.index.clear();
+            (block.rows, block.first) = (entries, 0);
+            if paths.route() == Route::Pxn {
+                (block.rows, block.first) =
+                    (crossing.rows(nth), counts.below[(bins.count() + relay) as usize]);
+                let index = crossing.index_starts[nth] as usize..crossing.index_starts[nth + 1] as usize;
+                block.index.extend_from_slice(&crossing.index[index]);
+                let first = self.rows.len() as u32;
+                let tokens = crossing.starts[nth] as usize..crossing.starts[nth + 1] as usize;
+                self.rows.extend_from_slice(&crossing.tokens[tokens]);
+                self.runs.extend((1..=frame.chunks).map(|chunk| {
+                    let rows = Block::chunk(block.rows, chunk, frame.chunks);
+                    let count = rows.len() as u32;
+                    RowRun { to_row: rows.start, first: first + rows.start, count, pad: 0 }
+                }));
+            }
+        }
+    }
+
     fn place_terms(&mut self, frame: &Frame, sorted: &Sorted, counts: &Counts, sizes: &Sizes) {
-        let map = frame.map;
+        let (bins, paths) = (frame.bins, frame.paths);
         self.held_by.clear();
-        self.chunk_rows.clear();
-        for rank in 0..map.ranks() {
-            let local = frame.nodes.same_node(frame.me, rank);
-            self.held_by.push(if local { rank } else { frame.me });
-            self.chunk_rows.push(if local {
-                sizes.rows[rank as usize]
-            } else {
-                entries_to(map, sorted, rank)
-            });
+        self.chunks.clear();
+        for rank in 0..bins.ranks() {
+            let near = paths.near(rank);
+            self.held_by.push(if near { rank } else { paths.me() });
+            let rows = if near { sizes.rows[rank as usize] } else { 0 };
+            self.chunks.push(frame.sizing.offer(rows));
+        }
+        for (relay, block) in paths.relays().zip(&self.blocks) {
+            let entries = block.entries();
+            self.chunks[relay as usize] = Chunk { rows: entries, ..frame.sizing.offer(entries) };
         }
         self.term_starts.clone_from(&sorted.token_starts);
         refill(&mut self.terms, sorted.entries(), Term::default());
         refill(&mut self.choices, sorted.entries(), 0);
+        refill(&mut self.partials, sorted.entries(), 0);
         self.cursors.clone_from(&sorted.token_starts);
-        // Slot by slot in the order of the sum: so each token's terms come out in it, and nothing is compared.
-        for slot in map.in_order(frame.order).iter().map(|&slot| slot as usize) {
-            let owner = map.rank_of(slot as u32);
-            let entries = sorted.starts[slot] as usize..sorted.starts[slot + 1] as usize;
-            let first = if frame.nodes.same_node(frame.me, owner) {
-                sizes.begin[slot] + counts.below[slot]
-            } else {
-                sorted.starts[slot] - sorted.starts[map.slots_of(owner).start as usize]
-            };
+        // Bin by bin in the order of the sum: so each token's terms come out in it, and nothing is compared.
+        for bin in bins.in_order().iter().map(|&bin| bin as usize) {
+            let owner = paths.relay_to(bins.rank_of(bin as u32));
+            let (entries, partial) =
+                (sorted.starts[bin] as usize..sorted.starts[bin + 1] as usize, bins.partial_of(bin as u32));
+            let first =
+                if paths.near(owner) { sizes.begin[bin] + counts.below[bin] } else { self.home_rows[bin] };
             let tokens = sorted.tokens[entries.clone()].iter().zip(&sorted.choices[entries]);
             for (row, (&token, &choice)) in (first..).zip(tokens) {
                 let cursor = &mut self.cursors[token as usize];
@@ -225,43 +237,118 @@ impl Layout {
                 *cursor += 1;
                 self.terms[term] = Term { owner, row };
                 self.choices[term] = choice;
+                self.partials[term] = partial;
             }
         }
     }
 
-    fn place_groups(&mut self, order: Order) {
+    fn place_groups(&mut self, frame: &Frame) {
+        self.sums.clear();
+        self.sum_starts.clear();
+        self.sum_choices.clear();
         self.groups.clear();
         self.group_starts.clear();
-        if order != Order::Rank {
+        if frame.bins.order() == Order::Expert {
             return;
         }
+        if frame.sizing.partial_bytes.is_some() {
+            self.sum_starts.push(0);
+            for (relay, block) in frame.paths.relays().zip(&self.blocks) {
+                self.chunks[relay as usize] = frame.sizing.home(0, block.entries());
+            }
+        }
         self.group_starts.push(0);
-        for token in self.term_starts.windows(2) {
-            let terms = &self.terms[token[0] as usize..token[1] as usize];
-            self.groups.extend(terms.chunk_by(|a, b| a.owner == b.owner).map(|group| group.len() as u32));
+        for token in 0..self.tokens as usize {
+            let (mut first, last) = (self.term_starts[token] as usize, self.term_starts[token + 1] as usize);
+            while first < last {
+                let partial = self.partials[first];
+                let same = self.partials[first..last].iter().take_while(|&&other| other == partial);
+                let next = first + same.count();
+                self.place_group(frame, first..next);
+                first = next;
+            }
             self.group_starts.push(self.groups.len() as u32);
+            if frame.sizing.partial_bytes.is_some() {
+                self.sum_starts.push(self.sums.len() as u32);
+            }
+        }
+    }
+
+    /// One group: its terms or, if a relay sums them, the next partial that it brings. Relays sum token after token, and a
+    /// token's groups in the order of the sum: so both count alike.
+    fn place_group(&mut self, frame: &Frame, terms: std::ops::Range<usize>) {
+        let owner = self.terms[terms.start].owner;
+        if frame.sizing.partial_bytes.is_none() {
+            self.groups.push(terms.len() as u32);
+        } else if frame.paths.near(owner) {
+            self.groups.push(terms.len() as u32);
+            self.sums.extend_from_slice(&self.terms[terms.clone()]);
+            self.sum_choices.extend_from_slice(&self.choices[terms]);
+        } else {
+            let chunk = &mut self.chunks[owner as usize];
+            self.groups.push(PARTIAL);
+            self.sums.push(Term { owner, row: chunk.rows });
+            self.sum_choices.push(self.choices[terms.start]);
+            chunk.rows += 1;
+        }
+    }
+
+    /// One word per choice, out of those behind the row that stands for it.
+    fn place_fetched(&mut self, frame: &Frame, sorted: &Sorted) {
+        self.fetched.clear();
+        self.places.clear();
+        if sorted.choice_bins.is_empty() {
+            return;
+        }
+        let words = frame.sizing.words_home;
+        refill(&mut self.row_of_bin, frame.bins.count() as usize, Term::default());
+        for token in 0..self.tokens {
+            let terms =
+                self.term_starts[token as usize] as usize..self.term_starts[token as usize + 1] as usize;
+            for term in terms {
+                let bin = sorted.choice_bins[self.choices[term] as usize];
+                self.row_of_bin[bin as usize] = self.terms[term];
+            }
+            for place in token * self.top_k..(token + 1) * self.top_k {
+                let bin = sorted.choice_bins[place as usize];
+                if bin != NONE {
+                    let Term { owner, row } = self.row_of_bin[bin as usize];
+                    self.fetched.push(Term { owner, row: row * words + (place - token * self.top_k) });
+                    self.places.push(place);
+                }
+            }
+        }
+    }
+
+    /// What a fetch of one word per choice reads, and the places of those.
+    pub fn fetches(&self) -> (&[Term], &[u32]) {
+        match self.fetched.is_empty() {
+            true => (&self.terms, &self.choices),
+            false => (&self.fetched, &self.places),
         }
     }
 
     fn place_landed(&mut self, frame: &Frame, counts: &Counts, sizes: &Sizes) {
-        self.landed = sizes.rows[frame.me as usize];
+        let me = frame.paths.me();
+        self.landed = sizes.rows[me as usize];
         self.begin.clear();
-        self.tokens_per_expert.clear();
-        self.padded_per_expert.clear();
-        for slot in frame.map.slots_of(frame.me).map(|slot| slot as usize) {
-            self.begin.push(sizes.begin[slot]);
-            self.tokens_per_expert.push(i64::from(counts.total[slot]));
-            self.padded_per_expert.push(i64::from(padded(counts.total[slot], frame.align)));
+        self.rows_per_bin.clear();
+        self.padded_per_bin.clear();
+        for bin in frame.bins.of(me).map(|bin| bin as usize) {
+            self.begin.push(sizes.begin[bin]);
+            let room = self.landed.saturating_sub(sizes.begin[bin]);
+            self.rows_per_bin.push(i64::from(counts.total[bin].min(room)));
+            self.padded_per_bin.push(i64::from(padded(counts.total[bin], frame.align).min(room)));
         }
-        self.arrivals.clear();
-        for (from, &begin) in counts.received.chunks_exact(frame.map.ranks() as usize).zip(&self.begin) {
-            self.arrivals.push(begin);
-            self.arrivals.extend(from.iter().scan(begin, |row, &count| {
-                *row += count;
-                Some(*row)
-            }));
+    }
+
+    /// Summands of each token, their starts, and their choices, as they are summed: where relays sum, partials among
+    /// them.
+    pub fn summands(&self) -> (&[Term], &[u32], &[u32]) {
+        match self.sum_starts.is_empty() {
+            true => (&self.terms, &self.term_starts, &self.choices),
+            false => (&self.sums, &self.sum_starts, &self.sum_choices),
         }
-        refill(&mut self.row_weights, self.landed as usize, 0.0);
     }
 
     /// Number of ranks.
@@ -269,39 +356,22 @@ impl Layout {
         self.run_starts.len() as u32 - 1
     }
 
-    /// The runs to one destination.
+    /// The runs to one destination: none where a relay hands them on.
     pub fn runs_to(&self, rank: u32) -> std::ops::Range<u32> {
         self.run_starts[rank as usize]..self.run_starts[rank as usize + 1]
     }
-
-    /// Rows that this rank has received from `source`, per local expert: (first row, rows), in the order in which
-    /// the source sorted them.
-    pub fn segments_of(&self, source: u32) -> impl Iterator<Item = (u32, u32)> + '_ {
-        let source = source as usize;
-        self.arrivals
-            .chunks_exact(self.ranks() as usize + 1)
-            .map(move |rows| (rows[source], rows[source + 1] - rows[source]))
-    }
-
-    /// Rows that this rank has received from `source`.
-    pub fn rows_from(&self, source: u32) -> u32 {
-        self.segments_of(source).map(|(_, rows)| rows).sum()
-    }
-
-    /// Lays out the weights of the rows of `source`, given in the order in which it sorted them.
-    pub fn weigh(&mut self, source: u32, mut weights: impl Iterator<Item = f32>) {
-        let mut placed = std::mem::take(&mut self.row_weights);
-        for (first, rows) in self.segments_of(source) {
-            for (to, from) in placed[first as usize..][..rows as usize].iter_mut().zip(&mut weights) {
-                *to = from;
-            }
-        }
-        self.row_weights = placed;
-    }
 }
 
-/// Entries of this rank for all slots of `rank`.
-pub(crate) fn entries_to(map: &ExpertMap, sorted: &Sorted, rank: u32) -> u32 {
-    let slots = map.slots_of(rank);
-    sorted.starts[slots.end as usize] - sorted.starts[slots.start as usize]
+/// Where this rank's entries of one bin land.
+fn segment(frame: &Frame, bin: usize, sorted: &Sorted, counts: &Counts, sizes: &Sizes) -> Segment {
+    let (count, below, total) = (sorted.counts[bin], counts.below[bin], counts.total[bin]);
+    let (begin, rest) = (sizes.begin[bin], padded(total, frame.align) - total);
+    let pad = match frame.mode.slots() {
+        // Unused slots are this rank's; what alignment adds is the last rank's.
+        Some(slots) => slots - count + if below + slots == total { rest } else { 0 },
+        None if count > 0 && below + count == total => rest,
+        None => 0,
+    };
+    let end = sizes.rows[frame.bins.rank_of(bin as u32) as usize];
+    Segment { to_row: begin + below, count, pad: pad.min(end.saturating_sub(begin + below + count)) }
 }

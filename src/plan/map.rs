@@ -1,6 +1,5 @@
 //! Which rank holds which expert.
 
-use super::Order;
 use crate::error::PlanError;
 
 /// Expert -> (rank, local slot). Contiguous blocks by default; may be permuted, and experts may be replicated.
@@ -18,8 +17,6 @@ pub struct ExpertMap {
     rank_starts: Vec<u32>,
     /// Slots of each expert, ascending, all experts after one another.
     replicas: Vec<u32>,
-    /// Slots by rank and then expert.
-    by_rank: Vec<u32>,
     /// First entry in `replicas` of each expert; one entry more than there are experts.
     replica_starts: Vec<u32>,
 }
@@ -86,9 +83,7 @@ impl ExpertMap {
             replica_starts.push(replica_starts[replica_starts.len() - 1] + slots.len() as u32);
         }
         let replicas = slots_of.concat();
-        let mut by_rank: Vec<u32> = (0..expert_of.len() as u32).collect();
-        by_rank.sort_unstable_by_key(|&slot| (rank_of[slot as usize], expert_of[slot as usize]));
-        Ok(ExpertMap { experts, expert_of, rank_of, rank_starts, replicas, by_rank, replica_starts })
+        Ok(ExpertMap { experts, expert_of, rank_of, rank_starts, replicas, replica_starts })
     }
 
     /// Number of experts.
@@ -119,14 +114,6 @@ impl ExpertMap {
     /// The rank of a slot.
     pub fn rank_of(&self, slot: u32) -> u32 {
         self.rank_of[slot as usize]
-    }
-
-    /// All slots, in the order in which a token's rows are added up.
-    pub fn in_order(&self, order: Order) -> &[u32] {
-        match order {
-            Order::Expert => &self.replicas,
-            Order::Rank => &self.by_rank,
-        }
     }
 
     /// The slot that tokens of rank `source` use for `expert`.

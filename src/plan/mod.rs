@@ -1,26 +1,43 @@
 //! From routing and counts to placement: where every row goes, by arithmetic alone.
 //!
 //! ```text
-//!   routing (mine)  --Sorted-->  rows by expert slot, counts[slots]     before anything is known of others
+//!   routing (mine)  --Sorted-->  rows by bin, counts[bins]     before anything is known of others
 //!                                   |
-//!                                   v  exchanged: every rank's counts
-//!   below[slots], total[slots]  --Layout-->  runs per destination, terms per token, sizes of every rank
+//!                                   v  exchanged: sums of counts
+//!   below[bins], total[bins]  --Layout-->  runs per destination, blocks per relay, terms per token, sizes of every rank
 //! ```
 //!
-//! An *expert slot* is one copy of an expert at one rank; slots are numbered rank by rank. What a sender needs of
-//! the others is two numbers per slot: the rows that lower ranks send there, and the rows of all.
-//! The visible order of rows at a rank is (local expert, source rank, token), on every route.
+//! A *bin* is what rows are counted by: an *expert slot*, one copy of an expert at one rank, or, rank-major, a rank; bins
+//! are numbered rank by rank. What a sender needs of the others is two numbers per bin: the rows that lower ranks send there, and the rows of
+//! all. The visible order of rows at a rank is (local expert, source rank, token) or (source rank, token), on every route.
 
+mod bins;
+mod block;
+mod chunk;
+mod counts;
+mod crossing;
+mod forward;
 mod layout;
 mod map;
+mod mode;
 mod relay_order;
+mod sizing;
 mod sorted;
+mod traffic;
 
-pub(crate) use layout::entries_to;
-pub use layout::{Counts, Frame, Layout, RowRun, Sizes, Term};
+pub use bins::Bins;
+pub use block::{Block, Segment};
+pub use chunk::Chunk;
+pub use counts::{Counts, Sizes};
+pub use crossing::Crossing;
+pub use forward::{Forward, Partials};
+pub use layout::{Frame, Layout, RowRun, Term};
 pub use map::ExpertMap;
+pub use mode::{Mode, Overflow};
 pub use relay_order::{RankSets, RelayOrder};
+pub use sizing::{Notes, RowLayout, Sizing};
 pub use sorted::Sorted;
+pub use traffic::{Hops, Traffic};
 
 /// In which order the rows of a token are added up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -32,17 +49,21 @@ pub enum Order {
     /// Per rank by ascending expert id, then the ranks' partial sums (kept in `f32`) by ascending rank. Depends on
     /// the expert map.
     Rank,
+    /// Per node by ascending rank and expert id, then the nodes' partial sums (kept in `f32`) by ascending node. Depends
+    /// on the expert map and on which ranks share a node.
+    Node,
 }
 
 impl Order {
     /// All orders, for error messages and tests.
-    pub const ALL: [Order; 2] = [Order::Expert, Order::Rank];
+    pub const ALL: [Order; 3] = [Order::Expert, Order::Rank, Order::Node];
 
     /// The name used on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             Order::Expert => "expert",
             Order::Rank => "rank",
+            Order::Node => "node",
         }
     }
 }

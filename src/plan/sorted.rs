@@ -1,35 +1,48 @@
-//! A rank's own routing, sorted by expert slot: all it can know before the counts of the others arrive.
+//! A rank's own routing, sorted by bin: all it can know before the counts of the others arrive.
 
-use super::ExpertMap;
+use super::{Bins, ExpertMap, Notes, RowLayout};
 use crate::error::PlanError;
 use crate::gate::Routing;
 
-/// The (token, expert) entries of one rank, by destination slot and then token.
+/// The entries of one rank, by bin and then token: one for each choice or, rank-major, for each rank that a token
+/// reaches.
 ///
 /// Reused from call to call: after the first call of a size nothing is allocated.
 #[derive(Clone, Debug, Default)]
 pub struct Sorted {
-    /// Entries per slot.
+    /// Entries per bin.
     pub counts: Vec<u32>,
-    /// First entry of each slot; one more than there are slots.
+    /// First entry of each bin; one more than there are bins.
     pub starts: Vec<u32>,
     /// Token of each entry.
     pub tokens: Vec<u32>,
-    /// Routing weight of each entry.
-    pub weights: Vec<f32>,
-    /// Place of each entry among the `[tokens, top_k]` choices.
+    /// What goes with each entry: [`Notes::words`] words each.
+    pub notes: Vec<u32>,
+    /// Which choices, of `[tokens, top_k]`, have no entry for want of room.
+    pub dropped: Vec<bool>,
+    /// Place of each entry among the `[tokens, top_k]` choices; rank-major, of the first that it stands for.
     pub(super) choices: Vec<u32>,
     /// Entries of all tokens before each token; one more than there are tokens.
     pub(super) token_starts: Vec<u32>,
-    /// Per expert: the slot that this rank uses, and the last token that named it, plus one, which finds doubles.
+    /// Rank-major: bin of each choice, [`NONE`] where there is none.
+    pub(super) choice_bins: Vec<u32>,
+    words: usize,
+    /// Per expert: its bin for this rank, its number there, and the last token that named it, plus one, which finds
+    /// doubles.
     experts: Vec<Expert>,
-    /// Per slot: where its next entry goes.
+    /// Per bin: where its next entry goes.
     cursors: Vec<u32>,
+    /// Rank-major, per bin: the last token with an entry, plus one, and that entry.
+    latest: Vec<(u32, u32)>,
 }
+
+/// No bin.
+pub(super) const NONE: u32 = u32::MAX;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Expert {
-    slot: u32,
+    bin: u32,
+    local: u32,
     named: u32,
 }
 
@@ -39,9 +52,32 @@ impl Sorted {
     /// # Errors
     /// [`PlanError::ExpertOutOfRange`], [`PlanError::ExpertTwice`], [`PlanError::NanWeight`]: the first found in
     /// token order. What was sorted before is lost, but may be filled again.
-    pub fn fill(&mut self, map: &ExpertMap, me: u32, routing: &Routing) -> Result<(), PlanError> {
-        self.count(map, me, routing)?;
-        self.place(routing);
+    pub fn fill(
+        &mut self,
+        map: &ExpertMap,
+        bins: &Bins,
+        notes: Notes,
+        me: u32,
+        routing: &Routing,
+    ) -> Result<(), PlanError> {
+        self.clear(bins);
+        self.words = notes.words(routing.top_k()) as usize;
+        self.experts.clear();
+        self.experts.extend((0..map.experts()).map(|expert| {
+            let slot = map.slot_for(me, expert);
+            let rank = map.rank_of(slot);
+            let bin = match notes.layout() {
+                RowLayout::ExpertMajor => slot,
+                RowLayout::RankMajor => rank,
+            };
+            Expert { bin, local: slot - map.slots_of(rank).start, named: 0 }
+        }));
+        self.count(map, notes, routing)?;
+        self.dropped.resize(routing.experts().len(), false);
+        match notes {
+            Notes::Choices => self.place_ranks(routing),
+            Notes::Weight | Notes::Marked => self.place(routing),
+        }
         Ok(())
     }
 
@@ -50,21 +86,36 @@ impl Sorted {
         self.tokens.len()
     }
 
+    /// Number of tokens, with entries or without.
+    pub fn tokens_here(&self) -> u32 {
+        self.token_starts.len() as u32 - 1
+    }
+
+    /// Tokens of the entries for these bins.
+    pub fn tokens_of(&self, bins: std::ops::Range<u32>) -> &[u32] {
+        &self.tokens[self.starts[bins.start as usize] as usize..self.starts[bins.end as usize] as usize]
+    }
+
+    /// What goes with the entries for these bins.
+    pub fn notes_of(&self, bins: std::ops::Range<u32>) -> &[u32] {
+        let at = |bin: u32| self.starts[bin as usize] as usize * self.words;
+        &self.notes[at(bins.start)..at(bins.end)]
+    }
+
     /// Leaves no entries and no tokens, as for an empty routing.
-    pub fn clear(&mut self, map: &ExpertMap) {
-        refill(&mut self.counts, map.slots() as usize, 0);
-        refill(&mut self.starts, map.slots() as usize + 1, 0);
+    pub fn clear(&mut self, bins: &Bins) {
+        refill(&mut self.counts, bins.count() as usize, 0);
+        refill(&mut self.starts, bins.count() as usize + 1, 0);
+        refill(&mut self.latest, bins.count() as usize, (0, 0));
         self.tokens.clear();
-        self.weights.clear();
+        self.notes.clear();
+        self.dropped.clear();
         self.choices.clear();
+        self.choice_bins.clear();
         refill(&mut self.token_starts, 1, 0);
     }
 
-    fn count(&mut self, map: &ExpertMap, me: u32, routing: &Routing) -> Result<(), PlanError> {
-        self.clear(map);
-        self.experts.clear();
-        self.experts
-            .extend((0..map.experts()).map(|expert| Expert { slot: map.slot_for(me, expert), named: 0 }));
+    fn count(&mut self, map: &ExpertMap, notes: Notes, routing: &Routing) -> Result<(), PlanError> {
         let k = routing.top_k() as usize;
         let (mut entries, mut token) = (0, 0);
         for (ids, weights) in routing.experts().chunks_exact(k).zip(routing.weights().chunks_exact(k)) {
@@ -81,7 +132,13 @@ impl Sorted {
                 if std::mem::replace(&mut expert.named, token + 1) == token + 1 {
                     return Err(PlanError::ExpertTwice { token, expert: id });
                 }
-                self.counts[expert.slot as usize] += 1;
+                if notes == Notes::Choices {
+                    let latest = &mut self.latest[expert.bin as usize].0;
+                    if std::mem::replace(latest, token + 1) == token + 1 {
+                        continue;
+                    }
+                }
+                self.counts[expert.bin as usize] += 1;
                 entries += 1;
             }
             token += 1;
@@ -90,8 +147,7 @@ impl Sorted {
         Ok(())
     }
 
-    /// Every id was checked by `count`.
-    fn place(&mut self, routing: &Routing) {
+    fn reserve(&mut self) {
         let mut sum = 0;
         for (start, &count) in self.starts[1..].iter_mut().zip(&self.counts) {
             sum += count;
@@ -99,23 +155,103 @@ impl Sorted {
         }
         let entries = sum as usize;
         refill(&mut self.tokens, entries, 0);
-        refill(&mut self.weights, entries, 0.0);
+        refill(&mut self.notes, entries * self.words, 0);
         refill(&mut self.choices, entries, 0);
         self.cursors.clone_from(&self.starts);
+    }
+
+    /// A row per choice. Every id was checked by `count`.
+    fn place(&mut self, routing: &Routing) {
+        self.reserve();
         let (k, mut choice) = (routing.top_k() as usize, 0);
         for (token, ids) in (0..).zip(routing.experts().chunks_exact(k)) {
             for &id in ids {
                 if id >= 0 {
-                    let cursor = &mut self.cursors[self.experts[id as usize].slot as usize];
+                    let cursor = &mut self.cursors[self.experts[id as usize].bin as usize];
                     let entry = *cursor as usize;
                     *cursor += 1;
                     self.tokens[entry] = token;
-                    self.weights[entry] = routing.weights()[choice];
                     self.choices[entry] = choice as u32;
+                    let note = &mut self.notes[entry * self.words..][..self.words];
+                    note[0] = routing.weights()[choice].to_bits();
+                    note[1..].fill(1);
                 }
                 choice += 1;
             }
         }
+    }
+
+    /// A row per rank that a token reaches.
+    fn place_ranks(&mut self, routing: &Routing) {
+        self.reserve();
+        self.latest.fill((0, 0));
+        let (k, mut choice) = (routing.top_k() as usize, 0);
+        for (token, ids) in (0..).zip(routing.experts().chunks_exact(k)) {
+            for (nth, &id) in ids.iter().enumerate() {
+                let expert = usize::try_from(id).ok().map(|id| self.experts[id]);
+                self.choice_bins.push(expert.map_or(NONE, |expert| expert.bin));
+                if let Some(Expert { bin, local, .. }) = expert {
+                    let (last, entry) = &mut self.latest[bin as usize];
+                    if *last != token + 1 {
+                        let cursor = &mut self.cursors[bin as usize];
+                        (*last, *entry) = (token + 1, *cursor);
+                        self.tokens[*cursor as usize] = token;
+                        self.choices[*cursor as usize] = choice as u32;
+                        *cursor += 1;
+                    }
+                    let note = &mut self.notes[*entry as usize * self.words..][..self.words];
+                    note[nth] = local + 1;
+                    note[k + nth] = routing.weights()[choice].to_bits();
+                }
+                choice += 1;
+            }
+        }
+    }
+
+    /// Keeps at most the first `room(bin)` entries of each bin; the choices of the others are marked as dropped. Returns
+    /// whether any was.
+    pub fn keep(&mut self, top_k: u32, room: impl Fn(u32) -> u32) -> bool {
+        let kept = |bin: usize, count: u32| count.min(room(bin as u32));
+        if self.counts.iter().enumerate().all(|(bin, &count)| kept(bin, count) == count) {
+            return false;
+        }
+        let mut to = 0usize;
+        for bin in 0..self.counts.len() {
+            let (first, count) = (self.starts[bin] as usize, self.counts[bin]);
+            let keep = kept(bin, count);
+            self.starts[bin] = to as u32;
+            self.counts[bin] = keep;
+            for entry in first + keep as usize..first + count as usize {
+                let (token, choice) = (self.tokens[entry] as usize, self.choices[entry] as usize);
+                self.dropped[choice] = true;
+                // Rank-major, the row stands for all choices of its rank.
+                for other in token * top_k as usize..(token + 1) * top_k as usize {
+                    if self.choice_bins.get(other) == Some(&(bin as u32)) {
+                        self.dropped[other] = true;
+                        self.choice_bins[other] = NONE;
+                    }
+                }
+            }
+            let from = first..first + keep as usize;
+            self.tokens.copy_within(from.clone(), to);
+            self.choices.copy_within(from.clone(), to);
+            self.notes.copy_within(from.start * self.words..from.end * self.words, to * self.words);
+            to += keep as usize;
+        }
+        if let Some(end) = self.starts.last_mut() {
+            *end = to as u32;
+        }
+        self.tokens.truncate(to);
+        self.choices.truncate(to);
+        self.notes.truncate(to * self.words);
+        self.token_starts.fill(0);
+        self.tokens.iter().for_each(|&token| self.token_starts[token as usize + 1] += 1);
+        let mut sum = 0;
+        self.token_starts.iter_mut().for_each(|start| {
+            sum += *start;
+            *start = sum;
+        });
+        true
     }
 }
 

@@ -10,8 +10,8 @@
 /// calls.enter();
 /// calls.returned();
 /// calls.enter();
-/// assert_eq!((calls.number(), calls.value()), (2, 3 << 48 | 2));
-/// assert_eq!((calls.parity(), calls.last_return()), (0, 3 << 48 | 1));
+/// assert_eq!((calls.number(), calls.value()), (2, 3 << 48 | 2 << 8));
+/// assert_eq!((calls.parity(), calls.last_return()), (0, 3 << 48 | 1 << 8));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Calls {
@@ -19,18 +19,22 @@ pub struct Calls {
     last_return: u64,
 }
 
-/// Bits of a value that count calls; the epoch lies above them.
-const NUMBER_BITS: u32 = 48;
+/// Bits of a value that count the parts of a call. Above them: 40 bits for the number of the call, 16 for the epoch.
+const PART_BITS: u32 = 8;
+const NUMBER_BITS: u32 = 40;
 
 impl Calls {
+    /// By how much the value of a call exceeds that of the call before.
+    pub const STEP: u64 = 1 << PART_BITS;
+
     /// None yet, in a world of this epoch.
     pub fn new(epoch: u16) -> Self {
-        Calls { running: u64::from(epoch) << NUMBER_BITS, last_return: 0 }
+        Calls { running: u64::from(epoch) << (PART_BITS + NUMBER_BITS), last_return: 0 }
     }
 
     /// Enters the next call, whatever it is and whatever becomes of it.
     pub fn enter(&mut self) {
-        self.running += 1;
+        self.running += Self::STEP;
     }
 
     /// The running call has let peers read this rank's memory: they will say so with its value.
@@ -51,11 +55,16 @@ impl Calls {
 
     /// The number of the running call, from 1: the name of its handle, and of the call in errors.
     pub fn number(&self) -> u64 {
-        self.running & (u64::MAX >> (u64::BITS - NUMBER_BITS))
+        self.running >> PART_BITS & (u64::MAX >> (u64::BITS - NUMBER_BITS))
     }
 
     /// Which of two tags, publications and mailboxes the running call takes.
     pub fn parity(&self) -> u64 {
-        self.running & 1
+        Self::parity_of(self.running)
+    }
+
+    /// The parity of the call that a flag was raised in.
+    pub fn parity_of(value: u64) -> u64 {
+        value >> PART_BITS & 1
     }
 }

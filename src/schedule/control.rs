@@ -1,23 +1,26 @@
 //! Where things lie in the control window of one `ExpertParallel`: the same at every rank.
 //!
 //! ```text
-//!   | flags: 3 kinds x R writers, a cache line each | publication 0 | publication 1 | mailbox (source, parity) ... |
+//!   | flags: 5 kinds x R words, a cache line each | publication | messages in (node) | messages out (rank told)
+//!                                                 | headers in (source) | headers out (relay) |
 //!
-//!   publication, mailbox:  | header, 64 bytes | counts: u32 per expert slot | weights: f32 per entry |
+//!   a flag's line   | value: 8 bytes | sleepers: 8 | tag of even calls: 24 | tag of odd calls: 24 |
+//!   publication     | word per bin, and per rank that stages: u32 |
+//!   message         | tag per member of the node | below: u32 per word | total: u32 per word |
+//!   header          | rows, entries, first row: u32, 64 bytes | landed rows per rank served | segment per bin served
+//!                   | row of each entry: u32 | note of each entry |
 //! ```
 //!
-//! ```text
-//!   a flag's line:         | value: 8 bytes | sleepers: 8 | tag of even calls: 24 | tag of odd calls: 24 |   tags: entry only
-//! ```
-//!
-//! A call that is refused ends at its entries, so a fast rank may signal its next entry while a slow one has yet to
-//! read the last tag. With two tags in turn it cannot: by entry n + 2 everybody has signalled n + 1, and so has read n.
-//!
-//! A rank writes its *publication* once per dispatch; ranks that share its memory read it there, the others get it
-//! put into their *mailbox*. Both are doubled by the parity of the call, for the reason of the tags: that is the
-//! licence, and it costs nothing. ([`Calls`](super::Calls) says why it is not the parity of the dispatch.)
+//! A rank writes its *publication* once per dispatch, and its neighbours read it there. A *message* tells a rank of
+//! another node what this node counts; a *header* tells a relay what lies in a block. All are doubled by the parity of the
+//! call: that is their licence, and it costs nothing. A call that is refused ends at its entries, so a fast rank may
+//! signal its next entry while a slow one has yet to read the last tag; and a relay in a thread of its own may tell of the
+//! next call while a rank has yet to read the last message. With two of everything in turn it cannot: by entry n + 2
+//! everybody has entered n + 1, and so has read n. ([`Calls`](super::Calls) says why it is not the parity of the dispatch.)
 
-use super::{At, Flag, Place, SpanCopy, WindowId};
+use super::Flag;
+use crate::plan::Bins;
+use crate::topology::{Paths, Route};
 
 /// Bytes of a cache line: one flag word has it alone.
 pub const LINE: u64 = 64;
@@ -26,27 +29,57 @@ pub const LINE: u64 = 64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Control {
     ranks: u64,
-    slots: u64,
+    /// Words of a publication.
+    words: u64,
+    /// Most members of a node.
+    members: u64,
+    nodes: u64,
+    /// Most ranks that one rank tells, relays for, and has relays.
+    told: u64,
+    sources: u64,
+    relays: u64,
+    /// Most ranks that one relay serves.
+    served: u64,
+    /// Most bins: all there are, so that experts may move to other ranks.
+    served_bins: u64,
+    /// Entries of a block that is handed on; none where rows go straight.
+    block_entries: u64,
     max_entries: u64,
+    note_bytes: u64,
 }
 
-/// Number of words of a publication's header.
-pub const HEADER_WORDS: usize = 8;
-
 impl Control {
-    /// For a group of `ranks`, `slots` expert slots, and at most `max_entries` (token, expert) entries a rank.
-    pub fn new(ranks: u32, slots: u32, max_entries: u64) -> Self {
-        Control { ranks: ranks.into(), slots: slots.into(), max_entries }
+    /// For the group of these paths (of any of its ranks), these bins, and at most `max_entries` entries a rank, with
+    /// `note_bytes` bytes to go with each.
+    pub fn new(paths: &Paths, bins: &Bins, max_entries: u64, note_bytes: u64) -> Self {
+        let nodes = paths.nodes();
+        let most = |of: &dyn Fn(Paths) -> usize| {
+            (0..paths.ranks()).map(|rank| of(paths.of(rank))).max().unwrap_or(0) as u64
+        };
+        Control {
+            ranks: paths.ranks().into(),
+            words: u64::from(bins.count() + paths.staged_ranks()),
+            members: (0..nodes.nodes()).map(|node| nodes.members(node).len()).max().unwrap_or(0) as u64,
+            nodes: if paths.rails() { nodes.nodes().into() } else { 0 },
+            told: most(&|p| p.told().count()),
+            sources: most(&|p| p.sources().count()),
+            relays: most(&|p| p.relays().count()),
+            served: most(&|p| p.served_by(p.me()).len()),
+            served_bins: bins.count().into(),
+            block_entries: if paths.route() == Route::Pxn { max_entries } else { 0 },
+            max_entries,
+            note_bytes,
+        }
     }
 
     /// Size of the window.
     pub fn bytes(&self) -> u64 {
-        self.mailbox(self.ranks as u32, 0)
+        self.header_out(self.relays as u32, 0)
     }
 
-    /// The flag word of this kind that `writer` raises here.
-    pub fn flag(writer: u32, flag: Flag, ranks: u32) -> u64 {
-        (flag as u64 * u64::from(ranks) + u64::from(writer)) * LINE
+    /// The flag word of this kind that speaks of a rank.
+    pub fn flag(of: u32, flag: Flag, ranks: u32) -> u64 {
+        (flag as u64 * u64::from(ranks) + u64::from(of)) * LINE
     }
 
     /// First tag in a flag's line: behind the value and the count of its sleepers.
@@ -54,40 +87,80 @@ impl Control {
     /// Bytes of one [`Tag`](super::Tag); a line holds two, by parity of the call.
     pub const TAG_BYTES: u64 = 24;
 
-    /// The tag that comes with `writer`'s entry signal of a call of this parity.
-    pub fn tag(writer: u32, ranks: u32, parity: u64) -> u64 {
-        Self::flag(writer, Flag::Entry, ranks) + Self::TAGS + (parity & 1) * Self::TAG_BYTES
+    /// The tag that comes with a flag of a call of this parity.
+    pub fn tag(of: u32, flag: Flag, ranks: u32, parity: u64) -> u64 {
+        Self::flag(of, flag, ranks) + Self::TAGS + (parity & 1) * Self::TAG_BYTES
     }
 
     /// This rank's publication in calls of this parity.
     pub fn publication(&self, parity: u64) -> u64 {
-        Flag::COUNT as u64 * self.ranks * LINE + (parity & 1) * self.block()
+        Flag::COUNT as u64 * self.ranks * LINE + (parity & 1) * lines(self.words * 4)
     }
 
-    /// Where the publication of a remote source is put.
-    pub fn mailbox(&self, source: u32, parity: u64) -> u64 {
-        self.publication(0) + (2 * (1 + u64::from(source)) + (parity & 1)) * self.block()
+    /// Where the message of a node is put.
+    pub fn message_in(&self, node: u32, parity: u64) -> u64 {
+        self.publication(0) + 2 * lines(self.words * 4) + self.nth(node, parity, self.message_bytes())
     }
 
-    /// In whose control window, and where, a rank finds the publication of `source`.
-    pub fn published(&self, at: &At, source: u32, parity: u64) -> (u32, u64) {
-        match at.near(source) {
-            true => (source, self.publication(parity)),
-            false => (at.me, self.mailbox(source, parity)),
+    /// Where a rank composes its message to the `place`th rank that it tells ([`Paths::place_of_told`]).
+    pub fn message_out(&self, place: u32, parity: u64) -> u64 {
+        self.message_in(self.nodes as u32, 0) + self.nth(place, parity, self.message_bytes())
+    }
+
+    /// Where the header of a relay's source is put ([`Paths::place_at`]).
+    pub fn header_in(&self, place: u32, parity: u64) -> u64 {
+        self.message_out(self.told as u32, 0) + self.nth(place, parity, self.header_bytes())
+    }
+
+    /// Where a rank composes the header for its `nth` relay.
+    pub fn header_out(&self, nth: u32, parity: u64) -> u64 {
+        self.header_in(self.sources as u32, 0) + self.nth(nth, parity, self.header_bytes())
+    }
+
+    /// Words of a publication: a count per bin, and per rank that stages.
+    pub fn words(&self) -> u32 {
+        self.words as u32
+    }
+
+    /// In a message, behind the tags of the members in order: sums over those that precede who is told.
+    pub fn below(&self) -> u64 {
+        lines(self.members * Self::TAG_BYTES)
+    }
+
+    /// In a message: sums over all members.
+    pub fn total(&self) -> u64 {
+        self.below() + self.words * 4
+    }
+
+    /// Size of a message that counts, and of one that does not.
+    pub fn message_len(&self, counts: bool) -> u64 {
+        if counts { self.total() + self.words * 4 } else { self.below() }
+    }
+
+    /// In a header: landed rows per rank served.
+    pub const LANDED: u64 = LINE;
+
+    /// In a header: the segments of the bins served.
+    pub fn segments(&self) -> u64 {
+        Self::LANDED + self.served * 4
+    }
+
+    /// In a header: the row of each entry.
+    pub fn index(&self) -> u64 {
+        lines(self.segments() + self.served_bins * 12)
+    }
+
+    /// In a header of `entries` entries: what goes with each.
+    pub fn notes(&self, entries: u32) -> u64 {
+        lines(self.index() + u64::from(entries) * 4)
+    }
+
+    /// Size of a header: with `entries` entries, or, where rows are not handed on, with none of their particulars.
+    pub fn header_len(&self, entries: u32) -> u64 {
+        match self.block_entries {
+            0 => self.index(),
+            _ => self.notes(entries) + u64::from(entries) * self.note_bytes,
         }
-    }
-
-    /// From the start of a publication to its counts.
-    pub const COUNTS: u64 = HEADER_WORDS as u64 * 8;
-
-    /// From the start of a publication to its weights.
-    pub fn weights(&self) -> u64 {
-        (Self::COUNTS + self.slots * 4).next_multiple_of(LINE)
-    }
-
-    /// Bytes of header and counts.
-    pub fn head_bytes(&self) -> u64 {
-        Self::COUNTS + self.slots * 4
     }
 
     /// Entries for which there is room.
@@ -95,49 +168,62 @@ impl Control {
         self.max_entries
     }
 
-    /// The two spans that carry a publication to the mailbox of a remote rank: header and counts, and the weights
-    /// of the `entries` entries from `first` on that go there.
-    pub fn to_mailbox(&self, me: u32, parity: u64, first: u32, entries: u32) -> [SpanCopy; 2] {
-        let (publication, mailbox) = (self.publication(parity), self.mailbox(me, parity));
-        let span = |from_offset, to_offset, len| SpanCopy {
-            from: Place::Own(WindowId::CONTROL),
-            from_offset,
-            to: WindowId::CONTROL,
-            to_offset,
-            len,
-        };
-        [
-            span(publication, mailbox, self.head_bytes()),
-            span(
-                publication + self.weights() + u64::from(first) * 4,
-                mailbox + self.weights(),
-                u64::from(entries) * 4,
-            ),
-        ]
+    /// Bytes that go with each entry.
+    pub fn note_bytes(&self) -> u64 {
+        self.note_bytes
     }
 
-    fn block(&self) -> u64 {
-        (self.weights() + self.max_entries * 4).next_multiple_of(LINE)
+    fn message_bytes(&self) -> u64 {
+        lines(self.message_len(true))
     }
+
+    fn header_bytes(&self) -> u64 {
+        lines(self.header_len(self.block_entries as u32))
+    }
+
+    fn nth(&self, n: u32, parity: u64, bytes: u64) -> u64 {
+        (2 * u64::from(n) + (parity & 1)) * bytes
+    }
+}
+
+/// Rounded up to whole cache lines.
+fn lines(bytes: u64) -> u64 {
+    bytes.next_multiple_of(LINE)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::{ExpertMap, Order};
+    use crate::topology::NodeMap;
 
     #[test]
     fn nothing_overlaps() {
-        let control = Control::new(3, 5, 7);
-        let flags = Flag::ALL.map(|flag| Control::flag(2, flag, 3));
-        assert_eq!(flags, [2 * 64, 5 * 64, 8 * 64]);
-        assert_eq!([Control::tag(2, 3, 6), Control::tag(2, 3, 7)], [2 * 64 + 16, 2 * 64 + 40]);
-        assert!(Control::tag(2, 3, 7) + Control::TAG_BYTES <= 3 * 64);
-        let block = control.publication(1) - control.publication(0);
-        assert_eq!(control.publication(0), 9 * 64);
-        assert!(block >= control.weights() + 28);
-        let mut starts = vec![control.publication(0), control.publication(1)];
-        starts.extend((0..3).flat_map(|s| [control.mailbox(s, 0), control.mailbox(s, 1)]));
-        assert!(starts.windows(2).all(|w| w[1] - w[0] == block));
-        assert_eq!(control.bytes(), starts[7] + block);
+        let nodes = NodeMap::from_labels(&[0, 0, 0, 1, 1, 1, 1, 1]);
+        let bins = Bins::experts(&ExpertMap::contiguous(20, 8).unwrap(), Order::Expert, &nodes);
+        for route in Route::ALL {
+            let control = Control::new(&Paths::new(&nodes, route, 0), &bins, 7, 4);
+            let flags = Flag::ALL.map(|flag| Control::flag(2, flag, 8));
+            assert_eq!(flags, [2, 10, 18, 26, 34].map(|line| line * LINE));
+            let tags = [0, 1].map(|parity| Control::tag(2, Flag::Block, 8, parity));
+            assert_eq!(tags, [26 * 64 + 16, 26 * 64 + 40]);
+            let both = |at: &dyn Fn(u64) -> u64| [at(0), at(1)];
+            let (sources, relays) = if route == Route::Pxn { (2, 1) } else { (5, 5) };
+            let mut starts = both(&|p| control.publication(p)).to_vec();
+            starts.extend((0..2).flat_map(|n| both(&|p| control.message_in(n, p))));
+            starts.extend((0..2).flat_map(|n| both(&|p| control.message_out(n, p))));
+            starts.extend((0..sources).flat_map(|n| both(&|p| control.header_in(n, p))));
+            starts.extend((0..relays).flat_map(|n| both(&|p| control.header_out(n, p))));
+            starts.push(control.bytes());
+            let entries = if route == Route::Pxn { 7 } else { 0 };
+            let staged = if route == Route::Pxn { 8 } else { 0 };
+            let mut sizes = vec![(20 + staged) * 4; 2];
+            sizes.extend([control.message_len(true); 8]);
+            sizes.extend(vec![control.header_len(entries); 2 * (sources + relays) as usize]);
+            assert_eq!(starts.len(), sizes.len() + 1);
+            for (at, size) in starts.windows(2).zip(sizes) {
+                assert!(at[0] % LINE == 0 && at[0] + size <= at[1], "{route:?}: {at:?} {size}");
+            }
+        }
     }
 }

@@ -1,8 +1,8 @@
 //! One schedule, several interpreters.
 //!
-//! A dispatch or a combine is a *program*: operations in ordered tracks, grouped in stages. It is built once
-//! (the skeleton, [`DispatchSkeleton`] or [`ReturnSkeleton`]: who signals whom, in which order), filled per call (the [`Operands`]: which bytes), and read
-//! by interpreters that do not know each other:
+//! A dispatch or a combine is a *program*: operations in ordered tracks, grouped in stages. It is built once (the
+//! skeleton: who signals whom, in which order; what a rank does itself by [`Caller`], what it does for others by
+//! [`Relay`]), filled per call (the [`Operands`]: which bytes), and read by interpreters that do not know each other:
 //!
 //! ```text
 //!                    skeleton (built once)  +  operands (per call)
@@ -21,23 +21,23 @@
 //!
 //! The operation set stays this small. A new feature is a new plan, not a new operation.
 
+mod caller;
 mod calls;
 mod control;
-mod direct;
 mod fill;
 mod op;
 mod operands;
+mod relay;
 
 pub mod check;
 pub mod mutate;
 pub mod prove;
 pub mod story;
 
+pub use caller::{Caller, DispatchSkeleton, ReturnSkeleton};
 pub use calls::Calls;
-pub use control::{Control, HEADER_WORDS, LINE};
-pub use direct::{Direct, Route};
-pub use fill::{At, Parts, Tables};
-pub use op::{DispatchSkeleton, Flag, Item, Level, Op, ReturnSkeleton, Slot, Stage};
-pub use operands::{
-    Operand, Operands, Place, Refusal, SpanCopy, Sum, Tag, WindowId, chunk_bytes, chunk_weights_offset,
-};
+pub use control::{Control, LINE};
+pub use fill::{CallerTables, Parts, RelayTables, Setting};
+pub use op::{Flag, Item, Level, Op, Slot, Stage};
+pub use operands::{Index, Operand, Operands, Place, Refusal, SpanCopy, Sum, Tag, Target, WindowId};
+pub use relay::{Relay, RelaySkeleton};

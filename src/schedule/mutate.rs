@@ -1,9 +1,9 @@
 //! Plants one bug in a story: what `prove` is worth is how many of them it finds.
 //!
-//! A mutation is a bug of the *skeleton*: the same operation of one rank is changed in every call of that kind.
+//! A mutation is a bug of the *skeleton*: the same operation of one actor is changed in every call of that kind.
 
 use super::story::{Part, Scene, Step, Story};
-use super::{Item, Op};
+use super::{Calls, Item, Level, Op};
 use crate::error::CallKind;
 
 /// What is done to an operation.
@@ -17,9 +17,9 @@ pub enum Change {
     First,
     /// A wait goes to the very end of the call, behind what it guards.
     Late,
-    /// The value of its flag is one more.
+    /// The value of its flag is one call more; of a part, one part more.
     Raise,
-    /// The value of its flag is one less.
+    /// The value of its flag is one call less; of a part, one part less.
     Lower,
     /// A signal goes to the next track.
     Retrack,
@@ -30,13 +30,17 @@ pub enum Change {
 /// One planted bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mutation {
-    /// Whose skeleton.
+    /// Whose skeleton: a rank's.
     pub rank: u32,
+    /// The actor that follows it.
+    pub actor: u32,
     /// Of which calls.
     pub kind: CallKind,
     /// The stage.
     pub stage: &'static str,
-    /// Position in the stage.
+    /// The scene in such calls.
+    pub scene: usize,
+    /// Position in the scene.
     pub index: usize,
     /// The operation there, and its track.
     pub item: Item,
@@ -49,9 +53,9 @@ pub struct Mutation {
 /// All single mutations of all skeletons that occur in a story.
 pub fn mutations(story: &Story) -> Vec<Mutation> {
     let mut all: Vec<Mutation> = Vec::new();
-    for rank in 0..story.ranks {
+    for actor in 0..story.actors {
         let mut longest: Vec<&Part> = Vec::new();
-        for part in story.parts_of(rank) {
+        for part in story.parts_of(actor) {
             match longest.iter_mut().find(|known| known.kind == part.kind) {
                 Some(known) if known.scenes.len() < part.scenes.len() => *known = part,
                 Some(_) => {}
@@ -59,23 +63,24 @@ pub fn mutations(story: &Story) -> Vec<Mutation> {
             }
         }
         for part in longest {
-            for scene in &part.scenes {
-                for index in 0..scene.steps.len() {
-                    at(part, scene, index, &mut all);
-                }
+            for (scene, steps) in part.scenes.iter().map(|scene| scene.steps.len()).enumerate() {
+                (0..steps).for_each(|index| at((actor, part), scene, index, &mut all));
             }
         }
     }
     all
 }
 
-fn at(part: &Part, scene: &Scene, index: usize, all: &mut Vec<Mutation>) {
+fn at((actor, part): (u32, &Part), nth: usize, index: usize, all: &mut Vec<Mutation>) {
+    let scene = &part.scenes[nth];
     let Step { track, op, .. } = scene.steps[index];
     let mut add = |change, other| {
         all.push(Mutation {
             rank: part.rank,
+            actor,
             kind: part.kind,
             stage: scene.name,
+            scene: nth,
             index,
             item: Item { track, op },
             other,
@@ -110,11 +115,27 @@ fn next_of_track(scene: &Scene, index: usize) -> Option<usize> {
     (index + 1..scene.steps.len()).find(|&next| scene.steps[next].track == track)
 }
 
+/// The difference to the next value: the next part's, or the next call's.
+fn one(op: Op) -> u64 {
+    match op {
+        Op::Signal { level: Level::Part(_), .. } | Op::Wait { level: Level::Part(_), .. } => 1,
+        _ => Calls::STEP,
+    }
+}
+
 impl Mutation {
+    /// Whether the operation moves anything in any call of a story.
+    pub fn moves(&self, story: &Story) -> bool {
+        let parts = story.parts_of(self.actor).filter(|part| part.kind == self.kind);
+        let scenes = parts.filter_map(|part| part.scenes.get(self.scene));
+        let mut scenes = scenes.filter(|scene| scene.name == self.stage);
+        scenes.any(|scene| !scene.effects(&scene.steps[self.index]).is_empty())
+    }
+
     /// The story with this bug in it.
     pub fn plant(&self, story: &Story) -> Story {
         let mut story = story.clone();
-        for part in story.calls.iter_mut().map(|call| &mut call[self.rank as usize]) {
+        for part in story.calls.iter_mut().map(|call| &mut call[self.actor as usize]) {
             if part.kind == self.kind {
                 self.change(&mut part.scenes);
             }
@@ -123,8 +144,8 @@ impl Mutation {
     }
 
     fn change(&self, scenes: &mut [Scene]) {
-        let Some(at) = scenes.iter().position(|scene| scene.name == self.stage) else { return };
-        let scene = &mut scenes[at];
+        // Of a call that ends early, the scenes are the first of a whole one.
+        let Some(scene) = scenes.get_mut(self.scene).filter(|scene| scene.name == self.stage) else { return };
         let index = self.index;
         match self.change {
             Change::Drop => {
@@ -145,8 +166,11 @@ impl Mutation {
                     end.steps.push(step);
                 }
             }
-            Change::Raise => scene.steps[index].value += 1,
-            Change::Lower => scene.steps[index].value = scene.steps[index].value.saturating_sub(1),
+            Change::Raise => scene.steps[index].value += one(self.item.op),
+            Change::Lower => {
+                let value = &mut scene.steps[index].value;
+                *value = value.saturating_sub(one(self.item.op));
+            }
             Change::Retrack => {
                 let tracks = scene.steps.iter().map(|step| step.track + 1).max().unwrap_or(1).max(2);
                 scene.steps[index].track = (scene.steps[index].track + 1) % tracks;

@@ -1,24 +1,32 @@
-//! Operations, stages, skeletons.
+//! Operations and the stages they are grouped in.
 
 /// Which of its flag words at a peer a rank writes.
 ///
-/// Every pair of ranks has one word of each kind in each direction: one writer, one cache line, values that only
-/// grow. All three carry the number of the call (with the world's epoch in the high bits).
+/// At every rank there is one word of each kind for every rank of the group: a cache line each, one writer, values that
+/// only grow. A word is named by the rank it speaks *of*, which is its writer in all kinds but one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Flag {
-    /// "I am in this call, this is what I call, and this is where you may write": carries a [`Tag`](super::Tag).
+    /// "I am in this call, this is what I call, and this is where you may write": carries a [`Tag`](super::Tag). From a
+    /// rank of another node: "my node is in this call, and here is what it counts". From a rank's relay to the rank
+    /// itself: "I have heard everybody".
     Entry = 0,
-    /// "What I had to write to you has landed."
+    /// "The rows of this source have landed at you." Written by the source on its own node, and by whoever relays the
+    /// source elsewhere.
     Landed = 1,
     /// "I have read what you offered: its memory is yours again."
     Read = 2,
+    /// "This part of my block has landed at you, who relay it": part 0 is the header or, where nothing is sent, the
+    /// offer; carries a [`Tag`](super::Tag). From a rank to its own relay: "begin".
+    Block = 3,
+    /// "What I bring home to you has landed." From a rank's relay to the rank itself: "I am done."
+    Home = 4,
 }
 
 impl Flag {
     /// Number of kinds.
-    pub const COUNT: usize = 3;
+    pub const COUNT: usize = 5;
     /// All kinds, in the order of their words.
-    pub const ALL: [Flag; Flag::COUNT] = [Flag::Entry, Flag::Landed, Flag::Read];
+    pub const ALL: [Flag; Flag::COUNT] = [Flag::Entry, Flag::Landed, Flag::Read, Flag::Block, Flag::Home];
 
     /// Name for errors and timelines.
     pub const fn name(self) -> &'static str {
@@ -26,6 +34,8 @@ impl Flag {
             Flag::Entry => "entry",
             Flag::Landed => "landed",
             Flag::Read => "read",
+            Flag::Block => "block",
+            Flag::Home => "home",
         }
     }
 }
@@ -35,6 +45,8 @@ impl Flag {
 pub enum Level {
     /// The running call.
     Call,
+    /// A part of the running call: a chunk of a block, from 1 on.
+    Part(u8),
     /// The last call that let peers read this rank's memory (0 before the first): the licence to reuse it.
     LastReturn,
 }
@@ -46,14 +58,14 @@ pub struct Slot(pub u32);
 /// One operation of a track. Peers are positions in the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Op {
-    /// Copies spans from here to a peer's windows. An empty operand moves nothing.
+    /// Copies spans from here, or from memory of this node, to a peer's windows. An empty operand moves nothing.
     Put {
         /// The peer (or this rank itself).
         to: u32,
         /// Which spans.
         slot: Slot,
     },
-    /// Copies rows by index from the call's input to runs in a peer's window: a gather on the way.
+    /// Copies rows by index to runs in a peer's window: a gather on the way.
     PutRows {
         /// The peer (or this rank itself).
         to: u32,
@@ -62,23 +74,25 @@ pub enum Op {
     },
     /// Raises a flag word at a peer, after all earlier puts and reads of this track.
     Signal {
-        /// The peer.
+        /// The peer (or this rank itself: between a rank and its own relay).
         to: u32,
-        /// Which of this rank's words there.
+        /// Of whom it speaks.
+        of: u32,
+        /// Which kind of word.
         flag: Flag,
         /// To which generation.
         level: Level,
     },
     /// Waits until a local flag word has at least the given generation.
     Wait {
-        /// The word's writer.
+        /// Of whom the word speaks.
         from: u32,
-        /// Which of its words.
+        /// Which kind of word.
         flag: Flag,
         /// Which generation.
         level: Level,
     },
-    /// Sums rows of readable windows, by index and in a fixed order, into the call's output.
+    /// Sums rows of readable windows, by index and in a fixed order.
     Reduce {
         /// Which rows.
         slot: Slot,
@@ -119,44 +133,5 @@ impl Stage {
     fn first_wait(&self) -> usize {
         let first = self.items.iter().position(|item| matches!(item.op, Op::Wait { .. }));
         first.unwrap_or(self.items.len())
-    }
-}
-
-/// What one rank does in a dispatch, with counts or along a known layout: the part that does not change from call to
-/// call.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DispatchSkeleton {
-    /// Peers have read what this rank offered last.
-    pub licence: Stage,
-    /// Everybody says what it calls, and where it can receive.
-    pub entry: Stage,
-    /// Rows move.
-    pub rows: Stage,
-}
-
-impl DispatchSkeleton {
-    /// The stages, in order.
-    pub fn stages(&self) -> Vec<&Stage> {
-        vec![&self.licence, &self.entry, &self.rows]
-    }
-}
-
-/// What one rank does in a return.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ReturnSkeleton {
-    /// Peers have read what this rank offered last.
-    pub licence: Stage,
-    /// Everybody says what it calls, and where its chunk lies or may be put.
-    pub entry: Stage,
-    /// Chunks move to other nodes.
-    pub home: Stage,
-    /// Chunks are read.
-    pub sum: Stage,
-}
-
-impl ReturnSkeleton {
-    /// The stages, in order.
-    pub fn stages(&self) -> Vec<&Stage> {
-        vec![&self.licence, &self.entry, &self.home, &self.sum]
     }
 }

@@ -6,11 +6,13 @@
 //! ```text
 //!   table[slot] --> Spans { first, count }            --> spans[first..]   window/offset -> window/offset
 //!               --> Rows  { first, count, base, .. }  --> runs[first..]    rows[run.first..] -> base + run.to_row
-//!               --> Sum                               --> terms per output row: (owner, row) in a fixed order
+//!               --> SumRows, FetchWeights             --> terms per output row: (owner, row) in a fixed order
 //! ```
 
+use super::{Flag, Level};
+use crate::dtype::Wire;
 use crate::error::CallKind;
-use crate::plan::{RowRun, Term};
+use crate::plan::{Chunk, RowRun, Term};
 
 /// Number of a window in the table of its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -28,8 +30,24 @@ impl WindowId {
 pub enum Place {
     /// The call's input tensor.
     Input,
-    /// One of this rank's own windows.
-    Own(WindowId),
+    /// What goes with each of this rank's entries.
+    Notes,
+    /// A window of this rank or of one of its node.
+    Window {
+        /// Whose.
+        owner: u32,
+        /// Which.
+        window: WindowId,
+    },
+}
+
+/// Which rows of its source a run takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Index {
+    /// Those that [`Operands::rows`] lists from `run.first` on.
+    Listed,
+    /// Those from row `run.first` on.
+    Straight,
 }
 
 /// One span of a put: `len` bytes from (`from`, `from_offset`) here to (`to`, `to_offset`) at the peer.
@@ -47,6 +65,20 @@ pub struct SpanCopy {
     pub len: u64,
 }
 
+/// Where sums go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Target {
+    /// The call's output tensor, in the type of the rows.
+    Output,
+    /// One of this rank's own windows, as partials in the type of the wire.
+    Partials {
+        /// The window.
+        window: WindowId,
+        /// First byte in it.
+        offset: u64,
+    },
+}
+
 /// One entry of the operand table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Operand {
@@ -60,66 +92,69 @@ pub enum Operand {
         /// Number of spans.
         count: u32,
     },
-    /// `runs[first..first + count]` of input rows, to the window at `base`.
+    /// `runs[first..first + count]` of rows, to the window at `base`.
     Rows {
         /// First run.
         first: u32,
         /// Number of runs.
         count: u32,
+        /// Where the rows come from.
+        from: Place,
+        /// Where row 0 lies there, in bytes.
+        from_offset: u64,
+        /// Which rows a run takes.
+        index: Index,
         /// Window at the peer.
         to: WindowId,
         /// Where row 0 lies in that window, in bytes.
         base: u64,
+        /// Bytes of one row.
+        row_bytes: u64,
     },
-    /// Sums the rows of [`Operands::sum`] into the call's output.
-    SumRows,
+    /// Sums outputs `first..first + count` of [`Operands::sum`].
+    SumRows {
+        /// First output row.
+        first: u32,
+        /// Number of output rows.
+        count: u32,
+        /// Where they go, one after another.
+        to: Target,
+    },
     /// Fetches one `f32` per term from behind the chunks of [`Operands::sum`] into the call's weights.
     FetchWeights,
 }
 
 /// What a `Reduce` reads.
 ///
-/// Each owner offers one *chunk*: rows of `row_bytes`, behind them one `f32` per row. The chunk lies in the pool
-/// window of `held_by[owner]`: the owner's own pool where it can be read by loads, this rank's otherwise (the
-/// owner put it there).
+/// Each owner offers one [`Chunk`]. It lies in the pool window of `held_by[owner]`: the owner's own pool where it can be
+/// read by loads, this rank's otherwise (it was brought there).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sum<'a> {
     /// Summands of all output rows, output row after output row, each in summation order.
     pub terms: &'a [Term],
     /// `starts[t]..starts[t + 1]` are the terms of output row `t`: rows + 1 entries.
     pub starts: &'a [u32],
-    /// For each term, its place in the caller's `[tokens, top_k]` arrays.
+    /// For each term, the place of its weight.
     pub choices: &'a [u32],
-    /// Where `order = rank`: lengths of groups of consecutive terms that are summed first, all output rows after one
-    /// another; empty otherwise.
+    /// Lengths of groups of consecutive terms that are summed first, all output rows after one another, or
+    /// [`PARTIAL`](crate::dtype::PARTIAL); empty for plain sums.
     pub groups: &'a [u32],
     /// `group_starts[t]..group_starts[t + 1]` are the groups of output row `t`; empty with `groups`.
     pub group_starts: &'a [u32],
+    /// Type to which the sums of groups are rounded, and in which partials travel.
+    pub wire: Wire,
     /// Per owner: whose pool holds its chunk.
     pub held_by: &'a [u32],
     /// Per owner: first byte of its chunk in that pool.
     pub bases: &'a [u64],
-    /// Per owner: rows in its chunk.
-    pub chunk_rows: &'a [u32],
-    /// Routing weights `[tokens, top_k]` that the rows are multiplied with; empty for a plain sum.
+    /// Per owner: its chunk.
+    pub chunks: &'a [Chunk],
+    /// Weights that the rows are multiplied with; empty for a plain sum.
     pub weights: &'a [f32],
-}
-
-impl Sum<'_> {
-    /// Where the weights of an owner's chunk begin: behind its rows, on a cache line of their own.
-    pub fn weights_base(&self, owner: usize, row_bytes: u64) -> u64 {
-        self.bases[owner] + chunk_weights_offset(self.chunk_rows[owner], row_bytes)
-    }
-}
-
-/// Offset of the `f32` per row behind the `rows` rows of a chunk.
-pub fn chunk_weights_offset(rows: u32, row_bytes: u64) -> u64 {
-    (u64::from(rows) * row_bytes).next_multiple_of(64)
-}
-
-/// Size of a chunk of `rows` rows with one `f32` per row behind them.
-pub fn chunk_bytes(rows: u32, row_bytes: u64) -> u64 {
-    (chunk_weights_offset(rows, row_bytes) + u64::from(rows) * 4).next_multiple_of(64)
+    /// What a fetch reads: one `f32` of each of these, behind the rows of its owner's chunk.
+    pub fetched: &'a [Term],
+    /// For each of those, its place in the caller's `[tokens, top_k]` array.
+    pub places: &'a [u32],
 }
 
 /// What an entry signal says: which call this is, and where the receiver may write or read.
@@ -134,11 +169,11 @@ pub struct Tag {
     pub refusal: Refusal,
     /// Digest of the options of this call.
     pub options: u32,
-    /// Number of the dispatch whose layout is used; the call's own number for a dispatch. With [`Refusal::Space`]: the
-    /// bytes asked for.
+    /// Number of the dispatch whose layout is used; for a dispatch with counts, the bytes that may be written from `base`
+    /// on. With [`Refusal::Space`]: the bytes asked for.
     pub handle: u64,
-    /// First byte in the sender's pool window: a licence to write there (cached dispatch, chunks that are put home)
-    /// or the chunk to read (shared memory). With [`Refusal::Space`]: the bytes that were free.
+    /// First byte in the sender's pool window: a licence to write there (dispatches, rows that are put home) or the
+    /// chunk to read (shared memory). With [`Refusal::Space`]: the bytes that were free.
     pub base: u64,
 }
 
@@ -201,15 +236,15 @@ pub struct Operands<'a> {
     pub spans: &'a [SpanCopy],
     /// Runs of all `PutRows`.
     pub runs: &'a [RowRun],
-    /// Input rows by index.
+    /// Source rows by index.
     pub rows: &'a [u32],
-    /// Bytes of one row.
+    /// Bytes of one row of the call's tensors.
     pub row_bytes: u64,
     /// What a `Reduce` reads.
     pub sum: Sum<'a>,
-    /// What the entry signal says to each peer; empty where entries say nothing.
+    /// What entry signals and offers say to each peer; empty where they say nothing.
     pub tags: &'a [Tag],
-    /// Value of [`Level::Call`](super::Level::Call): epoch in the high 16 bits, call number below.
+    /// Value of [`Level::Call`](super::Level::Call): see [`Calls`](super::Calls).
     pub call: u64,
     /// Value of [`Level::LastReturn`](super::Level::LastReturn), of the same form.
     pub last_return: u64,
@@ -217,10 +252,17 @@ pub struct Operands<'a> {
 
 impl Operands<'_> {
     /// The value of a level in this call.
-    pub fn value(&self, level: super::Level) -> u64 {
+    pub fn value(&self, level: Level) -> u64 {
         match level {
-            super::Level::Call => self.call,
-            super::Level::LastReturn => self.last_return,
+            Level::Call => self.call,
+            Level::Part(part) => self.call + u64::from(part),
+            Level::LastReturn => self.last_return,
         }
+    }
+
+    /// The tag that comes with a signal: with those that begin something.
+    pub fn tag(&self, to: u32, flag: Flag, level: Level) -> Option<&Tag> {
+        let begins = level == Level::Call && matches!(flag, Flag::Entry | Flag::Block);
+        begins.then(|| self.tags.get(to as usize)).flatten()
     }
 }

@@ -10,7 +10,7 @@ use crate::bootstrap::exchange_fds;
 use crate::error::{BootstrapError, Error, LaneError, MemoryError, PlanError};
 use crate::lane::{self, Lanes, Link, Part, Reach};
 use crate::memory::{Mapped, Segment, SymmetricExtent};
-use crate::topology::NodeMap;
+use crate::topology::{NodeMap, Paths, Route};
 
 /// Ordered ranks of a world. Positions in this order are the ranks of everything that is built on the group.
 #[derive(Debug)]
@@ -20,7 +20,8 @@ pub struct Group {
     me: u32,
     name: String,
     steps: AtomicU64,
-    lanes: OnceLock<Arc<Lanes>>,
+    /// By route: who has a wire depends on it.
+    lanes: [OnceLock<Arc<Lanes>>; Route::ALL.len()],
 }
 
 impl Group {
@@ -45,7 +46,7 @@ impl Group {
         };
         let listed = ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
         let name = format!("group/{listed}/{}", shared.count_group(ranks));
-        let (steps, lanes) = (AtomicU64::new(0), OnceLock::new());
+        let (steps, lanes) = (AtomicU64::new(0), Default::default());
         Ok(Group { shared, ranks: ranks.to_vec(), me: me as u32, name, steps, lanes })
     }
 
@@ -97,48 +98,54 @@ impl Group {
         Window::registered(self, memory)
     }
 
-    /// The lanes to all members. Collective the first time: wires to other nodes are laid then.
-    pub(crate) fn lanes(&self) -> Result<Arc<Lanes>, Error> {
-        if let Some(lanes) = self.lanes.get() {
+    /// The lanes to all members. Collective the first time for each route: what wires are missing are laid then.
+    pub(crate) fn lanes(&self, route: Route) -> Result<Arc<Lanes>, Error> {
+        let cell = &self.lanes[route as usize];
+        if let Some(lanes) = cell.get() {
             return Ok(Arc::clone(lanes));
         }
         let nodes = self.nodes();
-        self.lay_wires(&nodes)?;
-        let reach = self.ranks.iter().zip(0..).map(|(&rank, position)| self.reach(rank, position, &nodes));
+        let paths = Paths::new(&nodes, route, self.me);
+        self.lay_wires(&paths)?;
+        let reach = self.ranks.iter().zip(0..).map(|(&rank, position)| self.reach(rank, position, &paths));
         let lanes = Lanes {
             rank: self.me,
             world_ranks: self.ranks.clone(),
             reach: reach.collect::<Result<_, _>>()?,
-            nodes,
+            route,
+            nodes: nodes.clone(),
             rows: self.shared.rows,
             health: Arc::clone(self.shared.hub.health()),
             deadline: self.shared.options.clocks.deadline,
             crowded: self.shared.crowded(),
         };
-        Ok(Arc::clone(self.lanes.get_or_init(|| Arc::new(lanes))))
+        Ok(Arc::clone(cell.get_or_init(|| Arc::new(lanes))))
     }
 
-    fn reach(&self, rank: u32, position: u32, nodes: &NodeMap) -> Result<Reach, Error> {
+    fn reach(&self, rank: u32, position: u32, paths: &Paths) -> Result<Reach, Error> {
         if position == self.me {
             return Ok(Reach::Own);
         }
-        if nodes.same_node(self.me, position) {
+        if paths.near(position) {
             return Ok(Reach::Load);
+        }
+        if !paths.wired(position) {
+            return Ok(Reach::Relayed);
         }
         let link = self.shared.card.as_ref().and_then(|card| card.link_to(rank));
         let missing = LaneError::NoLane { rank: self.me, peer: position, missing: "a wire" };
         Ok(Reach::Rail(link.ok_or(missing)?))
     }
 
-    /// Gives every pair of members on different nodes, that has none yet, a segment of its own. The lower rank of the
-    /// world makes it.
-    fn lay_wires(&self, nodes: &NodeMap) -> Result<(), Error> {
+    /// Gives every pair of members that the route wires, and that has no wire yet, a segment of its own. The lower rank of
+    /// the world makes it.
+    fn lay_wires(&self, paths: &Paths) -> Result<(), Error> {
         let Some(card) = &self.shared.card else { return Ok(()) };
         let own = self.shared.hub.rank();
         let mut made: Vec<Option<Segment>> = Vec::new();
         let mut wanted = Vec::new();
         for (&rank, position) in self.ranks.iter().zip(0..) {
-            let far = !nodes.same_node(self.me, position);
+            let far = paths.wired(position);
             if far && !self.shared.same_machine(rank) {
                 return Err(BootstrapError::Unreachable { me: own, rank }.into());
             }

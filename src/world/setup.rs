@@ -143,7 +143,7 @@ impl World {
         let heap = Self::map_heaps(hub.as_ref(), &options, &nodes)?;
         let card = match nodes.nodes() {
             1 => None,
-            _ => Some(Card::start(rank, Arc::clone(hub.health()))?),
+            _ => Some(Card::start(rank, Arc::clone(hub.health()), crowded(&machines, rank))?),
         };
         if let Some(card) = &card {
             card.regions().add(Region { mapped: Arc::clone(heap.mapped()), member: rank });
@@ -306,8 +306,7 @@ impl Shared {
 
     /// Whether this machine has fewer cores for this process than ranks.
     pub(crate) fn crowded(&self) -> bool {
-        let here = (0..self.hub.size()).filter(|&rank| self.same_machine(rank)).count();
-        std::thread::available_parallelism().is_ok_and(|cores| cores.get() < here)
+        crowded(&self.machines, self.hub.rank())
     }
 
     /// How many groups of these ranks were made before this one.
@@ -317,6 +316,12 @@ impl Shared {
         *count += 1;
         *count - 1
     }
+}
+
+/// Whether the machine of a rank has fewer cores for this process than ranks.
+fn crowded(machines: &[Location], rank: u32) -> bool {
+    let here = machines.iter().filter(|place| place.same_machine(&machines[rank as usize])).count();
+    std::thread::available_parallelism().is_ok_and(|cores| cores.get() < here)
 }
 
 #[cfg(test)]

@@ -16,6 +16,7 @@ use crate::lane::{self, Io, Lanes, Part, Port, Region};
 use crate::memory::{Mapped, Segment};
 use crate::rows::Stores;
 use crate::schedule::{Control, Flag, Item, Level, Op, Operand, Operands, Place, Slot, SpanCopy, WindowId};
+use crate::topology::Route;
 
 /// A window's bytes, and its flags, in the port's table.
 const DATA: WindowId = WindowId(0);
@@ -83,14 +84,14 @@ impl Drop for Data {
 
 impl Window {
     pub(super) fn symmetric(group: &Group, len: u64) -> Result<Self, Error> {
-        let lanes = group.lanes()?;
+        let lanes = group.lanes(Route::Direct)?;
         let range = group.take_symmetric(len)?;
         let window = range.window();
         Self::new(group, lanes, window, len, Data::Symmetric { _range: range })
     }
 
     pub(super) fn registered(group: &Group, memory: OwnedFd) -> Result<Self, Error> {
-        let lanes = group.lanes()?;
+        let lanes = group.lanes(Route::Direct)?;
         let own = Self::adopt(group, memory)?;
         let len = own.len();
         let mapped = Arc::new(Self::map_neighbours(group, &lanes, own)?);
@@ -210,7 +211,7 @@ impl Window {
             }
             *last = value;
         }
-        Ok(Op::Signal { to: peer, flag: Flag::Landed, level: Level::Call })
+        Ok(Op::Signal { to: peer, of: self.lanes.rank, flag: Flag::Landed, level: Level::Call })
     }
 
     /// Waits until the word that `peer` raises here is at least `value`. All that `peer` put here before that signal is
@@ -238,7 +239,8 @@ impl Window {
         self.barriers += 1;
         let value = self.barriers;
         for peer in self.peers() {
-            self.run(&[Op::Signal { to: peer, flag: Flag::Entry, level: Level::Call }], peer, 0, &[], value)?;
+            let entry = Op::Signal { to: peer, of: self.lanes.rank, flag: Flag::Entry, level: Level::Call };
+            self.run(&[entry], peer, 0, &[], value)?;
         }
         for peer in self.peers() {
             self.run(&[Op::Wait { from: peer, flag: Flag::Entry, level: Level::Call }], peer, 0, &[], value)?;

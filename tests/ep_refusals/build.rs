@@ -3,9 +3,11 @@
 use sidelane::ep::ExpertParallelBuilder;
 use sidelane::error::{CallError, Error, MemoryError, PlanError};
 use sidelane::plan::{ExpertMap, Order};
+use sidelane::topology::Route;
 use sidelane::{Dtype, ExpertParallel, Group};
 
-use super::{BAD, EXPERTS, HIDDEN, NODES, Rank, everywhere, options, settings};
+use super::space::wide;
+use super::{BAD, EXPERTS, HIDDEN, NODES, Rank, SYMMETRIC, everywhere, options};
 use crate::support::on_ranks;
 
 /// What the bad rank asks for instead, and what the others say differs.
@@ -29,7 +31,7 @@ const QUIRKS: [Quirk; 9] = [
 ];
 
 fn build(rank: &Rank, quirk: fn(ExpertParallelBuilder<'_>) -> ExpertParallelBuilder<'_>) -> Error {
-    let builder = settings(&rank.group);
+    let builder = rank.settings();
     let builder = if rank.is_bad() { quirk(builder) } else { builder };
     builder.build().expect_err("ranks disagree")
 }
@@ -38,7 +40,11 @@ fn build(rank: &Rank, quirk: fn(ExpertParallelBuilder<'_>) -> ExpertParallelBuil
 fn every_rank_hears_what_differs_and_where() {
     everywhere(1 << 20, |rank| {
         let me = rank.world.rank();
-        for (quirk, setting) in QUIRKS {
+        let other: Quirk = match rank.route {
+            Route::Direct => (|b| b.route(Route::Pxn), "route"),
+            Route::Pxn => (|b| b.route(Route::Direct), "route"),
+        };
+        for (quirk, setting) in QUIRKS.into_iter().chain([other]) {
             let Error::Call(CallError::ConfigsDiffer { what, rank: here, peer, mine, theirs }) =
                 build(rank, quirk)
             else {
@@ -79,23 +85,23 @@ fn a_rank_with_unusable_settings_says_which_and_the_others_hear_of_it() {
     });
 }
 
-/// Takes so much of the bad rank's symmetric heap that 64 KiB are no longer free there.
+/// Takes so much of the bad rank's symmetric heap that half of it is no longer free there.
 fn crowd(rank: &Rank) -> Option<sidelane::Window> {
-    rank.is_bad().then(|| rank.world.group(&[BAD]).unwrap().window(80 << 10).unwrap())
+    rank.is_bad().then(|| rank.world.group(&[BAD]).unwrap().window(SYMMETRIC / 8 * 5).unwrap())
 }
 
 #[test]
 fn a_control_window_that_does_not_fit_is_told_alike_everywhere() {
     everywhere(1 << 20, |rank| {
         let crowded = crowd(rank);
-        let error = settings(&rank.group).max_tokens(512).build().expect_err("no room");
+        let error = wide(rank).build().expect_err("no room");
         let told = rank.group.gather(error.to_string().as_bytes()).unwrap();
         assert!(told.iter().all(|other| *other == told[0]), "all ranks are told the same");
         let Error::Memory(MemoryError::OutOfSpace { rank: BAD, asked, free, total, space, setting }) = error
         else {
             panic!("{error:?}");
         };
-        assert!(asked > free && free < total && total == 128 << 10);
+        assert!(asked > free && free < total && total == SYMMETRIC);
         assert_eq!((space, setting), ("symmetric heap", "SIDELANE_SYMMETRIC"));
         drop(crowded);
         rank.works();
@@ -106,11 +112,11 @@ fn a_control_window_that_does_not_fit_is_told_alike_everywhere() {
 fn a_window_that_does_not_fit_or_differs_is_told_alike_everywhere() {
     everywhere(1 << 20, |rank| {
         let crowded = crowd(rank);
-        let error = rank.group.window(64 << 10).unwrap_err();
-        assert!(
-            matches!(error, Error::Memory(MemoryError::OutOfSpace { rank: BAD, asked: 65536, .. })),
-            "{error:?}"
-        );
+        let error = rank.group.window(SYMMETRIC / 2).unwrap_err();
+        let Error::Memory(MemoryError::OutOfSpace { rank: BAD, asked, .. }) = error else {
+            panic!("{error:?}");
+        };
+        assert_eq!(asked, SYMMETRIC / 2);
         drop(crowded);
         let sizes = if rank.is_bad() { [128, 64] } else { [64, 128] };
         let error = rank.group.window(sizes[0]).unwrap_err();

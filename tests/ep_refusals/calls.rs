@@ -3,7 +3,7 @@
 use half::bf16;
 use sidelane::error::{CallError, CallKind, Cause, Error, PlanError};
 
-use super::{BAD, HIDDEN, Rank, TOP_K, everywhere, repeated, settings, told};
+use super::{BAD, HIDDEN, Rank, TOP_K, combine, dispatch, everywhere, repeated, told};
 
 /// A buffer of outputs whose contents can be told from any other.
 fn fill(handle: &sidelane::ep::Handle) -> (sidelane::ep::ExpertOutput, Vec<bf16>) {
@@ -24,16 +24,18 @@ fn nothing_is_lost(handle: &sidelane::ep::Handle, copy: &[bf16], address: *const
 #[test]
 fn one_rank_in_combine_while_the_others_dispatch() {
     everywhere(1 << 20, |rank| {
-        for _ in 0..2 {
+        for in_halves in [false, true] {
             let mine = rank.mine();
             let (rows, handle) = rank.dispatch();
             let (mut y, copy) = fill(&handle);
             let address = y.rows_mut::<bf16>().unwrap().as_ptr();
+            let mut out = mine.x.clone();
             rank.arm();
             let error = match rank.is_bad() {
-                true => rank.ep.combine::<bf16>(y, &handle).unwrap_err(),
-                false => rank.ep.dispatch(&mine.x, &super::routing(&mine)).unwrap_err(),
+                true => combine(&mut rank.ep, y, &handle, &mut out, in_halves).unwrap_err(),
+                false => dispatch(&mut rank.ep, &mine.x, &super::routing(&mine), in_halves).unwrap_err(),
             };
+            assert_eq!(out, mine.x, "a refused call writes nothing");
             let Error::Call(CallError::KindsDiffer { rank: here, peer, mine, theirs, .. }) = error else {
                 panic!("{error:?}");
             };
@@ -78,7 +80,7 @@ fn cached_dispatch_along_different_handles() {
 #[test]
 fn a_handle_of_another_layer() {
     everywhere(1 << 20, |rank| {
-        let mut other = settings(&rank.group).build().unwrap();
+        let mut other = rank.settings().build().unwrap();
         let mine = rank.mine();
         let (_, handle) = rank.dispatch();
         let (_, foreign) = other.dispatch(&mine.x, &super::routing(&mine)).unwrap();
@@ -89,7 +91,10 @@ fn a_handle_of_another_layer() {
         rank.arm();
         let cached = rank.ep.dispatch_cached(&mine.x, used).unwrap_err();
         let combined = rank.ep.combine::<bf16>(y, used).unwrap_err();
-        for error in [cached, combined] {
+        let (y, mut out) = (used.output().unwrap(), mine.x.clone());
+        let halved = combine(&mut rank.ep, y, used, &mut out, true).unwrap_err();
+        assert_eq!(out, mine.x, "a refused call writes nothing");
+        for error in [cached, combined, halved] {
             let refused = matches!(error, Error::Call(CallError::PeerRefused { peer: BAD, .. }));
             assert!(if rank.is_bad() { is_foreign(&error) } else { refused }, "{error:?}");
         }
@@ -104,9 +109,12 @@ fn an_output_of_another_handle() {
     everywhere(1 << 20, |rank| {
         let (_, first) = rank.dispatch();
         let (_, second) = rank.dispatch();
-        let y = if rank.is_bad() { first.output() } else { second.output() };
-        let error = rank.ep.combine::<bf16>(y.unwrap(), &second).unwrap_err();
-        told(rank, error, CallError::WrongOutput { seen: 1, expected: 2 });
+        for in_halves in [false, true] {
+            let y = if rank.is_bad() { first.output() } else { second.output() };
+            let mut out = rank.mine().x;
+            let error = combine(&mut rank.ep, y.unwrap(), &second, &mut out, in_halves).unwrap_err();
+            told(rank, error, CallError::WrongOutput { seen: 1, expected: 2 });
+        }
         rank.works();
     });
 }
@@ -120,14 +128,19 @@ fn a_wrong_number_of_rows_or_tokens_loses_nothing() {
         let (mut y, copy) = fill(&handle);
         let address = y.rows_mut::<bf16>().unwrap().as_ptr();
         rank.arm();
-        let error = match rank.is_bad() {
-            true => rank.ep.combine_into(&given[HIDDEN..], &handle, &mut out).unwrap_err(),
-            false => rank.ep.combine_into(y, &handle, &mut out).unwrap_err(),
-        };
-        let (seen, rows) = (given.len() - HIDDEN * usize::from(rank.is_bad()), handle.rows() as usize);
-        told(rank, error, PlanError::WrongShape { what: "expert outputs", seen, rows, columns: HIDDEN });
-        if !rank.is_bad() {
-            nothing_is_lost(&handle, &copy, address);
+        for (in_halves, y) in [(false, Some(y)), (true, None)] {
+            let error = match rank.is_bad() {
+                true => combine(&mut rank.ep, &given[HIDDEN..], &handle, &mut out, in_halves).unwrap_err(),
+                false => {
+                    let y = y.unwrap_or_else(|| handle.output().unwrap());
+                    combine(&mut rank.ep, y, &handle, &mut out, in_halves).unwrap_err()
+                }
+            };
+            let (seen, rows) = (given.len() - HIDDEN * usize::from(rank.is_bad()), handle.rows() as usize);
+            told(rank, error, PlanError::WrongShape { what: "expert outputs", seen, rows, columns: HIDDEN });
+            if !rank.is_bad() {
+                nothing_is_lost(&handle, &copy, address);
+            }
         }
 
         let mut y = handle.output().unwrap();
@@ -166,7 +179,7 @@ fn a_refused_gradient_writes_to_neither_of_its_outputs() {
 #[test]
 fn the_gradient_of_a_weighted_combine_that_was_never_made() {
     everywhere(1 << 20, |rank| {
-        let mut ep = settings(&rank.group).weighted(true).build().unwrap();
+        let mut ep = rank.settings().weighted(true).build().unwrap();
         let mine = rank.mine();
         let (_, handle) = ep.dispatch(&mine.x, &super::routing(&mine)).unwrap();
         let error = ep.combine_backward(&mine.x, &handle).unwrap_err();
@@ -222,7 +235,7 @@ fn a_combine_that_is_started_and_dropped_ends_the_world_for_all() {
 fn a_wrong_tensor_for_what_comes_home_costs_only_its_own_rank() {
     everywhere(1 << 20, |rank| {
         for weighted in [false, true] {
-            let mut ep = settings(&rank.group).weighted(weighted).build().unwrap();
+            let mut ep = rank.settings().weighted(weighted).build().unwrap();
             let mut mine = rank.mine();
             mine.weights.fill(1.0);
             let (rows, handle) = ep.dispatch(&mine.x, &super::routing(&mine)).unwrap();

@@ -2,10 +2,10 @@
 
 use half::{bf16, f16};
 use sidelane::Dtype;
-use sidelane::error::{Error, PlanError};
+use sidelane::error::{CallError, Error, PlanError};
 use sidelane::gate::Routing;
 
-use super::{EXPERTS, HIDDEN, TOP_K, everywhere, told};
+use super::{BAD, EXPERTS, HIDDEN, TOP_K, dispatch, everywhere, told};
 use crate::support::Tokens;
 
 /// A way to spoil the tokens of a rank that has seven, and what is said of it.
@@ -40,15 +40,47 @@ fn spoils() -> Vec<Spoil> {
 #[test]
 fn bad_tokens_are_named_where_they_are_and_refused_everywhere() {
     everywhere(1 << 20, |rank| {
-        for (spoil, expected) in spoils() {
+        for ((spoil, expected), in_halves) in spoils().into_iter().zip([false, true].into_iter().cycle()) {
             let mut mine = rank.mine();
             if rank.is_bad() {
                 spoil(&mut mine);
             }
             rank.arm();
-            let routing = super::routing(&mine);
-            let error = rank.ep.dispatch(&mine.x, &routing).unwrap_err();
+            let error = dispatch(&mut rank.ep, &mine.x, &super::routing(&mine), in_halves).unwrap_err();
             told(rank, error, expected);
+            rank.untouched();
+            rank.works();
+        }
+    });
+}
+
+#[test]
+fn of_several_refusals_that_of_the_lowest_rank_is_told() {
+    everywhere(1 << 20, |rank| {
+        for in_halves in [false, true] {
+            let mut mine = rank.mine();
+            // Rank 1 has no tokens of its own: one too many spoils its routing.
+            let me = rank.world.rank();
+            let own = match me {
+                1 => {
+                    mine = crate::support::tokens(1, 65, HIDDEN, TOP_K, EXPERTS);
+                    Some(PlanError::TooManyTokens { tokens: 65, max: 64 })
+                }
+                BAD => {
+                    mine.ids[20] = -2;
+                    Some(PlanError::ExpertOutOfRange { token: 6, k: 2, expert: -2, experts: EXPERTS })
+                }
+                _ => None,
+            };
+            rank.arm();
+            let error = dispatch(&mut rank.ep, &mine.x, &super::routing(&mine), in_halves).unwrap_err();
+            match own {
+                Some(own) => assert_eq!(error, own.into()),
+                None => assert!(
+                    matches!(error, Error::Call(CallError::PeerRefused { peer: 1, .. })),
+                    "rank {me}: {error:?}"
+                ),
+            }
             rank.untouched();
             rank.works();
         }
@@ -58,34 +90,41 @@ fn bad_tokens_are_named_where_they_are_and_refused_everywhere() {
 #[test]
 fn a_routing_of_another_top_k_is_refused() {
     everywhere(1 << 20, |rank| {
-        let mine = rank.mine();
-        let routing = match rank.is_bad() {
-            true => Routing::new(1, &mine.ids[..7], &mine.weights[..7]).unwrap(),
-            false => super::routing(&mine),
-        };
-        rank.arm();
-        let error = rank.ep.dispatch(&mine.x, &routing).unwrap_err();
-        let columns = TOP_K as usize;
-        told(rank, error, PlanError::WrongShape { what: "routing", seen: 7, rows: 7, columns });
-        rank.untouched();
-        rank.works();
+        for in_halves in [false, true] {
+            let mine = rank.mine();
+            let routing = match rank.is_bad() {
+                true => Routing::new(1, &mine.ids[..7], &mine.weights[..7]).unwrap(),
+                false => super::routing(&mine),
+            };
+            rank.arm();
+            let error = dispatch(&mut rank.ep, &mine.x, &routing, in_halves).unwrap_err();
+            let columns = TOP_K as usize;
+            told(rank, error, PlanError::WrongShape { what: "routing", seen: 7, rows: 7, columns });
+            rank.untouched();
+            rank.works();
+        }
     });
 }
 
 #[test]
 fn rows_of_another_type_are_refused() {
     everywhere(1 << 20, |rank| {
-        let mine = rank.mine();
-        let routing = super::routing(&mine);
-        rank.arm();
-        let result = match rank.is_bad() {
-            true => rank.ep.dispatch(bytemuck::cast_slice::<bf16, f16>(&mine.x), &routing),
-            false => rank.ep.dispatch(&mine.x, &routing),
-        };
-        let (seen, expected) = (Dtype::F16, Dtype::Bf16);
-        told(rank, result.unwrap_err(), PlanError::WrongDtype { what: "tokens", seen, expected });
-        rank.untouched();
-        rank.works();
+        for in_halves in [false, true] {
+            let mine = rank.mine();
+            let routing = super::routing(&mine);
+            rank.arm();
+            let result = match rank.is_bad() {
+                true => {
+                    let x = bytemuck::cast_slice::<bf16, f16>(&mine.x);
+                    dispatch(&mut rank.ep, x, &routing, in_halves)
+                }
+                false => dispatch(&mut rank.ep, &mine.x, &routing, in_halves),
+            };
+            let (seen, expected) = (Dtype::F16, Dtype::Bf16);
+            told(rank, result.unwrap_err(), PlanError::WrongDtype { what: "tokens", seen, expected });
+            rank.untouched();
+            rank.works();
+        }
     });
 }
 
@@ -105,7 +144,7 @@ fn a_weight_of_a_dropped_choice_may_be_anything() {
 #[test]
 fn opaque_rows_are_dispatched_but_not_summed() {
     everywhere(1 << 20, |rank| {
-        let mut ep = super::settings(&rank.group).dtype(Dtype::Bytes).hidden(2 * HIDDEN).build().unwrap();
+        let mut ep = rank.settings().dtype(Dtype::Bytes).hidden(2 * HIDDEN).build().unwrap();
         let mine = rank.mine();
         let (rows, handle) =
             ep.dispatch(bytemuck::cast_slice::<bf16, u8>(&mine.x), &super::routing(&mine)).unwrap();

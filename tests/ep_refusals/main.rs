@@ -5,21 +5,27 @@ mod support;
 
 mod build;
 mod calls;
+mod halves;
 mod input;
 mod space;
 
+use std::time::Duration;
+
 use half::bf16;
+use sidelane::bootstrap::Clocks;
 use sidelane::config::Config;
-use sidelane::ep::{ExpertParallelBuilder, ExpertRows, Handle};
+use sidelane::ep::{Contribution, ExpertParallelBuilder, ExpertRows, Handle};
 use sidelane::error::{CallError, Error};
 use sidelane::gate::Routing;
 use sidelane::memory::PoolReport;
-use sidelane::{Dtype, ExpertParallel, Group, Options, World};
+use sidelane::topology::Route;
+use sidelane::{Dtype, Element, ExpertParallel, Group, Options, World};
 use support::{Tokens, on_ranks, placement, tokens};
 
 const RANKS: usize = 4;
-/// One node, and two of two ranks each, interleaved.
-const NODES: [[u32; RANKS]; 2] = [[0; RANKS], [0, 1, 0, 1]];
+/// One node; two of two ranks each, interleaved, where the bad rank is no rail peer of rank 1; uneven ones, where rank 3
+/// serves all others, or where the bad rank is alone.
+const NODES: [[u32; RANKS]; 4] = [[0; RANKS], [0, 1, 0, 1], [0, 0, 0, 1], [0, 1, 2, 1]];
 /// The rank that does something wrong.
 const BAD: u32 = 2;
 const HIDDEN: usize = 16;
@@ -27,16 +33,24 @@ const TOP_K: u32 = 3;
 const EXPERTS: u32 = 6;
 const POISON: u8 = 0xab;
 
-/// A pool of `pool` bytes.
+/// Bytes of each rank's symmetric heap.
+const SYMMETRIC: u64 = 512 << 10;
+
+/// A pool of `pool` bytes; and, because a test that hangs says nothing, not too much patience.
 fn options(pool: u64) -> Options {
-    let config = Config { heap: pool + (128 << 10), symmetric: 128 << 10, ..Config::default() };
-    Options { config, ..Options::default() }
+    let config = Config { heap: pool + SYMMETRIC, symmetric: SYMMETRIC, ..Config::default() };
+    let clocks = Clocks { deadline: Duration::from_secs(30), ..Clocks::default() };
+    Options { config, clocks, ..Options::default() }
 }
 
-/// Runs `body` on every rank, on one node and on two.
+fn worlds() -> impl Iterator<Item = ([u32; RANKS], Route)> {
+    NODES.into_iter().flat_map(|nodes| Route::ALL.map(|route| (nodes, route)))
+}
+
+/// Runs `body` on every rank of every world.
 fn everywhere(pool: u64, body: impl Fn(&mut Rank) + Sync) {
-    for nodes in NODES {
-        on_ranks(&nodes, &options(pool), |world| body(&mut Rank::new(world)));
+    for (nodes, route) in worlds() {
+        on_ranks(&nodes, &options(pool), |world| body(&mut Rank::new(world, route)));
     }
 }
 
@@ -45,16 +59,22 @@ struct Rank {
     world: World,
     group: Group,
     ep: ExpertParallel,
+    route: Route,
     round: u64,
     /// What the pool held, and the free bytes were poisoned, before the call that is refused.
     before: Option<PoolReport>,
 }
 
 impl Rank {
-    fn new(world: World) -> Rank {
+    fn new(world: World, route: Route) -> Rank {
         let group = world.all().unwrap();
-        let ep = settings(&group).build().unwrap();
-        Rank { world, group, ep, round: 0, before: None }
+        let ep = settings(&group, route).build().unwrap();
+        Rank { world, group, ep, route, round: 0, before: None }
+    }
+
+    /// A layer like this rank's, to be built once more.
+    fn settings(&self) -> ExpertParallelBuilder<'_> {
+        settings(&self.group, self.route)
     }
 
     fn is_bad(&self) -> bool {
@@ -122,22 +142,39 @@ impl Rank {
     }
 }
 
-/// What comes home from experts that change nothing: each token as often as it was chosen.
+/// What comes home from experts that change nothing.
 fn repeated(tokens: &Tokens<bf16>) -> Vec<bf16> {
-    let choices =
-        tokens.ids.chunks_exact(TOP_K as usize).map(|ids| ids.iter().filter(|&&id| id >= 0).count());
-    let rows = tokens.x.chunks_exact(HIDDEN).zip(choices);
-    rows.flat_map(|(row, n)| row.iter().map(move |&x| bf16::from_f32((0..n).map(|_| x.to_f32()).sum())))
-        .collect()
+    support::repeated(tokens, TOP_K, HIDDEN)
 }
 
-fn settings(group: &Group) -> ExpertParallelBuilder<'_> {
-    let builder = ExpertParallel::builder(group).unwrap();
+fn settings(group: &Group, route: Route) -> ExpertParallelBuilder<'_> {
+    let builder = ExpertParallel::builder(group).unwrap().route(route);
     builder.experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN).dtype(Dtype::Bf16).max_tokens(64)
 }
 
 fn routing(tokens: &Tokens<bf16>) -> Routing<'_> {
     Routing::new(TOP_K, tokens.ids.as_slice(), tokens.weights.as_slice()).unwrap()
+}
+
+/// A dispatch in one piece or in halves, between which a rank's relay works by itself.
+fn dispatch<E: Element>(
+    ep: &mut ExpertParallel,
+    x: &[E],
+    routing: &Routing<'_>,
+    in_halves: bool,
+) -> Result<(ExpertRows, Handle), Error> {
+    if in_halves { ep.start_dispatch(x, routing)?.finish() } else { ep.dispatch(x, routing) }
+}
+
+/// A combine, likewise.
+fn combine<'a, E: Element>(
+    ep: &mut ExpertParallel,
+    y: impl Into<Contribution<'a>>,
+    handle: &Handle,
+    out: &mut [E],
+    in_halves: bool,
+) -> Result<(), Error> {
+    if in_halves { ep.start_combine(y, handle)?.finish(out) } else { ep.combine_into(y, handle, out) }
 }
 
 /// The bad rank got its own error, all others the news that it was refused.

@@ -1,18 +1,50 @@
 //! Pools that are too small: the same error on every rank, with the numbers that help.
 
 use half::bf16;
+use sidelane::ep::ExpertParallelBuilder;
 use sidelane::error::{Error, MemoryError};
 use sidelane::gate::Routing;
+use sidelane::plan::Chunk;
+use sidelane::plan::{Bins, ExpertMap, Order};
+use sidelane::schedule::Control;
+use sidelane::topology::{NodeMap, Paths, Route};
 
-use super::{BAD, HIDDEN, NODES, Rank, TOP_K, everywhere, options, routing, settings};
+use super::{
+    BAD, HIDDEN, NODES, RANKS, Rank, SYMMETRIC, TOP_K, combine, dispatch, everywhere, options, routing,
+    settings, worlds,
+};
 use crate::support::on_ranks;
 
-const POOL: u64 = 64 << 10;
+const POOL: u64 = 80 << 10;
 const ROW: u64 = 2 * HIDDEN as u64;
 
-fn out_of_space(rank: u32, asked: u64, free: u64) -> Error {
-    let (total, space, setting) = (POOL, "pool", "SIDELANE_HEAP");
+fn out_of_space(rank: u32, asked: u64, free: u64, total: u64) -> Error {
+    let (space, setting) = ("pool", "SIDELANE_HEAP");
     MemoryError::OutOfSpace { rank, asked, free, total, space, setting }.into()
+}
+
+/// Bytes that the bad rank needs for so many rows of every rank: for them, for a word with each, and for those that it
+/// hands on to its node.
+fn extent(nodes: &NodeMap, route: Route, tokens: u32) -> u64 {
+    let staged = match route {
+        Route::Pxn => Paths::new(nodes, route, BAD).sources().count() as u64 * u64::from(tokens),
+        Route::Direct => 0,
+    };
+    chunk_bytes(RANKS as u32 * tokens, ROW) + staged * ROW
+}
+
+/// A layer whose control window takes half of the symmetric heap, and little more.
+pub fn wide(rank: &Rank) -> ExpertParallelBuilder<'_> {
+    let nodes = rank.group.nodes();
+    let paths = Paths::new(&nodes, rank.route, rank.group.rank());
+    let bytes = |experts: u32| {
+        let map = ExpertMap::contiguous(experts, RANKS as u32).unwrap();
+        Control::new(&paths, &Bins::experts(&map, Order::Expert, &nodes), 64 * u64::from(TOP_K), 4).bytes()
+    };
+    let choices: Vec<u32> = (1..=320).map(|n| n * 128).collect();
+    let experts = choices[choices.partition_point(|&experts| bytes(experts) <= SYMMETRIC / 2)];
+    assert!((SYMMETRIC / 2 + 1..SYMMETRIC / 8 * 5).contains(&bytes(experts)));
+    rank.settings().experts(experts)
 }
 
 /// Every token of every rank to the one expert of the bad rank whose number is 4.
@@ -24,22 +56,59 @@ fn incast(tokens: u32) -> (Vec<bf16>, Routing<'static>) {
 
 /// A layer whose ranks may pass so many tokens that the pool cannot hold them all.
 fn large(rank: &Rank) -> sidelane::ExpertParallel {
-    settings(&rank.group).max_tokens(600).build().unwrap()
+    rank.settings().max_tokens(600).build().unwrap()
+}
+
+/// Bytes of `rows` rows with a word behind each.
+fn chunk_bytes(rows: u32, row_bytes: u64) -> u64 {
+    Chunk { rows, notes: rows.into(), row_bytes }.bytes()
 }
 
 #[test]
-fn rows_that_do_not_fit_are_told_alike_everywhere() {
-    everywhere(POOL, |rank| {
-        let mut ep = large(rank);
-        let (x, routing) = incast(600);
-        rank.arm();
-        let error = ep.dispatch(&x, &routing).unwrap_err();
-        assert_eq!(error, out_of_space(BAD, 4 * 600 * ROW, POOL));
-        rank.untouched();
-        let (x, routing) = incast(POOL as u32 / ROW as u32 / 4);
+fn a_pool_can_be_filled_to_its_last_byte_and_what_is_more_is_told_alike_everywhere() {
+    const TOKENS: u32 = 400;
+    for (nodes, route) in worlds() {
+        let map = NodeMap::from_labels(&nodes);
+        let pool = extent(&map, route, TOKENS);
+        on_ranks(&nodes, &options(pool), |world| {
+            let mut rank = Rank::new(world, route);
+            let mut ep = large(&rank);
+            for in_halves in [false, true] {
+                let (x, routing) = incast(TOKENS + 2);
+                rank.arm();
+                let error = dispatch(&mut ep, &x, &routing, in_halves).unwrap_err();
+                assert_eq!(error, out_of_space(BAD, extent(&map, route, TOKENS + 2), pool, pool));
+                rank.untouched();
+                let (x, routing) = incast(TOKENS);
+                let (rows, handle) = dispatch(&mut ep, &x, &routing, in_halves).unwrap();
+                assert_eq!(rows.len(), if rank.is_bad() { RANKS as u32 * TOKENS } else { 0 });
+                assert!(rows.rows::<bf16>().unwrap().iter().all(|&x| x == bf16::ONE));
+                drop((rows, handle));
+            }
+            rank.works();
+        });
+    }
+}
+
+#[test]
+fn a_relay_without_room_for_what_it_hands_on_is_told_alike_everywhere() {
+    // Rank 1 has tokens for the bad rank, which come by rank 0.
+    const RELAY: u32 = 0;
+    on_ranks(&NODES[1], &options(POOL), |world| {
+        let mut rank = Rank::new(world, Route::Pxn);
+        let mut ep = large(&rank);
+        let (x, routing) = incast(if rank.world.rank() == 1 { 600 } else { 0 });
+        let crowd =
+            (rank.world.rank() == RELAY).then(|| rank.world.pool().take(POOL - 600 * ROW + 64).unwrap());
+        for in_halves in [false, true] {
+            rank.arm();
+            let error = dispatch(&mut ep, &x, &routing, in_halves).unwrap_err();
+            assert_eq!(error, out_of_space(RELAY, 600 * ROW, 600 * ROW - 64, POOL));
+            rank.untouched();
+        }
+        drop(crowd);
         let (rows, handle) = ep.dispatch(&x, &routing).unwrap();
-        let full = if rank.is_bad() { POOL } else { 0 };
-        assert_eq!(u64::from(rows.len()) * ROW, full, "a pool can be filled to its last byte");
+        assert_eq!(rows.len(), if rank.is_bad() { 600 } else { 0 });
         drop((rows, handle));
         rank.works();
     });
@@ -51,9 +120,10 @@ fn cached_rows_that_do_not_fit_are_told_alike_everywhere() {
         let mut ep = large(rank);
         let (x, routing) = incast(300);
         let (rows, handle) = ep.dispatch(&x, &routing).unwrap();
-        let (asked, used) = (1200 * ROW, (1200 * ROW).next_multiple_of(64));
+        let (asked, used) = (extent(rank.world.nodes(), rank.route, 300), chunk_bytes(1200, ROW));
         rank.arm();
-        assert_eq!(ep.dispatch_cached(&x, &handle).unwrap_err(), out_of_space(BAD, asked, POOL - used));
+        let error = ep.dispatch_cached(&x, &handle).unwrap_err();
+        assert_eq!(error, out_of_space(BAD, asked, POOL - used, POOL));
         rank.untouched();
         drop(rows);
         assert!(ep.dispatch_cached(&x, &handle).is_ok(), "there is room again");
@@ -71,12 +141,14 @@ fn a_copy_for_combine_that_does_not_fit_is_told_alike_everywhere() {
         let (held, given) = (rank.world.pool().report(), rows.to_vec::<bf16>().unwrap());
         rank.arm();
         let mut out = vec![bf16::MAX; x.len()];
-        let error = ep.combine_into(&given, &handle, &mut out).unwrap_err();
-        let Error::Memory(MemoryError::OutOfSpace { rank: BAD, asked, free, .. }) = error else {
-            panic!("{error:?}");
-        };
-        assert_eq!(asked, 1200 * (ROW + 4), "rows, and a word for each");
-        assert!(!rank.is_bad() || free == held.largest_free);
+        for in_halves in [false, true] {
+            let error = combine(&mut ep, &given, &handle, &mut out, in_halves).unwrap_err();
+            let Error::Memory(MemoryError::OutOfSpace { rank: BAD, asked, free, .. }) = error else {
+                panic!("{error:?}");
+            };
+            assert_eq!(asked, chunk_bytes(1200, ROW), "rows, and a word for each");
+            assert!(!rank.is_bad() || free == held.largest_free);
+        }
         assert!(out.iter().all(|&x| x == bf16::MAX));
         rank.untouched();
         drop((rows, handle));
@@ -86,24 +158,30 @@ fn a_copy_for_combine_that_does_not_fit_is_told_alike_everywhere() {
 
 #[test]
 fn staging_that_does_not_fit_loses_no_output() {
-    on_ranks(&NODES[1], &options(POOL), |world| {
-        let mut rank = Rank::new(world);
-        let mine = rank.mine();
-        let (rows, handle) = rank.dispatch();
-        let mut y = handle.output().unwrap();
-        y.rows_mut::<bf16>().unwrap().copy_from_slice(rows.rows().unwrap());
-        let pool = rank.world.pool();
-        let crowd = rank.is_bad().then(|| pool.take(pool.report().largest_free).unwrap());
-        let error = rank.ep.combine::<bf16>(y, &handle).unwrap_err();
-        assert!(
-            matches!(error, Error::Memory(MemoryError::OutOfSpace { rank: BAD, free: 0, .. })),
-            "{error:?}"
-        );
-        drop((crowd, rows));
-        rank.world.pool().poison(super::POISON);
-        let y = handle.output().unwrap();
-        assert_eq!(rank.ep.combine::<bf16>(y, &handle).unwrap(), super::repeated(&mine));
-    });
+    for (nodes, route) in worlds().filter(|(nodes, _)| *nodes != NODES[0]) {
+        on_ranks(&nodes, &options(POOL), |world| {
+            let mut rank = Rank::new(world, route);
+            let mine = rank.mine();
+            let (rows, handle) = rank.dispatch();
+            let mut y = handle.output().unwrap();
+            y.rows_mut::<bf16>().unwrap().copy_from_slice(rows.rows().unwrap());
+            let pool = rank.world.pool();
+            let crowd = rank.is_bad().then(|| pool.take(pool.report().largest_free).unwrap());
+            for in_halves in [false, true] {
+                let mut out = vec![bf16::MAX; mine.x.len()];
+                let error = combine(&mut rank.ep, y, &handle, &mut out, in_halves).unwrap_err();
+                assert!(
+                    matches!(error, Error::Memory(MemoryError::OutOfSpace { rank: BAD, free: 0, .. })),
+                    "{error:?}"
+                );
+                assert!(out.iter().all(|&x| x == bf16::MAX), "a refused call writes nothing");
+                y = handle.output().unwrap();
+            }
+            drop((crowd, rows));
+            rank.world.pool().poison(super::POISON);
+            assert_eq!(rank.ep.combine::<bf16>(y, &handle).unwrap(), super::repeated(&mine));
+        });
+    }
 }
 
 #[test]
@@ -113,7 +191,7 @@ fn ranks_are_named_by_their_place_in_the_group() {
             return;
         }
         let group = world.group(&[3, 1]).unwrap();
-        let mut ep = settings(&group).build().unwrap();
+        let mut ep = settings(&group, Route::Direct).build().unwrap();
         let mine = crate::support::tokens::<bf16>(1, 9, HIDDEN, TOP_K, super::EXPERTS);
         let (rows, handle) = ep.dispatch(&mine.x, &routing(&mine)).unwrap();
         let crowd =
@@ -127,15 +205,15 @@ fn ranks_are_named_by_their_place_in_the_group() {
 #[test]
 fn layers_that_come_and_go_leave_room_for_the_next() {
     everywhere(1 << 20, |rank| {
-        for _ in 0..10 {
+        for _ in 0..4 {
             // There is room for one control window of this size, not for two.
-            let mut ep = settings(&rank.group).max_tokens(900).build().unwrap();
-            let (x, routing) = incast(300);
+            let mut ep = wide(rank).build().unwrap();
+            let (x, routing) = incast(60);
             let (rows, handle) = ep.dispatch(&x, &routing).unwrap();
             let y = handle.output().unwrap();
             let _: Vec<bf16> = ep.combine(y, &handle).unwrap();
             drop((rows, handle, ep));
-            let whole = rank.group.window(80 << 10).unwrap();
+            let whole = rank.group.window(SYMMETRIC / 8 * 5).unwrap();
             drop(whole);
         }
         rank.works();

@@ -4,12 +4,13 @@
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sidelane::gate::Routing;
-use sidelane::plan::{ExpertMap, Order};
+use sidelane::plan::{ExpertMap, Mode, Order, Overflow, RowLayout};
 use sidelane::schedule::Parts;
-use sidelane::schedule::story::{Call, Script, Slip, Story};
-use sidelane::topology::NodeMap;
+use sidelane::schedule::story::{Call, Relays, Script, Slip, Story};
+use sidelane::topology::{NodeMap, Route};
 
 pub const ROWS: Parts = Parts { rows: true, weights: false };
+pub const WEIGHTS: Parts = Parts { rows: false, weights: true };
 pub const BOTH: Parts = Parts { rows: true, weights: true };
 
 /// A group, its experts, and two sets of routings.
@@ -18,29 +19,87 @@ pub struct Group {
     pub map: ExpertMap,
     pub align: u32,
     pub routings: Vec<Vec<Routing<'static>>>,
+    pub route: Route,
+    pub relays: Relays,
+    pub layout: RowLayout,
+    pub mode: Mode,
+    pub order: Order,
+}
+
+/// In how many parts blocks go.
+pub const CHUNKS: u8 = 2;
+
+/// All ways in which a group can be run.
+pub fn ways() -> impl Iterator<Item = (Route, Relays)> {
+    Route::ALL.into_iter().flat_map(|route| Relays::ALL.map(|relays| (route, relays)))
+}
+
+/// All ways in which rows can be placed: with a budget that drops some, with as many slots as are needed at most.
+pub fn placements() -> impl Iterator<Item = (RowLayout, Mode, Order)> {
+    let overflow = Overflow::Drop;
+    let modes = [Mode::Eager, Mode::Budget { rows: 9, overflow }, Mode::Slots { rows: 3, overflow }];
+    let layouts = RowLayout::ALL.into_iter().flat_map(move |layout| modes.map(|mode| (layout, mode)));
+    layouts.flat_map(|(layout, mode)| Order::ALL.map(|order| (layout, mode, order)))
 }
 
 impl Group {
     /// Two experts a rank; every rank sends rows to every other in set 0, some choices are dropped in set 1.
     pub fn new(labels: &[u32], align: u32, seed: u64) -> Self {
-        let nodes = NodeMap::from_labels(labels);
+        Self::over(NodeMap::from_labels(labels), align, seed)
+    }
+
+    pub fn over(nodes: NodeMap, align: u32, seed: u64) -> Self {
         let ranks = nodes.ranks();
         let map = ExpertMap::contiguous(2 * ranks, ranks).unwrap();
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let all = (0..ranks).map(|_| everywhere(2 * ranks)).collect();
         let some = (0..ranks).map(|_| scattered(2 * ranks, &mut rng)).collect();
-        Group { nodes, map, align, routings: vec![all, some] }
+        let (route, relays) = (Route::Direct, Relays::Away);
+        let (layout, mode, order) = Default::default();
+        Group { nodes, map, align, routings: vec![all, some], route, relays, layout, mode, order }
+    }
+
+    /// Ranks of a sample send to everybody, all others only to the sample.
+    pub fn sampled(labels: &[u32], sample: &[u32]) -> Self {
+        let nodes = NodeMap::from_labels(labels);
+        let ranks = nodes.ranks();
+        let map = ExpertMap::contiguous(2 * ranks, ranks).unwrap();
+        let routing = |rank: u32| match sample.contains(&rank) {
+            true => everywhere(2 * ranks),
+            false => {
+                let ids: Vec<i32> = sample.iter().flat_map(|&s| [2 * s as i32, 2 * s as i32 + 1]).collect();
+                Routing::new(2, ids, vec![0.5; 2 * sample.len()]).unwrap()
+            }
+        };
+        let routings = vec![(0..ranks).map(routing).collect()];
+        Group { nodes, map, routings, ..Group::new(&[0], 1, 0) }
+    }
+
+    /// The same group, placed in another way.
+    pub fn placed(self, (layout, mode, order): (RowLayout, Mode, Order)) -> Self {
+        Group { layout, mode, order, ..self }
+    }
+
+    /// The same group, run in another way.
+    pub fn run(self, (route, relays): (Route, Relays)) -> Self {
+        Group { route, relays, ..self }
     }
 
     pub fn script<'a>(&'a self, calls: &'a [Call], slip: Option<Slip>) -> Script<'a> {
         Script {
             nodes: &self.nodes,
+            route: self.route,
+            chunks: CHUNKS,
+            relays: self.relays,
             map: &self.map,
             align: self.align,
-            order: Order::Expert,
+            layout: self.layout,
+            mode: self.mode,
+            order: self.order,
             row_bytes: 32,
             routings: &self.routings,
             calls,
+            sample: None,
             slip,
         }
     }
@@ -50,10 +109,11 @@ impl Group {
     }
 }
 
-/// Half as many tokens as there are experts; token t goes to experts t and t + half.
+/// Token t goes to experts t and t + half, and once more round: each chunk of a block has rows for every rank.
 fn everywhere(experts: u32) -> Routing<'static> {
     let half = experts / 2;
-    let ids: Vec<i32> = (0..half).flat_map(|t| [t as i32, (t + half) as i32]).collect();
+    let tokens = u32::from(CHUNKS) * half;
+    let ids: Vec<i32> = (0..tokens).map(|t| t % half).flat_map(|t| [t as i32, (t + half) as i32]).collect();
     let weights = vec![0.5; ids.len()];
     Routing::new(2, ids, weights).unwrap()
 }
@@ -107,6 +167,8 @@ pub fn rounds() -> Vec<Call> {
         dispatch(0),
         ret(2, ROWS),
         Call::RefusedReturn { handle: 3 },
+        Call::RefusedReturn { handle: 3 },
+        Call::RefusedReturn { handle: 2 },
         ret(3, BOTH),
         Call::Cached { handle: 2 },
         ret(2, BOTH),
@@ -126,5 +188,20 @@ pub fn rounds() -> Vec<Call> {
         Call::Mixed { routing: 1, handle: 7 },
         dispatch(1),
         ret(8, ROWS),
+        Call::Cached { handle: 8 },
+        dispatch(0),
+        Call::Cached { handle: 9 },
+        ret(9, BOTH),
+        Call::Cached { handle: 9 },
+        ret(9, WEIGHTS),
+        ret(9, ROWS),
+        Call::Dispatch { routing: 0, keep: true },
+        Call::Dispatch { routing: 0, keep: true },
+        Call::Agree,
+        Call::Agree,
+        ret(10, ROWS),
+        dispatch(0),
+        ret(11, ROWS),
+        ret(12, ROWS),
     ]
 }

@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, Signal, kill_process};
+use sidelane::topology::Route;
 
-use super::rank::MARK;
+use super::rank::{MARK, ROUTE};
 use super::{Command, LONG, Report};
 
 /// The test of a test program that calls [`super::rank::serve`].
@@ -25,7 +26,8 @@ static TURN: Mutex<()> = Mutex::new(());
 /// How the ranks of a world are started.
 pub struct Setup {
     size: u32,
-    nodes: u32,
+    /// The node of each rank.
+    nodes: Vec<u32>,
     ranks: Vec<u32>,
     /// For one rank, or for all.
     vars: Vec<(Option<u32>, &'static str, String)>,
@@ -34,12 +36,23 @@ pub struct Setup {
 impl Setup {
     /// So many ranks on one node.
     pub fn new(size: u32) -> Setup {
-        Setup { size, nodes: 1, ranks: (0..size).collect(), vars: Vec::new() }
+        Setup { size, nodes: vec![0; size as usize], ranks: (0..size).collect(), vars: Vec::new() }
+    }
+
+    /// A rank for each entry, on the node that it names.
+    pub fn on(nodes: &[u32]) -> Setup {
+        Setup { nodes: nodes.to_vec(), ..Setup::new(nodes.len() as u32) }
     }
 
     /// Spreads the ranks over nodes of equal size.
     pub fn nodes(self, nodes: u32) -> Setup {
-        Setup { nodes, ..self }
+        let per_node = self.size / nodes;
+        Setup { nodes: (0..self.size).map(|rank| rank / per_node).collect(), ..self }
+    }
+
+    /// How rows reach other nodes.
+    pub fn route(self, route: Route) -> Setup {
+        self.var(ROUTE, route.name())
     }
 
     /// Starts these ranks only.
@@ -85,7 +98,6 @@ impl Setup {
         let (line, theirs) = UnixStream::pair().expect("a socket pair");
         let stderr = rustix::fs::memfd_create("stderr", MemfdFlags::CLOEXEC).expect("a memfd");
         let stderr = File::from(stderr);
-        let per_node = self.size / self.nodes;
         let job = format!("{} at {port}", std::process::id());
         let mut program = Program::new(std::env::current_exe().expect("this program"));
         program
@@ -99,7 +111,7 @@ impl Setup {
             .env("MASTER_PORT", port.to_string())
             .env("SIDELANE_JOB", job)
             .env("SIDELANE_SECRET", "a secret of this test alone")
-            .env("SIDELANE_NODE", (rank / per_node).to_string())
+            .env("SIDELANE_NODE", self.nodes[rank as usize].to_string())
             .env("SIDELANE_HEAP", "8M")
             .env("SIDELANE_SYMMETRIC", "4M")
             .env("SIDELANE_RENDEZVOUS_MS", "60000")
@@ -326,6 +338,11 @@ impl Drop for Job {
         }
     }
 }
+
+/// Two nodes of four.
+pub const TWO_BY_FOUR: [u32; 8] = [0, 0, 0, 0, 1, 1, 1, 1];
+/// Nodes of three and five.
+pub const THREE_AND_FIVE: [u32; 8] = [0, 0, 0, 1, 1, 1, 1, 1];
 
 /// All ranks below `size` but one.
 pub fn others(size: u32, one: u32) -> impl Iterator<Item = u32> + Clone {

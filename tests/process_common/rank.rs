@@ -8,6 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc;
 
+use sidelane::topology::Route;
 use sidelane::{Error, ExpertParallel, World};
 
 use super::reference::Round;
@@ -15,6 +16,8 @@ use super::{Command, Failure, LONG, Memory, Report};
 
 /// Set in processes that a [`Job`](super::job::Job) started.
 pub const MARK: &str = "SIDELANE_TEST_RANK";
+/// Names the route of a rank's layers; direct if it is not set.
+pub const ROUTE: &str = "SIDELANE_TEST_ROUTE";
 /// Rounds after which a looping rank says that it runs.
 const WARM: u64 = 3;
 
@@ -28,9 +31,14 @@ pub fn serve() {
     let mut talk =
         Talk { commands: BufReader::new(line.try_clone().expect("a second handle")), reports: line };
     match World::from_env() {
-        Ok(world) => Rank { talk, world, ep: None, rounds: 0 }.obey(),
+        Ok(world) => Rank { talk, world, ep: None, rounds: 0, route: route() }.obey(),
         Err(error) => talk.say(&Report::Failed(error.into())),
     }
+}
+
+fn route() -> Route {
+    let name = std::env::var(ROUTE).unwrap_or_default();
+    Route::ALL.into_iter().find(|route| route.name() == name).unwrap_or_default()
 }
 
 struct Talk {
@@ -59,6 +67,7 @@ struct Rank {
     world: World,
     ep: Option<ExpertParallel>,
     rounds: u64,
+    route: Route,
 }
 
 impl Rank {
@@ -89,13 +98,13 @@ impl Rank {
     }
 
     fn rounds(&mut self, rounds: u32) -> Result<Report, Error> {
-        let rows = (0..rounds).map(|_| self.round(|_| ())).sum::<Result<u64, Error>>()?;
+        let rows = (0..rounds).map(|_| self.round(None)).sum::<Result<u64, Error>>()?;
         Ok(Report::Verified { rounds, rows })
     }
 
     fn run(&mut self) -> Result<Report, Error> {
         for round in 1.. {
-            self.round(|_| ())?;
+            self.round(None)?;
             if round == WARM {
                 self.talk.say(&Report::Running);
             }
@@ -105,11 +114,11 @@ impl Rank {
 
     /// A round that stands still after its first half until it is told to go on.
     fn in_halves(&mut self) -> Result<Report, Error> {
-        let rows = self.round(|talk| {
+        let rows = self.round(Some(|talk| {
             talk.say(&Report::Halfway);
             assert_eq!(talk.hear(), Command::FinishRound);
             talk.say(&Report::Finishing);
-        })?;
+        }))?;
         Ok(Report::Verified { rounds: 1, rows })
     }
 
@@ -120,20 +129,26 @@ impl Rank {
         talk.say(&report);
     }
 
-    fn round(&mut self, between_halves: impl FnOnce(&mut Talk)) -> Result<u64, Error> {
-        let Rank { talk, world, ep, rounds } = self;
+    /// Every other round is made in halves, and every round that something is to be done between.
+    fn round(&mut self, between_halves: Option<fn(&mut Talk)>) -> Result<u64, Error> {
+        let Rank { talk, world, ep, rounds, route } = self;
         let ep = match ep {
             Some(ep) => ep,
-            None => ep.insert(Round::builder(world)?),
+            None => ep.insert(Round::builder(world, *route)?),
         };
         *rounds += 1;
+        let in_halves = between_halves.is_some() || rounds.is_multiple_of(2);
         world.pool().poison(0xff);
         let round = Round::new(world, *rounds % 4);
         let routing = round.routing();
-        let started = ep.start_dispatch(round.x(), &routing)?;
-        between_halves(talk);
-        let landed = started.finish()?;
-        round.complete(ep, landed)
+        let landed = if in_halves {
+            let started = ep.start_dispatch(round.x(), &routing)?;
+            between_halves.into_iter().for_each(|act| act(talk));
+            started.finish()?
+        } else {
+            ep.dispatch(round.x(), &routing)?
+        };
+        round.complete(ep, landed, in_halves)
     }
 
     fn await_death(&self) -> Failure {

@@ -4,6 +4,7 @@ use half::bf16;
 use sidelane::ep::{ExpertRows, Handle};
 use sidelane::gate::Routing;
 use sidelane::plan::ExpertMap;
+use sidelane::topology::Route;
 use sidelane::{Dtype, Error, ExpertParallel, World};
 
 use crate::support::{Origin, To, Tokens, placement, tokens};
@@ -38,10 +39,10 @@ impl Round {
         Round { all, rows, sums, map, me }
     }
 
-    pub fn builder(world: &World) -> Result<ExpertParallel, Error> {
+    pub fn builder(world: &World, route: Route) -> Result<ExpertParallel, Error> {
         let group = world.all()?;
-        let builder = ExpertParallel::builder(&group)?.experts(EXPERTS).top_k(TOP_K);
-        builder.hidden(HIDDEN).dtype(Dtype::Bf16).build()
+        let builder = ExpertParallel::builder(&group)?.experts(EXPERTS).top_k(TOP_K).route(route);
+        builder.hidden(HIDDEN).dtype(Dtype::Bf16).max_tokens(16).build()
     }
 
     pub fn x(&self) -> &[bf16] {
@@ -60,6 +61,7 @@ impl Round {
         &self,
         ep: &mut ExpertParallel,
         (rows, handle): (ExpertRows, Handle),
+        in_halves: bool,
     ) -> Result<u64, Error> {
         let seen = rows.rows::<bf16>()?;
         assert_eq!(rows.len() as usize, self.rows.len(), "rows of rank {}", self.me);
@@ -78,7 +80,12 @@ impl Round {
         }
         let compared = u64::from(rows.len()) + (self.sums.len() / HIDDEN) as u64;
         drop(rows);
-        assert_eq!(ep.combine::<bf16>(y, &handle)?, self.sums, "sums of rank {}", self.me);
+        let mut home = vec![bf16::NAN; self.sums.len()];
+        match in_halves {
+            true => ep.start_combine(y, &handle)?.finish(&mut home)?,
+            false => ep.combine_into(y, &handle, &mut home)?,
+        }
+        assert_eq!(home, self.sums, "sums of rank {}", self.me);
         Ok(compared)
     }
 }

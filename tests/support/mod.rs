@@ -1,6 +1,10 @@
 //! Worlds of threads, random routings, and the naive reference that dispatch and combine are held against.
 #![allow(dead_code)] // each test file uses its part
 
+pub mod layer;
+pub mod visible;
+
+use half::bf16;
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sidelane::config::Config;
@@ -10,6 +14,12 @@ use sidelane::{Element, Options, World};
 /// Options for small worlds.
 pub fn small() -> Options {
     let config = Config { heap: 16 << 20, symmetric: 4 << 20, ..Config::default() };
+    Options { config, ..Options::default() }
+}
+
+/// Options for worlds that are many and hold a few rows.
+pub fn tiny() -> Options {
+    let config = Config { heap: 1 << 20, symmetric: 256 << 10, ..Config::default() };
     Options { config, ..Options::default() }
 }
 
@@ -48,6 +58,14 @@ where
     }
     let weights = ids.iter().map(|_| rng.random::<f32>()).collect();
     Tokens { x, ids, weights }
+}
+
+/// What comes home from experts that change nothing: each token as often as it was chosen, summed from +0.
+pub fn repeated(tokens: &Tokens<bf16>, top_k: u32, hidden: usize) -> Vec<bf16> {
+    let chosen = tokens.ids.chunks_exact(top_k as usize).map(|ids| ids.iter().filter(|&&id| id >= 0).count());
+    let rows = tokens.x.chunks_exact(hidden).zip(chosen);
+    let sum = |x: &bf16, n| bf16::from_f32((0..n).fold(0.0, |sum, _| sum + x.to_f32()));
+    rows.flat_map(|(row, n)| row.iter().map(move |x| sum(x, n))).collect()
 }
 
 /// Rounding to an element type, and back.

@@ -12,12 +12,13 @@ mod wire;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Lanes, Port, Reach, RowSource};
+use super::{Io, Lanes, Port, Reach, RowSource};
 use crate::config::Config;
 use crate::error::{Cause, Error, LaneError, MemoryError};
 use crate::plan::RowRun;
 use crate::rows::Stores;
-use crate::schedule::{Flag, Place, SpanCopy, Tag, WindowId};
+use crate::schedule::{Flag, Index, Place, SpanCopy, Tag, WindowId};
+use crate::topology::Route;
 use crate::{Options, World};
 
 const DATA: WindowId = WindowId(0);
@@ -117,10 +118,11 @@ impl Actor {
     fn new(world: World, deadline: Duration) -> (Actor, [crate::world::SymmetricRange; 2], crate::Group) {
         let group = world.all().unwrap();
         let ranges = [WINDOW, 64 << 10].map(|len| group.take_symmetric(len).unwrap());
-        let ready = group.lanes().unwrap();
+        let ready = group.lanes(Route::Direct).unwrap();
         let lanes = Lanes {
             rank: ready.rank,
             world_ranks: ready.world_ranks.clone(),
+            route: Route::Direct,
             nodes: ready.nodes.clone(),
             reach: ready.reach.clone(),
             rows: ready.rows,
@@ -135,7 +137,7 @@ impl Actor {
 
     fn put(&self, to: u32, offset: u64, source: &[u8], len: u64) -> Result<(), Error> {
         let span = SpanCopy { from: Place::Input, from_offset: 0, to: DATA, to_offset: offset, len };
-        self.port.put(to, &span, source, Stores::Streaming)
+        self.port.put(to, &span, &Io { input: source, ..Io::default() }, Stores::Streaming)
     }
 
     fn read(&self, offset: u64, len: u64) -> Vec<u8> {
@@ -153,14 +155,17 @@ impl Actor {
             Act::WaitNowhere => self.port.wait(7, Flag::Landed, 1),
             Act::Rows { row_bytes, index, pad, seed } => {
                 let source = bytes(seed, 0..row_bytes * 8);
-                let rows = RowSource { input: &source, row_bytes, rows: index };
+                let rows = RowSource { bytes: &source, row_bytes, rows: index, index: Index::Listed };
                 let run = RowRun { to_row: 0, first: 0, count: index.len() as u32, pad };
                 self.port.put_run(peer, (DATA, 64), run, rows, Stores::Streaming)
             }
-            Act::Signal(value) => self.port.signal(peer, Flag::Landed, value, None),
-            Act::Tagged(value, handle) => {
-                self.port.signal(peer, Flag::Landed, value, Some(&Tag { handle, ..Tag::default() }))
-            }
+            Act::Signal(value) => self.port.signal(peer, (self.port.lanes().rank, Flag::Landed), value, None),
+            Act::Tagged(value, handle) => self.port.signal(
+                peer,
+                (self.port.lanes().rank, Flag::Landed),
+                value,
+                Some(&Tag { handle, ..Tag::default() }),
+            ),
             Act::Wait(value) => self.port.wait(peer, Flag::Landed, value),
             Act::Quiet => self.port.quiet(),
             Act::Sees { offset, len, seed } => {
@@ -243,7 +248,7 @@ fn both_lanes_are_in_the_suite() {
         std::thread::scope(|scope| {
             for world in worlds {
                 scope.spawn(move || {
-                    let lanes = world.all().unwrap().lanes().unwrap();
+                    let lanes = world.all().unwrap().lanes(Route::Direct).unwrap();
                     assert_eq!(lanes.reach[1 - world.rank() as usize].name(), name);
                     assert!(matches!(lanes.reach[world.rank() as usize], Reach::Own));
                 });

@@ -8,12 +8,14 @@ use rustix::event::EventfdFlags;
 use super::{Actor, DATA, FLAGS};
 use crate::bootstrap::Health;
 use crate::error::{Cause, Error};
+use crate::lane::Io;
 use crate::lane::rail::NoCredit;
 use crate::lane::wait::{Interrupted, Patience};
 use crate::lane::{Link, Part, Port, Window, ring_bytes};
 use crate::memory::{Mapped, Segment};
 use crate::rows::Stores;
 use crate::schedule::{Flag, Place, SpanCopy};
+use crate::topology::Route;
 use crate::{Options, World};
 
 /// One end of a wire whose other end nobody serves.
@@ -64,7 +66,7 @@ fn refused(attack: impl Fn(&Actor, Port) + Sync) {
                     for window in &mut windows {
                         window.parts[1] = Part { len: u64::MAX / 2, ..window.parts[1] };
                     }
-                    attack(&actor, Port::new(group.lanes().unwrap(), windows, FLAGS));
+                    attack(&actor, Port::new(group.lanes(Route::Direct).unwrap(), windows, FLAGS));
                 }
                 let waited = if actor.me == 1 { actor.port.wait(0, Flag::Landed, 9) } else { Ok(()) };
                 if actor.me == 1 {
@@ -81,8 +83,8 @@ fn a_put_outside_its_region_ends_the_receivers_world_and_names_the_sender() {
     refused(|_, port| {
         let heap = Options::default().config.heap;
         let span = SpanCopy { from: Place::Input, from_offset: 0, to: DATA, to_offset: heap, len: 100 };
-        port.put(1, &span, &[1; 100], Stores::Cached).unwrap();
-        port.signal(1, Flag::Landed, 9, None).unwrap();
+        port.put(1, &span, &Io { input: &[1; 100], ..Io::default() }, Stores::Cached).unwrap();
+        port.signal(1, (0, Flag::Landed), 9, None).unwrap();
     });
 }
 

@@ -99,17 +99,21 @@ struct Shared {
     health: Arc<Health>,
     bell: OwnedFd,
     stop: AtomicBool,
+    idle_rounds: u32,
 }
 
-/// Rounds without news after which the card sleeps.
+/// Rounds without news after which the card sleeps. Where ranks share cores, whoever waits receives by itself, and a card
+/// that looks again and again only keeps others from running.
 const IDLE_ROUNDS: u32 = 64;
+const IDLE_ROUNDS_IN_A_CROWD: u32 = 1;
 
 impl Card {
-    /// Starts the thread. It sleeps until there are links and records.
+    /// Starts the thread. It sleeps until there are links and records; on a `crowded` machine, with fewer cores than
+    /// ranks, sooner than on others.
     ///
     /// # Errors
     /// [`LaneError::System`].
-    pub fn start(rank: u32, health: Arc<Health>) -> Result<Self, LaneError> {
+    pub fn start(rank: u32, health: Arc<Health>, crowded: bool) -> Result<Self, LaneError> {
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| LaneError::System { call: "eventfd", errno: e.raw_os_error() })?;
         let shared = Arc::new(Shared {
@@ -118,6 +122,7 @@ impl Card {
             health,
             bell,
             stop: AtomicBool::new(false),
+            idle_rounds: if crowded { IDLE_ROUNDS_IN_A_CROWD } else { IDLE_ROUNDS },
         });
         let receiver = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
@@ -167,7 +172,7 @@ impl Shared {
         while !self.stop.load(Ordering::Acquire) && self.health.check().is_ok() {
             if self.drain() {
                 idle = 0;
-            } else if idle < IDLE_ROUNDS {
+            } else if idle < self.idle_rounds {
                 idle += 1;
                 std::thread::yield_now();
             } else if !self.arm() {

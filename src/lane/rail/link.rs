@@ -9,7 +9,6 @@ use crate::error::{Cause, MemoryError};
 use crate::lane::RowSource;
 use crate::lane::wait::{self, Interrupted, Patience};
 use crate::memory::Mapped;
-use crate::plan::RowRun;
 
 /// The connection to one remote partner: puts and signals out, records in.
 #[derive(Debug)]
@@ -92,21 +91,20 @@ impl Link {
         Ok(())
     }
 
-    /// Writes one run of rows, gathered by index, to (region, offset) of the partner, and the run's rows of zeros
-    /// behind it. The caller has checked that the rows lie in the input.
+    /// Writes rows, gathered by index, to (region, offset) of the partner. The caller has checked that they lie in the
+    /// source.
     ///
     /// # Errors
     /// As [`Link::put`].
-    pub fn put_run(
+    pub fn put_rows(
         &self,
         (region, mut offset): (u32, u64),
-        run: RowRun,
+        rows: &[u32],
         source: RowSource<'_>,
         patience: Patience<'_>,
     ) -> Result<(), NoCredit> {
         let row_bytes = source.row_bytes as usize;
-        let row_at = |row: u32| &source.input[row as usize * row_bytes..][..row_bytes];
-        let rows = &source.rows[run.first as usize..][..run.count as usize];
+        let row_at = |row: u32| &source.bytes[row as usize * row_bytes..][..row_bytes];
         for group in rows.chunks((CHUNK / row_bytes).max(1)) {
             let len = group.len() * row_bytes;
             if len > CHUNK {
@@ -125,11 +123,20 @@ impl Link {
             }
             offset += len as u64;
         }
-        let len = u64::from(run.pad) * row_bytes as u64;
-        if len > 0 {
-            self.send(&mut self.lock_out(), Record::Zero { region, offset, len }, 0, patience, |_| ())?;
-        }
         Ok(())
+    }
+
+    /// Writes zeros to (region, offset) of the partner.
+    ///
+    /// # Errors
+    /// As [`Link::put`].
+    pub fn zero(
+        &self,
+        (region, offset): (u32, u64),
+        len: u64,
+        patience: Patience<'_>,
+    ) -> Result<(), NoCredit> {
+        self.send(&mut self.lock_out(), Record::Zero { region, offset, len }, 0, patience, |_| ())
     }
 
     /// Returns when the partner has taken everything that was sent.

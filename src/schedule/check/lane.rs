@@ -55,13 +55,21 @@ pub(super) enum Load {
 }
 
 /// Under way on one track.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(super) enum Posted {
-    Piece { to: Cell, load: Load },
-    Signal { word: usize, value: u64 },
+    Piece {
+        to: Cell,
+        load: Load,
+    },
+    /// A signal, and the pieces of its tag.
+    Signal {
+        word: usize,
+        value: u64,
+        tag: Vec<(Cell, u64)>,
+    },
 }
 
-/// One track of one rank, as its lane sees it.
+/// One track of one actor, as its lane sees it.
 #[derive(Clone, Default)]
 pub(super) struct Lane {
     posted: Vec<Posted>,
@@ -103,7 +111,10 @@ impl Lane {
             };
         }
         match self.posted.remove(pick) {
-            Posted::Signal { word, value } => words[word] = words[word].max(value),
+            Posted::Signal { word, value, tag } => {
+                tag.into_iter().for_each(|(to, piece)| memory.write(to, piece));
+                words[word] = words[word].max(value);
+            }
             Posted::Piece { to, load: Load::Tag(tag) } => memory.write(to, tag),
             Posted::Piece { to, load: Load::From(cell) } => memory.write(to, memory.read(cell)),
         }

@@ -1,4 +1,4 @@
-//! Steps all ranks of a program at random.
+//! Steps all actors of a program at random.
 
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
@@ -12,7 +12,7 @@ use crate::schedule::story::{Effect, Touch};
 
 /// What a run ends with.
 pub(super) struct Outcome {
-    /// Per rank and call: what planner, caller and sums have seen.
+    /// Per actor and call: what planner, caller and sums have seen.
     pub outcomes: Vec<Vec<u64>>,
     pub deliveries: u64,
 }
@@ -24,13 +24,13 @@ pub(super) struct Machine<'a> {
     random: ChaCha8Rng,
     memory: Memory,
     words: Vec<u64>,
-    ranks: Vec<Rank>,
-    /// Per rank and track.
+    actors: Vec<Actor>,
+    /// Per actor and track.
     lanes: Vec<Vec<Lane>>,
     outcome: Outcome,
 }
 
-struct Rank {
+struct Actor {
     /// Out of eight turns it takes so many.
     speed: u32,
     /// The next scene to begin.
@@ -54,7 +54,7 @@ impl<'a> Machine<'a> {
         let mut random = ChaCha8Rng::seed_from_u64(seed.unwrap_or(0));
         let tracks = program.tracks.max(1) as usize;
         let queues = [1, 2, 8, tracks][random.random_range(0..4)];
-        let rank = |random: &mut ChaCha8Rng| Rank {
+        let actor = |random: &mut ChaCha8Rng| Actor {
             speed: [1, 4, 8][random.random_range(0..3)],
             next: 0,
             left: 0,
@@ -65,8 +65,8 @@ impl<'a> Machine<'a> {
             program,
             in_order: seed.is_none(),
             memory: Memory::new(program.story),
-            words: vec![0; program.words()],
-            ranks: program.scenes.iter().map(|_| rank(&mut random)).collect(),
+            words: vec![0; program.words as usize],
+            actors: program.scenes.iter().map(|_| actor(&mut random)).collect(),
             lanes: vec![vec![Lane::default(); tracks]; program.scenes.len()],
             outcome: Outcome { outcomes: vec![vec![0; calls]; program.scenes.len()], deliveries: 0 },
             random,
@@ -76,12 +76,12 @@ impl<'a> Machine<'a> {
     pub fn play(mut self) -> Result<Outcome, Fault> {
         let mut idle = 0;
         while !self.is_over() {
-            let rank = self.random.random_range(0..self.ranks.len());
+            let actor = self.random.random_range(0..self.actors.len());
             let turn = self.random.random_range(0..8);
-            if turn >= self.ranks[rank].speed && !self.in_order {
+            if turn >= self.actors[actor].speed && !self.in_order {
                 continue;
             }
-            let moved = if self.random.random() { self.deliver(rank) } else { self.step_any(rank) };
+            let moved = if self.random.random() { self.deliver(actor) } else { self.step_any(actor) };
             idle = if moved { 0 } else { idle + 1 };
             if idle > 1000 {
                 self.unblock()?;
@@ -92,50 +92,50 @@ impl<'a> Machine<'a> {
     }
 
     fn is_over(&self) -> bool {
-        (self.ranks.iter().zip(&self.program.scenes))
-            .all(|(rank, scenes)| rank.left == 0 && rank.next == scenes.len())
+        (self.actors.iter().zip(&self.program.scenes))
+            .all(|(actor, scenes)| actor.left == 0 && actor.next == scenes.len())
     }
 
     /// Long without luck: tries everything once, to tell bad luck from a deadlock.
     fn unblock(&mut self) -> Result<(), Fault> {
         let mut moved = false;
-        for rank in 0..self.ranks.len() {
-            moved |= self.deliver(rank);
-            moved |= self.begin(rank);
-            for queue in 0..self.ranks[rank].queues.len() {
-                moved |= self.step(rank, queue);
+        for actor in 0..self.actors.len() {
+            moved |= self.deliver(actor);
+            moved |= self.begin(actor);
+            for queue in 0..self.actors[actor].queues.len() {
+                moved |= self.step(actor, queue);
             }
         }
         if moved { Ok(()) } else { deadlock(self.program).map_or(Ok(()), Err) }
     }
 
-    fn deliver(&mut self, rank: usize) -> bool {
+    fn deliver(&mut self, actor: usize) -> bool {
         let busy: Vec<usize> =
-            (0..self.lanes[rank].len()).filter(|&track| !self.lanes[rank][track].is_idle()).collect();
+            (0..self.lanes[actor].len()).filter(|&track| !self.lanes[actor][track].is_idle()).collect();
         if busy.is_empty() {
             return false;
         }
         let track = busy[self.random.random_range(0..busy.len())];
-        self.lanes[rank][track].deliver(&mut self.memory, &mut self.words, &mut self.random);
+        self.lanes[actor][track].deliver(&mut self.memory, &mut self.words, &mut self.random);
         self.outcome.deliveries += 1;
         true
     }
 
-    fn step_any(&mut self, rank: usize) -> bool {
-        let queue = self.random.random_range(0..self.ranks[rank].queues.len());
-        self.begin(rank) || self.step(rank, queue)
+    fn step_any(&mut self, actor: usize) -> bool {
+        let queue = self.random.random_range(0..self.actors[actor].queues.len());
+        self.begin(actor) || self.step(actor, queue)
     }
 
     /// Joins the tracks, lets planner and caller touch what they touch, and begins the next scene.
-    fn begin(&mut self, rank: usize) -> bool {
-        let state = &mut self.ranks[rank];
-        let scenes = &self.program.scenes[rank];
+    fn begin(&mut self, actor: usize) -> bool {
+        let state = &mut self.actors[actor];
+        let scenes = &self.program.scenes[actor];
         if state.left > 0 || state.next == scenes.len() {
             return false;
         }
-        self.lanes[rank].iter_mut().for_each(|lane| lane.complete(&self.memory));
+        self.lanes[actor].iter_mut().for_each(|lane| lane.complete(&self.memory));
         let ops = scenes[state.next].clone();
-        let (call, scene) = place(self.program, rank, state.next);
+        let (call, scene) = place(self.program, actor, state.next);
         state.next += 1;
         state.left = ops.len() as u32;
         let queues = state.queues.len();
@@ -145,75 +145,68 @@ impl<'a> Machine<'a> {
             state.queues[track % queues].ops.push(op);
         }
         for (index, touch) in scene.iter().enumerate() {
-            self.touch(rank, call, index, touch);
+            self.touch(actor, call, index, touch);
         }
         true
     }
 
-    fn touch(&mut self, rank: usize, call: usize, index: usize, touch: &Touch) {
-        let name = mix(&[rank as u64, call as u64, self.ranks[rank].next as u64, index as u64]);
+    fn touch(&mut self, actor: usize, call: usize, index: usize, touch: &Touch) {
+        let name = mix(&[actor as u64, call as u64, self.actors[actor].next as u64, index as u64]);
         for (at, cell) in cells(&touch.bytes).enumerate() {
             if touch.write {
                 self.memory.write(cell, mix(&[name, at as u64]));
             } else {
                 let seen = mix(&[name, at as u64, self.memory.read(cell)]);
-                let outcome = &mut self.outcome.outcomes[rank][call];
+                let outcome = &mut self.outcome.outcomes[actor][call];
                 *outcome = outcome.wrapping_add(seen);
             }
         }
     }
 
     /// Does the operation at the head of a queue, or a part of it.
-    fn step(&mut self, rank: usize, queue: usize) -> bool {
-        let state = &self.ranks[rank].queues[queue];
+    fn step(&mut self, actor: usize, queue: usize) -> bool {
+        let state = &self.actors[actor].queues[queue];
         let Some(&op) = state.ops.get(state.done) else { return false };
         let node = self.program.nodes[op as usize];
-        let part = &self.program.story.calls[node.call as usize][rank];
         match node.step.op {
-            Op::Wait { from, flag, .. } => {
-                if self.words[self.program.word(rank as u32, from, flag)] < node.step.value {
+            Op::Wait { .. } => {
+                if self.words[node.word()] < node.step.value {
                     return false;
                 }
             }
             Op::Reduce { .. } => {
-                if !self.reduce(rank, queue, op) {
+                if !self.reduce(actor, queue, op) {
                     return true;
                 }
             }
-            Op::Put { .. } | Op::PutRows { .. } | Op::Signal { .. } => {
-                for (nth, effect) in part.effects(&node.step).iter().enumerate() {
-                    self.post(op, nth, effect);
+            Op::Put { .. } | Op::PutRows { .. } => {
+                for (nth, effect) in self.program.scene_of(&node).effects(&node.step).iter().enumerate() {
+                    self.put(op, nth, effect);
                 }
             }
+            Op::Signal { .. } => self.signal(op),
         }
-        let lane = &mut self.lanes[rank][node.step.track as usize];
-        if let Op::Signal { to, flag, .. } = node.step.op {
-            let word = self.program.word(to, rank as u32, flag);
-            lane.post(Posted::Signal { word, value: node.step.value });
-        }
+        let lane = &mut self.lanes[actor][node.step.track as usize];
         while self.in_order && !lane.is_idle() {
             lane.deliver(&mut self.memory, &mut self.words, &mut self.random);
         }
-        let state = &mut self.ranks[rank];
+        let state = &mut self.actors[actor];
         state.left -= 1;
         state.queues[queue].done += 1;
         true
     }
 
-    fn post(&mut self, op: u32, nth: usize, effect: &Effect) {
+    fn put(&mut self, op: u32, nth: usize, effect: &Effect) {
+        let Effect::Copy { from, to } = effect else { return };
         let node = self.program.nodes[op as usize];
-        let (from, to) = match effect {
-            Effect::Copy { from, to } => (from.as_ref(), to),
-            Effect::Tag(to) => (None, to),
-            Effect::Read(_) => return,
-        };
-        let mut sources = from.map(cells);
+        let here = to.owner == self.program.part(node.actor, node.call).rank;
+        let mut sources = from.as_ref().map(cells);
         for (at, to_cell) in cells(to).enumerate() {
             let source = sources.as_mut().and_then(|cells| cells.next());
             let fresh = Load::Tag(mix(&[u64::from(op), nth as u64, at as u64]));
             let load = source.map_or(fresh, Load::From);
-            if to.owner != node.rank {
-                let lane = &mut self.lanes[node.rank as usize][node.step.track as usize];
+            if !here {
+                let lane = &mut self.lanes[node.actor as usize][node.step.track as usize];
                 lane.post(Posted::Piece { to: to_cell, load });
                 continue;
             }
@@ -225,14 +218,25 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Reads a few more pieces of a sum; whether it is done.
-    fn reduce(&mut self, rank: usize, queue: usize, op: u32) -> bool {
+    fn signal(&mut self, op: u32) {
         let node = self.program.nodes[op as usize];
-        let part = &self.program.story.calls[node.call as usize][rank];
+        let mut tag = Vec::new();
+        for effect in self.program.scene_of(&node).effects(&node.step) {
+            let Effect::Tag(to) = effect else { continue };
+            tag.extend(cells(&to).enumerate().map(|(at, cell)| (cell, mix(&[u64::from(op), at as u64]))));
+        }
+        let posted = Posted::Signal { word: node.word(), value: node.step.value, tag };
+        self.lanes[node.actor as usize][node.step.track as usize].post(posted);
+    }
+
+    /// Reads a few more pieces of a sum; whether it is done.
+    fn reduce(&mut self, actor: usize, queue: usize, op: u32) -> bool {
+        let node = self.program.nodes[op as usize];
+        let scene = self.program.scene_of(&node);
         let random = &mut self.random;
-        let state = &mut self.ranks[rank].queues[queue];
+        let state = &mut self.actors[actor].queues[queue];
         let reading = state.reading.get_or_insert_with(|| {
-            let effects = part.effects(&node.step);
+            let effects = scene.effects(&node.step);
             let reads = effects.iter().filter_map(|effect| match effect {
                 Effect::Read(bytes) => Some(cells(bytes)),
                 _ => None,
@@ -248,16 +252,28 @@ impl<'a> Machine<'a> {
         if !reading.is_empty() {
             return false;
         }
-        let outcome = &mut self.outcome.outcomes[rank][node.call as usize];
-        *outcome = outcome.wrapping_add(mix(&[u64::from(op), state.seen]));
+        let seen = state.seen;
+        let outcome = &mut self.outcome.outcomes[actor][node.call as usize];
+        *outcome = outcome.wrapping_add(mix(&[u64::from(op), seen]));
+        for effect in scene.effects(&node.step) {
+            let Effect::Sums(to) = effect else { continue };
+            for (at, cell) in cells(&to).enumerate() {
+                self.memory.write(cell, mix(&[seen, at as u64]));
+            }
+        }
+        let state = &mut self.actors[actor].queues[queue];
         (state.reading, state.seen) = (None, 0);
+        // Its partials, where it has some.
+        for (nth, effect) in scene.effects(&node.step).iter().enumerate() {
+            self.put(op, nth, effect);
+        }
         true
     }
 }
 
-/// The call and the touches of a rank's scene, counted through all calls.
-fn place<'a>(program: &'a Program, rank: usize, scene: usize) -> (usize, &'a [Touch]) {
-    let mut scenes = (program.story.parts_of(rank as u32))
+/// The call and the touches of a actor's scene, counted through all calls.
+fn place<'a>(program: &'a Program, actor: usize, scene: usize) -> (usize, &'a [Touch]) {
+    let mut scenes = (program.story.parts_of(actor as u32))
         .flat_map(|part| part.scenes.iter().map(move |scene| (part.call, &*scene.touches)));
     scenes.nth(scene).unwrap_or((0, &[]))
 }

@@ -4,13 +4,13 @@
 //!
 //! ```text
 //!   put      its pieces land one by one, in any order, at any later time; its source is read as late as the stage join
-//!   signal   becomes visible late, but not before all pieces of earlier puts of its track have landed;
-//!            later puts of the track, and other tracks, may overtake it
+//!   signal   becomes visible late, with its tag, but not before all pieces of earlier puts and all earlier signals of its
+//!            track; later puts of the track, and other tracks, may overtake it
 //!   reduce   reads piece by piece, while others go on
-//!   ranks    each at its own speed, on one queue, on several, or on one per track
+//!   actors   each at its own speed, on one queue, on several, or on one per track
 //! ```
 //!
-//! Whatever the seed, every rank must have seen the same tags, call by call, as when everything happens in order.
+//! Whatever the seed, every actor must have seen the same tags, call by call, as when everything happens in order.
 
 #![allow(clippy::result_large_err, reason = "a fault ends the whole proof, and names two operations")]
 
@@ -21,7 +21,7 @@ use std::ops::Range;
 
 use super::prove::Fault;
 use super::prove::program::Program;
-use super::story::Story;
+use super::story::{Part, Story};
 use machine::Machine;
 
 /// What was played.
@@ -43,9 +43,10 @@ pub fn check(story: &Story, seeds: Range<u64>) -> Result<Checked, Fault> {
     let mut checked = Checked::default();
     for seed in seeds {
         let seen = Machine::new(&program, Some(seed)).play()?;
-        for (rank, calls) in (0..).zip(seen.outcomes.iter().zip(&expected.outcomes)) {
+        for (actor, calls) in (0..).zip(seen.outcomes.iter().zip(&expected.outcomes)) {
             if let Some(call) = calls.0.iter().zip(calls.1).position(|(seen, expected)| seen != expected) {
-                return Err(Fault::Differs { seed, rank, call });
+                let Part { rank, relay, .. } = *program.part(actor, call as u32);
+                return Err(Fault::Differs { seed, rank, relay, call });
             }
         }
         checked.seeds += 1;

@@ -1,10 +1,12 @@
 //! Every access of a story to every window, with what is known where it happens.
 
+use std::ops::Range;
+
 use super::order::{Knowledge, touch_era};
 use super::program::Program;
 use super::{OpRef, What};
 use crate::schedule::WindowId;
-use crate::schedule::story::{Bytes, Effect};
+use crate::schedule::story::{Assumed, Bytes, Effect};
 
 /// Who accesses.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -15,56 +17,70 @@ pub(super) enum Who {
     Touch(u32, u32),
 }
 
+/// How an access is carried out.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum How {
+    /// At once, when it is issued.
+    Here,
+    /// By a lane, at any time until the next signal of its track is visible: a write to another rank.
+    Late,
+    /// By a lane, with the signal it belongs to: a tag that another rank is sent.
+    Signalled,
+    /// By a lane, at any time until its stage is over: what a write to another rank reads.
+    Source,
+}
+
 #[derive(Clone, Copy)]
 pub(super) struct Access {
     pub start: u64,
     pub end: u64,
     pub write: bool,
-    /// A write to another rank: it lands later than it is issued.
-    pub remote: bool,
     pub who: Who,
-    pub rank: u32,
+    pub actor: u32,
     pub call: u32,
     /// For a read: the call whose bytes it must see.
     pub of: u32,
+    how: How,
     era: u32,
-    /// Track (none for touches) and position in it.
+    /// Track (none for touches), its lane if it signals anything, and the position in it.
     track: Option<u32>,
+    lane: Option<u32>,
     pos: u32,
     view: u32,
 }
 
 impl Access {
     /// Whether this access is over before `other` begins.
-    pub fn before(&self, other: &Access, known: &Knowledge, tracks: u32) -> bool {
+    pub fn before(&self, other: &Access, known: &Knowledge) -> bool {
         let view = known.view(other.view);
-        let landed = |track| view.landed[(self.rank * tracks + track) as usize] > self.pos;
-        if self.track.is_some_and(landed) {
+        if self.lane.is_some_and(|lane| view.landed[lane as usize] > self.pos) {
             return true;
         }
-        if self.remote {
-            return false;
+        let one_track = (self.actor, self.track) == (other.actor, other.track) && self.pos < other.pos;
+        match self.how {
+            How::Late => false,
+            How::Signalled => one_track && other.how == How::Signalled,
+            _ if self.actor != other.actor => self.era < view.era[self.actor as usize],
+            _ if self.era != other.era => self.era < other.era,
+            _ => one_track && self.how == How::Here,
         }
-        if self.rank != other.rank {
-            return self.era < view.era[self.rank as usize];
-        }
-        self.era < other.era || self.era == other.era && self.track == other.track && self.pos < other.pos
     }
 
     /// Whether the two belong to one operation or touch.
     pub fn is_part_of(&self, other: &Access) -> bool {
-        (self.rank, self.call, self.who) == (other.rank, other.call, other.who)
+        (self.actor, self.call, self.who) == (other.actor, other.call, other.who)
     }
 
     pub fn op_ref(&self, program: &Program) -> OpRef {
         match self.who {
             Who::Op(op) => program.op_ref(op),
             Who::Touch(within, index) => {
-                let scene =
-                    &program.story.calls[self.call as usize][self.rank as usize].scenes[within as usize];
+                let part = program.part(self.actor, self.call);
+                let scene = &part.scenes[within as usize];
                 let touch = &scene.touches[index as usize];
                 OpRef {
-                    rank: self.rank,
+                    rank: part.rank,
+                    relay: part.relay,
                     call: self.call as usize,
                     stage: scene.name,
                     index: index as usize,
@@ -80,6 +96,8 @@ pub(super) struct Accesses {
     pub owner: u32,
     pub window: WindowId,
     pub list: Vec<Access>,
+    /// What ranks outside the sample write: in which call, which bytes.
+    pub assumed: Vec<(u32, Range<u64>)>,
 }
 
 const WINDOWS: [WindowId; 2] = [WindowId::POOL, WindowId::CONTROL];
@@ -87,45 +105,58 @@ const WINDOWS: [WindowId; 2] = [WindowId::POOL, WindowId::CONTROL];
 /// Collects all accesses, by owner and window.
 pub(super) fn collect(program: &Program, known: &Knowledge) -> Vec<Accesses> {
     let mut all: Vec<Accesses> = (0..program.story.ranks)
-        .flat_map(|owner| WINDOWS.map(|window| Accesses { owner, window, list: Vec::new() }))
+        .flat_map(|owner| {
+            WINDOWS.map(|window| Accesses { owner, window, list: Vec::new(), assumed: Vec::new() })
+        })
         .collect();
+    let place = |bytes: &Bytes| bytes.owner as usize * WINDOWS.len() + bytes.window.0 as usize;
+    for Assumed { call, bytes } in &program.story.assumed {
+        all[place(bytes)].assumed.push((*call as u32, bytes.range.clone()));
+    }
+    let told = program.told();
     let mut add = |bytes: &Bytes, access: Access| {
-        if !bytes.range.is_empty() {
+        if !bytes.range.is_empty() && told[bytes.owner as usize] {
             let (start, end) = (bytes.range.start, bytes.range.end);
-            let index = bytes.owner as usize * WINDOWS.len() + bytes.window.0 as usize;
-            all[index].list.push(Access { start, end, ..access });
+            all[place(bytes)].list.push(Access { start, end, ..access });
         }
     };
     for (op, node) in (0..).zip(&program.nodes) {
-        let base = Access {
+        let scene = program.scene_of(node);
+        let rank = program.part(node.actor, node.call).rank;
+        let read = |how| Access {
             start: 0,
             end: 0,
             write: false,
-            remote: false,
             who: Who::Op(op),
-            rank: node.rank,
+            actor: node.actor,
             call: node.call,
             of: node.call,
+            how,
             era: touch_era(node.scene) + 1,
             track: Some(node.step.track),
+            lane: node.lane,
             pos: node.pos,
             view: known.of_op(op),
         };
-        let write = |to: &Bytes| Access { write: true, remote: to.owner != node.rank, ..base };
-        for effect in program.story.calls[node.call as usize][node.rank as usize].effects(&node.step) {
+        let write = |how| Access { write: true, ..read(how) };
+        let here = |to: &Bytes| to.owner == rank;
+        for effect in scene.effects(&node.step) {
             match effect {
-                Effect::Read(bytes) => add(&bytes, base),
-                Effect::Tag(to) => add(&to, write(&to)),
+                Effect::Read(bytes) => add(&bytes, read(How::Here)),
+                Effect::Sums(to) => add(&to, write(How::Here)),
+                Effect::Tag(to) => add(&to, write(if here(&to) { How::Here } else { How::Signalled })),
                 Effect::Copy { from, to } => {
-                    from.iter().for_each(|bytes| add(bytes, base));
-                    add(&to, write(&to));
+                    let (source, target) =
+                        if here(&to) { (How::Here, How::Here) } else { (How::Source, How::Late) };
+                    from.iter().for_each(|bytes| add(bytes, read(source)));
+                    add(&to, write(target));
                 }
             }
         }
     }
-    for rank in 0..program.story.ranks {
+    for actor in 0..program.story.actors {
         let scenes =
-            program.story.parts_of(rank).flat_map(|part| (0..).zip(&part.scenes).map(move |s| (part, s)));
+            program.story.parts_of(actor).flat_map(|part| (0..).zip(&part.scenes).map(move |s| (part, s)));
         for (number, (part, (within, scene))) in (0..).zip(scenes) {
             for (index, touch) in (0..).zip(&scene.touches) {
                 add(
@@ -134,15 +165,16 @@ pub(super) fn collect(program: &Program, known: &Knowledge) -> Vec<Accesses> {
                         start: 0,
                         end: 0,
                         write: touch.write,
-                        remote: false,
                         who: Who::Touch(within, index),
-                        rank,
+                        actor,
                         call: part.call as u32,
                         of: touch.of as u32,
+                        how: How::Here,
                         era: touch_era(number),
                         track: None,
+                        lane: None,
                         pos: index,
-                        view: known.of_scene(rank, number),
+                        view: known.of_scene(actor, number),
                     },
                 );
             }

@@ -10,6 +10,8 @@ use crate::schedule::{Flag, Op, WindowId};
 pub struct OpRef {
     /// Whose.
     pub rank: u32,
+    /// Whether the rank's relay does it, in a thread of its own.
+    pub relay: bool,
     /// In which call of the story.
     pub call: usize,
     /// In which stage; touches come before its operations.
@@ -35,7 +37,7 @@ pub enum What {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
     /// An operation waits for ever.
-    #[error("deadlock on {queues} queues: {op} has {seen:#x}, and rank {writer} raises its {} flag no further", flag.name())]
+    #[error("deadlock on {queues} queues: {op} has {seen:#x}, and nobody raises the {} flag of rank {of} further", flag.name())]
     Deadlock {
         /// Onto how many queues the tracks were folded.
         queues: u32,
@@ -47,8 +49,8 @@ pub enum Fault {
         awaited: u64,
         /// The value the word has.
         seen: u64,
-        /// The rank that should have raised it.
-        writer: u32,
+        /// The rank of which the word speaks.
+        of: u32,
     },
     /// Two accesses to the same bytes, one of them a write, that nothing orders.
     #[error("race: {a} and {b} on bytes {bytes:?} of rank {owner}'s {}", name(*window))]
@@ -123,12 +125,14 @@ pub enum Fault {
         b: OpRef,
     },
     /// A random run ends with other bytes than the run in order.
-    #[error("seed {seed}: rank {rank} saw other bytes in call {call} than when everything happens in order")]
+    #[error("seed {seed}: rank {rank}{} saw other bytes in call {call} than when everything happens in order", if *relay { "'s relay" } else { "" })]
     Differs {
         /// The seed.
         seed: u64,
         /// Whose outcome differs.
         rank: u32,
+        /// Whether it is what its relay saw, in a thread of its own.
+        relay: bool,
         /// In which call.
         call: usize,
     },
@@ -144,7 +148,9 @@ fn name(window: WindowId) -> &'static str {
 
 impl fmt::Display for OpRef {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "rank {}, call {}, {}[{}] ({})", self.rank, self.call, self.stage, self.index, self.what)
+        let relay = if self.relay { "'s relay" } else { "" };
+        let OpRef { rank, call, stage, index, what, .. } = self;
+        write!(f, "rank {rank}{relay}, call {call}, {stage}[{index}] ({what})")
     }
 }
 
@@ -153,8 +159,8 @@ impl fmt::Display for What {
         match *self {
             What::Op(Op::Put { to, .. }, _) => write!(f, "put to {to}"),
             What::Op(Op::PutRows { to, .. }, _) => write!(f, "put rows to {to}"),
-            What::Op(Op::Signal { to, flag, .. }, value) => {
-                write!(f, "signal {} to {to}, {value:#x}", flag.name())
+            What::Op(Op::Signal { to, of, flag, .. }, value) => {
+                write!(f, "signal {} of {of} to {to}, {value:#x}", flag.name())
             }
             What::Op(Op::Wait { from, flag, .. }, value) => {
                 write!(f, "wait for {} of {from}, {value:#x}", flag.name())

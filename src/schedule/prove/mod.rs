@@ -8,7 +8,8 @@
 //! 3. if all are ordered, every legal interleaving reads the same bytes.
 //!
 //! What this rests on is the lanes' contract: a put to a peer lands at any time between its issue and the moment the
-//! next signal of its track is visible. [`check`](super::check) plays that contract at random.
+//! next signal of its track is visible; the signals of a track become visible in order, each with its tag.
+//! [`check`](super::check) plays that contract at random.
 
 #![allow(clippy::result_large_err, reason = "a fault ends the whole proof, and names two operations")]
 

@@ -1,32 +1,32 @@
 //! Happens-before, exactly.
 //!
 //! A put to a peer is *issued* in track order, but it *lands* only some time before the next signal of its track is
-//! visible. So one rank can know two things of another:
+//! visible. So one actor can know two things of another:
 //!
 //! ```text
-//!   era[rank]            touches and operations before this era are done there    (stage joins, passed on by signals)
-//!   landed[rank, track]  puts before this position of the track have landed       (only by waiting for its signals)
+//!   era[actor]     touches and operations before this era are done there    (stage joins, passed on by signals)
+//!   landed[lane]   puts before this position of the track have landed       (only by waiting for its signals)
 //! ```
 //!
-//! Both are passed on from signal to wait and through joins. Knowing that a peer has *issued* a signal, by way of
+//! A *lane* is a track of an actor. Both are passed on from signal to wait and through joins. Knowing that a peer has *issued* a signal, by way of
 //! another track, says nothing about what it carries: the two may overtake each other.
 
 use super::program::{Node, Program};
 use crate::schedule::Op;
 
-/// What is known at some moment at some rank.
+/// What is known at some moment by some actor.
 #[derive(Clone)]
 pub(super) struct View {
-    /// Per rank: eras known to be over.
+    /// Per actor: eras known to be over.
     pub era: Vec<u32>,
-    /// Per rank and track: positions known to have landed.
+    /// Per lane: positions known to have landed.
     pub landed: Vec<u32>,
 }
 
 /// What is known where: views are shared, since most operations know what their stage began with.
 pub(super) struct Knowledge {
     views: Vec<View>,
-    /// Per rank and scene: the view its touches and operations begin with.
+    /// Per actor and scene: the view its touches and operations begin with.
     scene_views: Vec<Vec<u32>>,
     /// Per operation: its view.
     op_views: Vec<u32>,
@@ -44,33 +44,33 @@ struct Learner<'a> {
     program: &'a Program<'a>,
     known: Knowledge,
     signals: Vec<Signals>,
-    /// Per rank: signals heard in the running scene.
+    /// Per actor: signals heard in the running scene.
     heard: Vec<Vec<u32>>,
-    /// Per rank and track: the view within the running scene, where the track has waited.
+    /// Per actor and track: the view within the running scene, where the track has waited.
     track_views: Vec<Vec<Option<u32>>>,
 }
 
 impl Knowledge {
     /// Follows the operations in an order in which they can happen.
     pub fn follow(program: &Program, order: &[u32]) -> Knowledge {
-        let (ranks, tracks) = (program.story.ranks as usize, program.tracks as usize);
-        let nothing = View { era: vec![0; ranks], landed: vec![0; ranks * tracks] };
+        let (actors, tracks) = (program.story.actors as usize, program.tracks as usize);
+        let nothing = View { era: vec![0; actors], landed: vec![0; program.lanes as usize] };
         let mut learner = Learner {
             program,
             known: Knowledge {
                 views: vec![nothing],
-                scene_views: vec![vec![0]; ranks],
+                scene_views: vec![vec![0]; actors],
                 op_views: vec![0; program.nodes.len()],
             },
-            signals: vec![Vec::new(); program.words()],
-            heard: vec![Vec::new(); ranks],
-            track_views: vec![vec![None; tracks]; ranks],
+            signals: vec![Vec::new(); program.words as usize],
+            heard: vec![Vec::new(); actors],
+            track_views: vec![vec![None; tracks]; actors],
         };
         for &op in order {
             learner.learn(op);
         }
-        for (rank, scenes) in program.scenes.iter().enumerate() {
-            learner.enter(rank, scenes.len() - 1);
+        for (actor, scenes) in program.scenes.iter().enumerate() {
+            learner.enter(actor, scenes.len().saturating_sub(1));
         }
         learner.known
     }
@@ -79,8 +79,8 @@ impl Knowledge {
         self.op_views[op as usize]
     }
 
-    pub fn of_scene(&self, rank: u32, scene: u32) -> u32 {
-        self.scene_views[rank as usize][scene as usize]
+    pub fn of_scene(&self, actor: u32, scene: u32) -> u32 {
+        self.scene_views[actor as usize][scene as usize]
     }
 
     pub fn view(&self, view: u32) -> &View {
@@ -90,18 +90,16 @@ impl Knowledge {
 
 impl Learner<'_> {
     fn learn(&mut self, op: u32) {
-        let Node { rank, scene, step, .. } = self.program.nodes[op as usize];
-        let at = rank as usize;
+        let node = self.program.nodes[op as usize];
+        let Node { actor, scene, step, .. } = node;
+        let at = actor as usize;
         self.enter(at, scene as usize);
-        let view = self.track_views[at][step.track as usize].unwrap_or(self.known.of_scene(rank, scene));
+        let view = self.track_views[at][step.track as usize].unwrap_or(self.known.of_scene(actor, scene));
         self.known.op_views[op as usize] = view;
         match step.op {
-            Op::Signal { to, flag, .. } => {
-                let word = self.program.word(to, rank, flag);
-                self.signals[word].push((step.value, op));
-            }
-            Op::Wait { from, flag, .. } => {
-                let signals = &self.signals[self.program.word(rank, from, flag)];
+            Op::Signal { .. } => self.signals[node.word()].push((step.value, op)),
+            Op::Wait { .. } => {
+                let signals = &self.signals[node.word()];
                 let first = signals.partition_point(|&(value, _)| value < step.value);
                 if let Some(&(_, signal)) = signals.get(first).filter(|_| step.value > 0) {
                     self.heard[at].push(signal);
@@ -117,18 +115,18 @@ impl Learner<'_> {
     /// Whether the track has more to do in this scene.
     fn goes_on(&self, op: u32) -> bool {
         let node = &self.program.nodes[op as usize];
-        let end = self.program.scenes[node.rank as usize][node.scene as usize].end;
+        let end = self.program.scenes[node.actor as usize][node.scene as usize].end;
         self.program.nodes[op as usize + 1..end as usize].iter().any(|n| n.step.track == node.step.track)
     }
 
     /// Joins all tracks at the end of each scene before `scene`.
-    fn enter(&mut self, rank: usize, scene: usize) {
-        while self.known.scene_views[rank].len() <= scene {
-            let before = self.known.scene_views[rank][self.known.scene_views[rank].len() - 1];
-            let heard = std::mem::take(&mut self.heard[rank]);
+    fn enter(&mut self, actor: usize, scene: usize) {
+        while self.known.scene_views[actor].len() <= scene {
+            let before = self.known.scene_views[actor][self.known.scene_views[actor].len() - 1];
+            let heard = std::mem::take(&mut self.heard[actor]);
             let view = if heard.is_empty() { before } else { self.merge(before, &heard) };
-            self.known.scene_views[rank].push(view);
-            self.track_views[rank].fill(None);
+            self.known.scene_views[actor].push(view);
+            self.track_views[actor].fill(None);
         }
     }
 
@@ -140,10 +138,12 @@ impl Learner<'_> {
             let told = &self.known.views[self.known.op_views[signal as usize] as usize];
             max_into(&mut merged.era, &told.era);
             max_into(&mut merged.landed, &told.landed);
-            let era = &mut merged.era[node.rank as usize];
+            let era = &mut merged.era[node.actor as usize];
             *era = (*era).max(touch_era(node.scene) + 1);
-            let landed = &mut merged.landed[(node.rank * self.program.tracks + node.step.track) as usize];
-            *landed = (*landed).max(node.pos + 1);
+            if let Some(lane) = node.lane {
+                let landed = &mut merged.landed[lane as usize];
+                *landed = (*landed).max(node.pos + 1);
+            }
         }
         self.known.views.push(merged);
         self.known.views.len() as u32 - 1

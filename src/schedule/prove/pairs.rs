@@ -44,7 +44,7 @@ fn pair(
         let op = a.op_ref(program);
         return Err(Fault::WrittenTwice { a: op, b: op, owner, window, bytes });
     }
-    let (a, b) = match (a.before(b, known, program.tracks), b.before(a, known, program.tracks)) {
+    let (a, b) = match (a.before(b, known), b.before(a, known)) {
         (true, _) => (a, b),
         (_, true) => (b, a),
         _ => {
@@ -66,12 +66,15 @@ fn pair(
 
 /// Each read finds all its bytes written by the call it belongs to.
 fn written(program: &Program, accesses: &Accesses) -> Result<(), Fault> {
+    let mut writes: Vec<(u32, Range<u64>)> = accesses.assumed.clone();
+    writes.extend(accesses.list.iter().filter(|a| a.write).map(|a| (a.call, a.start..a.end)));
+    writes.sort_unstable_by_key(|write| write.1.start);
     let mut covered: Vec<Vec<Range<u64>>> = vec![Vec::new(); program.story.calls.len()];
-    for access in accesses.list.iter().filter(|access| access.write) {
-        let covered = &mut covered[access.call as usize];
+    for (call, bytes) in writes {
+        let covered = &mut covered[call as usize];
         match covered.last_mut() {
-            Some(last) if last.end >= access.start => last.end = last.end.max(access.end),
-            _ => covered.push(access.start..access.end),
+            Some(last) if last.end >= bytes.start => last.end = last.end.max(bytes.end),
+            _ => covered.push(bytes),
         }
     }
     for read in accesses.list.iter().filter(|access| !access.write) {

@@ -1,56 +1,95 @@
-//! A story as flat arrays: operations numbered, scenes as ranges of them, flag words as indices.
+//! A story as flat arrays: operations numbered, scenes as ranges of them, flag words and lanes as indices.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
 use super::{Fault, OpRef, What};
-use crate::schedule::story::{Scene, Step, Story};
+use crate::schedule::story::{Part, Scene, Step, Story};
 use crate::schedule::{Flag, Op};
 
 /// One operation and its place.
 #[derive(Clone, Copy)]
 pub(crate) struct Node {
-    pub rank: u32,
+    pub actor: u32,
     pub call: u32,
-    /// Scene of the rank, counted through all calls.
+    /// Scene of the actor, counted through all calls.
     pub scene: u32,
     /// Scene within its call, and position in it.
     pub at: (u32, u32),
+    /// Number of its track among those of all actors that signal anything.
+    pub lane: Option<u32>,
     /// Position in its track.
     pub pos: u32,
+    /// The flag word that it raises or awaits.
+    word: Option<u32>,
     pub step: Step,
 }
 
-/// All operations of a story, rank after rank, each rank's in launch order.
+impl Node {
+    /// The word of a signal or a wait.
+    pub fn word(&self) -> usize {
+        self.word.expect("signals and waits have a word") as usize
+    }
+}
+
+/// All operations of a story, actor after actor, each actor's in launch order.
 pub(crate) struct Program<'a> {
     pub story: &'a Story,
     pub nodes: Vec<Node>,
-    /// Per rank and scene (through all calls): its operations.
+    /// Per actor and scene (through all calls): its operations.
     pub scenes: Vec<Vec<Range<u32>>>,
     /// One more than the largest track.
     pub tracks: u32,
+    /// Number of lanes.
+    pub lanes: u32,
+    /// Number of flag words that anybody raises or awaits.
+    pub words: u32,
+}
+
+/// Numbers things as they come.
+type Numbers<K> = HashMap<K, u32>;
+
+fn number<K: Eq + std::hash::Hash>(numbers: &mut Numbers<K>, key: K) -> u32 {
+    let next = numbers.len() as u32;
+    *numbers.entry(key).or_insert(next)
 }
 
 impl<'a> Program<'a> {
     pub fn new(story: &'a Story) -> Self {
         let steps = story.calls.iter().flatten().flat_map(|part| &part.scenes).flat_map(|scene| &scene.steps);
         let tracks = steps.map(|step| step.track + 1).max().unwrap_or(0);
-        let mut program = Program { story, nodes: Vec::new(), scenes: Vec::new(), tracks };
-        for rank in 0..story.ranks {
-            program.add(rank);
+        let mut program =
+            Program { story, nodes: Vec::new(), scenes: Vec::new(), tracks, lanes: 0, words: 0 };
+        let (mut lanes, mut words) = (Numbers::new(), Numbers::new());
+        for actor in 0..story.actors {
+            program.add(actor, &mut lanes, &mut words);
         }
+        for node in &mut program.nodes {
+            node.lane = lanes.get(&(node.actor, node.step.track)).copied();
+        }
+        (program.lanes, program.words) = (lanes.len() as u32, words.len() as u32);
         program
     }
 
-    fn add(&mut self, rank: u32) {
+    fn add(&mut self, actor: u32, lanes: &mut Numbers<(u32, u32)>, words: &mut Numbers<(u32, u32, Flag)>) {
         let mut next = vec![0; self.tracks as usize];
         let mut scenes = Vec::new();
-        for (call, part) in (0..).zip(self.story.parts_of(rank)) {
+        for (call, part) in (0..).zip(self.story.parts_of(actor)) {
             for (within, scene) in (0..).zip(&part.scenes) {
                 let first = self.nodes.len() as u32;
                 for (index, &step) in (0..).zip(&scene.steps) {
+                    let word = match step.op {
+                        Op::Signal { to, of, flag, .. } => {
+                            number(lanes, (actor, step.track));
+                            Some(number(words, (to, of, flag)))
+                        }
+                        Op::Wait { from, flag, .. } => Some(number(words, (part.rank, from, flag))),
+                        _ => None,
+                    };
                     let pos = &mut next[step.track as usize];
                     let scene = scenes.len() as u32;
-                    self.nodes.push(Node { rank, call, scene, at: (within, index), pos: *pos, step });
+                    let at = (within, index);
+                    self.nodes.push(Node { actor, call, scene, at, lane: None, pos: *pos, word, step });
                     *pos += 1;
                 }
                 scenes.push(first..self.nodes.len() as u32);
@@ -59,42 +98,46 @@ impl<'a> Program<'a> {
         self.scenes.push(scenes);
     }
 
-    fn scene(&self, rank: u32, call: u32, within: u32) -> &Scene {
-        &self.story.calls[call as usize][rank as usize].scenes[within as usize]
+    pub fn part(&self, actor: u32, call: u32) -> &'a Part {
+        &self.story.calls[call as usize][actor as usize]
+    }
+
+    /// Per rank: whether its program is told.
+    pub fn told(&self) -> Vec<bool> {
+        let mut told = vec![false; self.story.ranks as usize];
+        self.story.calls.iter().flatten().for_each(|part| told[part.rank as usize] = true);
+        told
+    }
+
+    /// The scene of an operation.
+    pub fn scene_of(&self, node: &Node) -> &'a Scene {
+        &self.part(node.actor, node.call).scenes[node.at.0 as usize]
     }
 
     pub fn op_ref(&self, op: u32) -> OpRef {
         let node = &self.nodes[op as usize];
+        let (part, scene) = (self.part(node.actor, node.call), self.scene_of(node));
         OpRef {
-            rank: node.rank,
+            rank: part.rank,
+            relay: part.relay,
             call: node.call as usize,
-            stage: self.scene(node.rank, node.call, node.at.0).name,
-            index: node.at.1 as usize,
+            stage: scene.name,
+            index: scene.first + node.at.1 as usize,
             what: What::Op(node.step.op, node.step.value),
         }
     }
 
-    /// Number of flag words of all ranks.
-    pub fn words(&self) -> usize {
-        (self.story.ranks * self.story.ranks) as usize * Flag::COUNT
-    }
-
-    /// The word at `owner` that `writer` raises.
-    pub fn word(&self, owner: u32, writer: u32, flag: Flag) -> usize {
-        (owner * self.story.ranks + writer) as usize * Flag::COUNT + flag as usize
-    }
-
     /// Each word has one writing track, and grows with every signal.
     pub fn check_words(&self) -> Result<(), Fault> {
-        let mut last: Vec<Option<u32>> = vec![None; self.words()];
+        let mut last: Vec<Option<u32>> = vec![None; self.words as usize];
         for (b, node) in (0..).zip(&self.nodes) {
-            let Op::Signal { to, flag, .. } = node.step.op else { continue };
-            let Some(a) = last[self.word(to, node.rank, flag)].replace(b) else { continue };
-            let before = &self.nodes[a as usize].step;
-            if before.track != node.step.track {
+            let (Op::Signal { .. }, Some(word)) = (node.step.op, node.word) else { continue };
+            let Some(a) = last[word as usize].replace(b) else { continue };
+            let before = &self.nodes[a as usize];
+            if before.lane != node.lane {
                 return Err(Fault::TwoWriters { a: self.op_ref(a), b: self.op_ref(b) });
             }
-            if before.value >= node.step.value {
+            if before.step.value >= node.step.value {
                 return Err(Fault::NotMonotone { a: self.op_ref(a), b: self.op_ref(b) });
             }
         }

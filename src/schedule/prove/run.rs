@@ -1,13 +1,13 @@
 //! One greedy run: decides deadlock-freedom for every interleaving, because no operation disables another.
 //!
-//! The tracks of a rank are folded onto in-order queues (track mod Q); what stands behind a blocked wait is blocked
+//! The tracks of an actor are folded onto in-order queues (track mod Q); what stands behind a blocked wait is blocked
 //! with it. A scene begins when all operations of the scene before it are done.
 
 use super::Fault;
 use super::program::Program;
 use crate::schedule::Op;
 
-struct Rank {
+struct Actor {
     /// Scenes begun.
     begun: usize,
     /// Operations of the running scene that are not done.
@@ -21,33 +21,34 @@ struct Queue {
     done: usize,
 }
 
-/// Runs on `queues` queues per rank; returns the operations in an order in which they can happen.
+/// Runs on `queues` queues per actor; returns the operations in an order in which they can happen.
 pub(super) fn run(program: &Program, queues: u32) -> Result<Vec<u32>, Fault> {
-    let mut words = vec![0; program.words()];
-    let mut blocked: Vec<Vec<(usize, usize)>> = vec![Vec::new(); program.words()];
+    let mut words = vec![0; program.words as usize];
+    let mut blocked: Vec<Vec<(usize, usize)>> = vec![Vec::new(); program.words as usize];
     let queues = queues.max(1);
-    let mut ranks: Vec<Rank> = (0..program.scenes.len())
-        .map(|_| Rank { begun: 0, left: 0, queues: vec![Queue::default(); queues as usize] })
+    let mut actors: Vec<Actor> = (0..program.scenes.len())
+        .map(|_| Actor { begun: 0, left: 0, queues: vec![Queue::default(); queues as usize] })
         .collect();
     let mut order = Vec::with_capacity(program.nodes.len());
     let mut ready = Vec::new();
-    for (rank, state) in ranks.iter_mut().enumerate() {
-        begin(program, rank, state, &mut ready);
+    for (actor, state) in actors.iter_mut().enumerate() {
+        begin(program, actor, state, &mut ready);
     }
-    while let Some((rank, queue)) = ready.pop() {
-        let state = &mut ranks[rank];
+    while let Some((actor, queue)) = ready.pop() {
+        let state = &mut actors[actor];
         while let Some(&op) = state.queues[queue].ops.get(state.queues[queue].done) {
-            let step = program.nodes[op as usize].step;
+            let node = &program.nodes[op as usize];
+            let step = node.step;
             match step.op {
-                Op::Wait { from, flag, .. } => {
-                    let word = program.word(rank as u32, from, flag);
+                Op::Wait { .. } => {
+                    let word = node.word();
                     if words[word] < step.value {
-                        blocked[word].push((rank, queue));
+                        blocked[word].push((actor, queue));
                         break;
                     }
                 }
-                Op::Signal { to, flag, .. } => {
-                    let word = program.word(to, rank as u32, flag);
+                Op::Signal { .. } => {
+                    let word = node.word();
                     words[word] = step.value.max(words[word]);
                     ready.append(&mut blocked[word]);
                 }
@@ -58,18 +59,18 @@ pub(super) fn run(program: &Program, queues: u32) -> Result<Vec<u32>, Fault> {
             order.push(op);
         }
         if state.left == 0 {
-            begin(program, rank, state, &mut ready);
+            begin(program, actor, state, &mut ready);
         }
     }
     match order.len() == program.nodes.len() {
         true => Ok(order),
-        false => Err(stuck(program, &ranks, &words, queues)),
+        false => Err(stuck(program, &actors, &words, queues)),
     }
 }
 
 /// Begins the next scene that has operations.
-fn begin(program: &Program, rank: usize, state: &mut Rank, ready: &mut Vec<(usize, usize)>) {
-    while let Some(ops) = program.scenes[rank].get(state.begun) {
+fn begin(program: &Program, actor: usize, state: &mut Actor, ready: &mut Vec<(usize, usize)>) {
+    while let Some(ops) = program.scenes[actor].get(state.begun) {
         state.begun += 1;
         if ops.is_empty() {
             continue;
@@ -83,22 +84,23 @@ fn begin(program: &Program, rank: usize, state: &mut Rank, ready: &mut Vec<(usiz
             let queue = program.nodes[op as usize].step.track as usize % state.queues.len();
             state.queues[queue].ops.push(op);
         }
-        ready.extend((0..state.queues.len()).filter(|&q| !state.queues[q].ops.is_empty()).map(|q| (rank, q)));
+        ready
+            .extend((0..state.queues.len()).filter(|&q| !state.queues[q].ops.is_empty()).map(|q| (actor, q)));
         return;
     }
 }
 
 /// The stuck wait of the earliest call: others may only follow from it.
-fn stuck(program: &Program, ranks: &[Rank], words: &[u64], queues: u32) -> Fault {
-    let heads = ranks
+fn stuck(program: &Program, actors: &[Actor], words: &[u64], queues: u32) -> Fault {
+    let heads = actors
         .iter()
-        .filter(|rank| rank.left > 0)
-        .flat_map(|rank| rank.queues.iter().filter_map(|queue| queue.ops.get(queue.done)));
+        .filter(|actor| actor.left > 0)
+        .flat_map(|actor| actor.queues.iter().filter_map(|queue| queue.ops.get(queue.done)));
     let waits = heads.filter_map(|&op| match program.nodes[op as usize].step.op {
         Op::Wait { from, flag, .. } => Some((op, from, flag)),
         _ => None,
     });
-    let (op, writer, flag) = waits
+    let (op, of, flag) = waits
         .min_by_key(|&(op, ..)| (program.nodes[op as usize].call, program.nodes[op as usize].at, op))
         .expect("whatever is not done stands behind a wait");
     let node = &program.nodes[op as usize];
@@ -107,7 +109,7 @@ fn stuck(program: &Program, ranks: &[Rank], words: &[u64], queues: u32) -> Fault
         op: program.op_ref(op),
         flag,
         awaited: node.step.value,
-        seen: words[program.word(node.rank, writer, flag)],
-        writer,
+        seen: words[node.word()],
+        of,
     }
 }

@@ -1,32 +1,30 @@
-//! The calls of a script, one after another: what each rank's planner and caller do in them.
+//! The dispatches of a script: what each rank's planners and caller do in them.
 
 use std::rc::Rc;
 
-use super::tell::{Handle, Teller, Touches, bad};
-use super::{Part, Slip};
+use super::Slip;
+use super::filled::Tables;
+use super::place::Placed;
+use super::sample::Told;
+use super::tell::{Extent, Handle, Member, Teller, Until, bad};
+use super::weave::{Act, Acts};
 use crate::error::{CallKind, PlanError};
-use crate::plan::{Layout, Sorted};
-use crate::schedule::{Parts, Stage, Tables, chunk_bytes};
+use crate::plan::{Chunk, Forward};
+use crate::schedule::{Flag, Parts, RelayTables};
 
-/// How far a call gets.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Until {
-    /// Ranks leave when they have read the tags.
-    Tags,
-    /// Ranks leave when they have read tags and publications.
-    Counts,
-    /// To the end.
-    End,
-}
-
-impl Until {
-    /// The stages that are done: whoever leaves early leaves after the entry, the second one of every call.
-    fn of(self, mut stages: Vec<&Stage>) -> Vec<&Stage> {
-        if self < Until::End {
-            stages.truncate(2);
-        }
-        stages
-    }
+/// A dispatch, or one along a known layout.
+struct Sending<'s> {
+    kind: CallKind,
+    handle: u64,
+    /// Rows are placed anew: with headers, and what goes with the rows.
+    noted: bool,
+    until: Until,
+    placed: &'s Placed,
+    /// Memory that each rank takes: for the rows that land and what goes with them, behind it for the blocks that it
+    /// relays.
+    ground: &'s [Extent],
+    /// The rank that makes another call.
+    odd: Option<u32>,
 }
 
 impl Teller<'_> {
@@ -35,139 +33,46 @@ impl Teller<'_> {
         routing: usize,
         keep: bool,
         until: Until,
-    ) -> Result<Vec<Part>, PlanError> {
-        let script = self.script;
-        let set = script.routings.get(routing).filter(|set| set.len() == self.members.len()).ok_or(bad(
-            "set of routings",
-            routing,
-            "one that exists, with a routing per rank",
-        ))?;
+    ) -> Result<Vec<Told>, PlanError> {
         self.members.iter_mut().for_each(|member| member.dispatches += 1);
-        let mut sorted = vec![Sorted::default(); set.len()];
-        for ((sorted, routing), me) in sorted.iter_mut().zip(set).zip(0..) {
-            sorted.fill(script.map, me, routing)?;
-        }
-        let layouts: Vec<Rc<Layout>> =
-            self.ranks().map(|me| Rc::new(self.layout(me, &sorted, set[me as usize].top_k()))).collect();
-        let landing = self.land(&layouts);
-        let mut parts = Vec::new();
-        for (me, layout) in self.ranks().zip(&layouts) {
-            let (at, own) = (self.at(me), &sorted[me as usize]);
-            let mut tables = Tables::new(script.nodes.ranks());
-            tables.publications(&at, &self.control, self.parity(me), script.map, own);
-            tables.landing = landing.iter().map(|extent| extent.start).collect();
-            tables.rows(&at, layout);
-            let number = self.members[me as usize].calls.number();
-            tables.tags.fill(self.tag(CallKind::Dispatch, number, 0));
-            let mut touches = Touches::default();
-            let publication = self.publication(me, me, own, None);
-            touches[1].extend(publication.map(|bytes| self.write("publication", bytes)));
-            touches[2] = self.tags_read(me);
-            for peer in self.ranks().filter(|&peer| peer != me && until >= Until::Counts) {
-                let read = self.publication(peer, me, &sorted[peer as usize], Some(me));
-                touches[2].extend(read.map(|bytes| self.read("publication", bytes)));
-            }
-            if until == Until::End {
-                touches[3].push(self.rows_read(me, layout, &landing[me as usize], self.call));
-            }
-            let skeleton = self.direct(me).dispatch();
-            let stages = until.of(skeleton.stages());
-            parts.push(self.part(me, CallKind::Dispatch, stages, touches, tables, layout));
-        }
-        let kept = self.leave(landing, keep);
+        let placed = Rc::new(self.place(routing)?);
+        let ground = self.land(&placed);
+        let handle = self.members[0].calls.number();
+        let (kind, odd) = (CallKind::Dispatch, (until == Until::Tags).then_some(0));
+        let sending = Sending { kind, handle, noted: true, until, placed: &placed, ground: &ground, odd };
+        let told = self.ranks().map(|me| self.told(me, kind, self.send(me, &sending))).collect();
+        let kept = self.leave(ground, &placed, keep);
         if until == Until::End {
-            self.handles.push(Handle { call: self.call, layouts, kept });
-        }
-        Ok(parts)
-    }
-
-    pub(super) fn cached(&mut self, handle: usize) -> Result<Vec<Part>, PlanError> {
-        let layouts = self.handle(handle)?.layouts.clone();
-        let landing = self.land(&layouts);
-        let mut parts = Vec::new();
-        for (me, layout) in self.ranks().zip(&layouts) {
-            let mut tables = Tables::new(self.script.nodes.ranks());
-            tables.landing = landing.iter().map(|extent| extent.start).collect();
-            tables.rows(&self.at(me), layout);
-            tables.tags.fill(self.tag(CallKind::CachedDispatch, handle as u64, landing[me as usize].start));
-            let mut touches = Touches::default();
-            touches[2] = self.tags_read(me);
-            touches[3].push(self.rows_read(me, layout, &landing[me as usize], self.call));
-            let skeleton = self.direct(me).cached_dispatch();
-            let (kind, stages) = (CallKind::CachedDispatch, skeleton.stages());
-            parts.push(self.part(me, kind, stages, touches, tables, layout));
-        }
-        self.leave(landing, false);
-        Ok(parts)
-    }
-
-    pub(super) fn ret(
-        &mut self,
-        handle: usize,
-        parts: Parts,
-        copied: bool,
-        until: Until,
-    ) -> Result<Vec<Part>, PlanError> {
-        let script = self.script;
-        let Handle { call: written, layouts, kept } = self.handle(handle)?;
-        let (written, layouts, kept) = (*written, layouts.clone(), kept.take());
-        let row_bytes = script.row_bytes;
-        let (mut chunks, mut stagings, mut offers) = (Vec::new(), Vec::new(), Vec::new());
-        for (me, layout) in self.ranks().zip(&layouts) {
-            let (at, member) = (self.at(me), &mut self.members[me as usize]);
-            if let Some(kept) = &kept {
-                member.pool.give(&kept[me as usize]);
-            }
-            let size = chunk_bytes(layout.landed, row_bytes);
-            let early = (!copied).then(|| member.pool.take(size));
-            member.licensed();
-            let chunk = early.unwrap_or_else(|| member.pool.take(size));
-            let staging = member.pool.take(at.staging_bytes(layout, row_bytes));
-            let mut tables = Tables::new(script.nodes.ranks());
-            tables.stage(&at, layout, row_bytes, staging.start);
-            tables.offer(&at, self.tag(CallKind::Combine, handle as u64, 0), chunk.start);
-            chunks.push(chunk);
-            stagings.push(staging);
-            offers.push(tables);
-        }
-        let mut told = Vec::new();
-        for (me, layout) in self.ranks().zip(&layouts) {
-            let at = self.at(me);
-            let mut tables = offers[me as usize].clone();
-            for (peer, offer) in (0..).zip(&offers) {
-                tables.offered(&at, peer, offer.tags[me as usize].base);
-            }
-            tables.home(&at, layout, row_bytes, parts);
-            tables.sum(&at, parts);
-            let mut touches = Touches::default();
-            if let Some(kept) = &kept {
-                touches[0].push(self.rows_read(me, layout, &kept[me as usize], written));
-            }
-            let chunk = &chunks[me as usize];
-            touches[usize::from(copied)].extend(self.chunk_written(me, layout, chunk, parts));
-            touches[2] = self.tags_read(me);
-            let skeleton = self.direct(me).ret();
-            let stages = until.of(skeleton.stages());
-            told.push(self.part(me, CallKind::Combine, stages, touches, tables, layout));
-        }
-        for ((member, chunk), staging) in self.members.iter_mut().zip(chunks).zip(&stagings) {
-            member.pool.give(staging);
-            // Nobody reads what was offered in a call that was refused.
-            if until < Until::End || script.slip == Some(Slip::FreeBeforeAck) {
-                member.pool.give(&chunk);
-            } else {
-                member.offered.push(chunk);
-            }
-            if until == Until::End {
-                member.calls.returned();
-            }
+            self.handles.push(Handle { call: self.call, placed, kept });
         }
         Ok(told)
     }
 
+    pub(super) fn cached(&mut self, handle: usize) -> Result<Vec<Told>, PlanError> {
+        let placed = Rc::clone(&self.handle(handle)?.placed);
+        let ground = self.land(&placed);
+        let (kind, until) = (CallKind::CachedDispatch, Until::End);
+        let (placed, handle) = (&*placed, handle as u64);
+        let sending = Sending { kind, handle, noted: false, until, placed, ground: &ground, odd: None };
+        let told = self.ranks().map(|me| self.told(me, kind, self.send(me, &sending))).collect();
+        self.leave(ground, placed, false);
+        Ok(told)
+    }
+
+    /// A call in which nothing moves.
+    pub(super) fn agree(&mut self) -> Vec<Told> {
+        self.members.iter_mut().for_each(Member::licensed);
+        let ranks = self.members.len();
+        let placed = Placed { layouts: vec![Rc::default(); ranks], forwards: Vec::new() };
+        let (kind, until, ground) = (CallKind::ExpertMap, Until::Tags, vec![0..0; ranks]);
+        let (placed, ground) = (&placed, &ground[..]);
+        let sending = Sending { kind, handle: 0, noted: false, until, placed, ground, odd: None };
+        self.ranks().map(|me| self.told(me, kind, self.send(me, &sending))).collect()
+    }
+
     /// Rank 0 enters a return, the others a dispatch. Until it has read the tags, a rank does what it would do if all
     /// made its call: so both are told, and each rank takes its part of one.
-    pub(super) fn mixed(&mut self, routing: usize, handle: usize) -> Result<Vec<Part>, PlanError> {
+    pub(super) fn mixed(&mut self, routing: usize, handle: usize) -> Result<Vec<Told>, PlanError> {
         if self.handle(handle)?.kept.is_some() {
             return Err(bad("handle", handle, "one whose rows the caller does not keep"));
         }
@@ -178,5 +83,127 @@ impl Teller<'_> {
         self.members.splice(1.., dispatched.into_iter().skip(1));
         told.splice(..1, returned.into_iter().take(1));
         Ok(told)
+    }
+
+    /// What comes first in what every rank relays: its node meets, others are told, and hear. `counts`: its rank counts;
+    /// `alike`: so do its neighbours; `judged`: so do all, and the counts are looked at.
+    pub(super) fn meeting(&self, me: u32, counts: bool, alike: bool, judged: bool) -> Vec<Act> {
+        let paths = self.paths(me);
+        let (_, mut tables) = self.tables(me);
+        tables.messages(&self.setting(me, self.parity(me, Slip::OneMessage)), counts);
+        let filled = self.filled(me, self.relayed(me, tables, &Rc::default()));
+        let members = || paths.locals().chain([me]);
+        let mut told = self.tags_read(me, Flag::Entry, paths.locals());
+        told.extend(self.tags_read(me, Flag::Block, [me]));
+        if counts && alike {
+            told.extend(self.counts_read(me, members()));
+        }
+        told.extend(self.messages_written(me, counts));
+        let mut heard = self.messages_read(me, counts && judged);
+        if counts && judged {
+            heard.extend(self.counts_read(me, members()));
+        }
+        let skeleton = self.programs(me).1.skeleton();
+        let touches = [Vec::new(), told, Vec::new(), heard];
+        skeleton.meeting().into_iter().zip(touches).map(|(stage, t)| self.act(stage, t, &filled)).collect()
+    }
+
+    fn send(&self, me: u32, call: &Sending) -> Acts {
+        let (caller, end) = self.sender(me, call);
+        let relay = if self.paths(me).rails() { self.forwarder(me, call) } else { Vec::new() };
+        Acts { caller, end, relay }
+    }
+
+    fn sender(&self, me: u32, call: &Sending) -> (Vec<Act>, Vec<super::Touch>) {
+        let (paths, layout, ground) = (self.paths(me), &call.placed.layouts[me as usize], call.ground);
+        let (mut tables, _) = self.tables(me);
+        tables.tags.fill(self.tag(call.kind, call.handle, ground[me as usize].start));
+        tables.landing = ground.iter().map(|extent| extent.start).collect();
+        if call.until == Until::End {
+            tables.rows(&self.setting(me, self.parity(me, Slip::OneHeader)), layout, call.noted);
+        }
+        let filled = self.filled(
+            me,
+            Tables::Caller { tables, layout: Rc::clone(layout), row_bytes: self.script.row_bytes },
+        );
+        let published = self.counts_written(me).into_iter().filter(|_| self.counted(call)).collect();
+        let counts = self.counted(call) && call.until >= Until::Counts;
+        let mut heard = self.tags_read(me, Flag::Entry, paths.locals());
+        if counts {
+            heard.extend(self.counts_read(me, paths.locals().chain([me])));
+        }
+        heard.extend(self.messages_read(me, counts));
+        let skeleton = self.programs(me).0.dispatch();
+        let act = |stage, touches| self.act(stage, touches, &filled);
+        let mut acts = vec![act(&skeleton.licence, Vec::new()), act(&skeleton.entry, published)];
+        if call.until < Until::End {
+            return (acts, heard);
+        }
+        if call.noted {
+            heard.extend(self.headers_written(me, layout));
+        }
+        acts.push(act(&skeleton.rows, heard));
+        (acts, self.landed_read(me, layout, &ground[me as usize], self.call, call.noted))
+    }
+
+    /// Whether ranks count: they do unless all sizes are fixed.
+    fn counted(&self, call: &Sending) -> bool {
+        call.noted && self.script.mode.slots().is_none()
+    }
+
+    fn forwarder(&self, me: u32, call: &Sending) -> Vec<Act> {
+        let alike = call.odd.is_none_or(|odd| !self.paths(me).near(odd));
+        let mut acts = self.meeting(me, self.counted(call), alike, call.until >= Until::Counts);
+        if call.until == Until::End {
+            let forward = &call.placed.forwards[me as usize];
+            let (_, mut tables) = self.tables(me);
+            tables.bases = call.ground.iter().map(|extent| extent.start).collect();
+            tables.forward(&self.setting(me, self.parity(me, Slip::OneHeader)), forward, call.noted);
+            let filled = self.filled(me, self.relayed(me, tables, forward));
+            let skeleton = self.programs(me).1.skeleton();
+            let read = if call.noted { self.headers_read(me, forward) } else { Vec::new() };
+            acts.push(self.act(&skeleton.headers, Vec::new(), &filled));
+            acts.push(self.act(&skeleton.forward, read, &filled));
+            acts.push(self.act(&skeleton.done, Vec::new(), &filled));
+        }
+        acts
+    }
+
+    /// Tables of a relay that knows these blocks.
+    pub(super) fn relayed(&self, me: u32, tables: RelayTables, forward: &Rc<Forward>) -> Tables {
+        let mut chunks = vec![Chunk::default(); self.members.len()];
+        let landed = forward.blocks.first().map_or(&[][..], |block| &block.landed);
+        for (&rank, &landed) in self.paths(me).served_by(me).iter().zip(landed) {
+            chunks[rank as usize] = self.sizing.offer(landed);
+        }
+        Tables::Relay { tables, forward: Rc::clone(forward), chunks, held_by: self.ranks().collect() }
+    }
+
+    /// After the licence: takes extents of the exact size at every rank.
+    fn land(&mut self, placed: &Placed) -> Vec<Extent> {
+        let held = self.handles.iter().rev().find_map(|handle| handle.kept.clone());
+        let held = held.filter(|_| self.script.slip == Some(Slip::AnnounceHeld));
+        let mut all = Vec::new();
+        for (me, (member, layout)) in self.members.iter_mut().zip(&placed.layouts).enumerate() {
+            member.licensed();
+            if let Some(held) = &held {
+                member.pool.give(&held[me]);
+            }
+            let staged = if self.script.slip == Some(Slip::StageUnasked) { 0 } else { layout.staged };
+            all.push(member.pool.take(self.sizing.extent_bytes(layout.landed, staged)));
+        }
+        all
+    }
+
+    /// What was staged is free again. The caller gives the landed rows back, or keeps them.
+    fn leave(&mut self, ground: Vec<Extent>, placed: &Placed, keep: bool) -> Option<Vec<Extent>> {
+        let mut kept = Vec::new();
+        for ((member, extent), layout) in self.members.iter_mut().zip(ground).zip(&placed.layouts) {
+            match keep {
+                true => kept.push(member.pool.trim(&extent, self.sizing.landing(layout.landed).bytes())),
+                false => member.pool.give(&extent),
+            }
+        }
+        keep.then_some(kept)
     }
 }

@@ -1,42 +1,52 @@
 //! What one operation does to the windows, read from its operands.
 
-use super::{Bytes, Part, Step};
-use crate::schedule::{Control, Flag, Op, Operand, Operands, Place, Slot, WindowId};
+use super::{Bytes, Scene, Step};
+use crate::plan::{Chunk, RowRun, Term};
+use crate::schedule::{Control, Index, Op, Operand, Operands, Place, Slot, Sum, Target, WindowId};
 
 /// A movement of bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// Bytes from here (or from the call's input) to a window.
+    /// Bytes from here (or from the call's tensors) to a window.
     Copy {
-        /// Source in a window of this rank, of the same length; `None` for the call's input and for zeros.
+        /// Source in a window of this rank or of its node, of the same length; `None` for the call's tensors and for
+        /// zeros.
         from: Option<Bytes>,
         /// Destination.
         to: Bytes,
     },
-    /// The tag that comes with an entry signal.
+    /// The tag that comes with a signal.
     Tag(
         /// Where it is left.
         Bytes,
     ),
-    /// Bytes of a window that flow into the call's output.
+    /// Bytes of a window that flow into a sum.
     Read(
         /// Where they lie.
         Bytes,
     ),
+    /// Sums that are left in a window of this rank; others become the call's output.
+    Sums(
+        /// Where.
+        Bytes,
+    ),
 }
 
-impl Part {
+impl Scene {
     /// What `step` does, besides raising or awaiting its flag.
     pub fn effects(&self, step: &Step) -> Vec<Effect> {
-        let operands = self.operands();
+        let operands = self.filled.operands();
         match step.op {
-            Op::Put { to, slot } | Op::PutRows { to, slot } => puts(&operands, self.rank, to, slot),
-            Op::Signal { to, flag: Flag::Entry, .. } => {
-                let start = Control::tag(self.rank, self.layout.ranks(), self.tag_parity);
-                vec![Effect::Tag(bytes(to, WindowId::CONTROL, start, Control::TAG_BYTES))]
+            Op::Put { to, slot } | Op::PutRows { to, slot } => puts(&operands, to, slot),
+            Op::Signal { to, of, flag, level } => {
+                let at = Control::tag(of, flag, self.filled.ranks, self.filled.tag_parity);
+                let tag = operands.tag(to, flag, level);
+                tag.map(|_| Effect::Tag(bytes(to, WindowId::CONTROL, at, Control::TAG_BYTES)))
+                    .into_iter()
+                    .collect()
             }
-            Op::Reduce { slot } => reads(&operands, slot),
-            Op::Signal { .. } | Op::Wait { .. } => Vec::new(),
+            Op::Reduce { slot } => sums(&operands, slot, (self.filled.rank, self.filled.partial_bytes)),
+            Op::Wait { .. } => Vec::new(),
         }
     }
 }
@@ -45,53 +55,102 @@ pub(super) fn bytes(owner: u32, window: WindowId, start: u64, len: u64) -> Bytes
     Bytes { owner, window, range: start..start + len }
 }
 
-fn puts(operands: &Operands, me: u32, to: u32, slot: Slot) -> Vec<Effect> {
+fn puts(operands: &Operands, to: u32, slot: Slot) -> Vec<Effect> {
     match operands.table[slot.0 as usize] {
         Operand::Spans { first, count } => operands.spans[first as usize..][..count as usize]
             .iter()
             .map(|span| Effect::Copy {
-                from: match span.from {
-                    Place::Input => None,
-                    Place::Own(window) => Some(bytes(me, window, span.from_offset, span.len)),
-                },
+                from: source(span.from, span.from_offset, span.len),
                 to: bytes(to, span.to, span.to_offset, span.len),
             })
             .collect(),
-        Operand::Rows { first, count, to: window, base } => operands.runs[first as usize..][..count as usize]
-            .iter()
-            .map(|run| {
-                let start = base + u64::from(run.to_row) * operands.row_bytes;
-                let len = u64::from(run.count + run.pad) * operands.row_bytes;
-                Effect::Copy { from: None, to: bytes(to, window, start, len) }
-            })
-            .collect(),
-        Operand::Empty | Operand::SumRows | Operand::FetchWeights => Vec::new(),
+        Operand::Rows { first, count, from, from_offset, index, to: window, base, row_bytes } => {
+            let copy = |Stretch { to_row, rows, from_row }| {
+                let (at, len) = (base + u64::from(to_row) * row_bytes, u64::from(rows) * row_bytes);
+                let start = from_row.map(|row| from_offset + u64::from(row) * row_bytes);
+                let from = start.and_then(|start| source(from, start, len));
+                Effect::Copy { from, to: bytes(to, window, at, len) }
+            };
+            let runs = &operands.runs[first as usize..][..count as usize];
+            runs.iter().flat_map(|run| stretches(operands.rows, run, from, index)).map(copy).collect()
+        }
+        Operand::Empty | Operand::SumRows { .. } | Operand::FetchWeights => Vec::new(),
     }
 }
 
-/// What a sum reads, neighbours joined.
-fn reads(operands: &Operands, slot: Slot) -> Vec<Effect> {
-    let sum = &operands.sum;
-    let (size, weights) = match operands.table[slot.0 as usize] {
-        Operand::SumRows => (operands.row_bytes, false),
-        Operand::FetchWeights => (4, true),
-        _ => return Vec::new(),
+fn source(from: Place, start: u64, len: u64) -> Option<Bytes> {
+    match from {
+        Place::Input | Place::Notes => None,
+        Place::Window { owner, window } => Some(bytes(owner, window, start, len)),
+    }
+}
+
+/// Rows that lie next to each other on both sides; zeros come from nowhere.
+struct Stretch {
+    to_row: u32,
+    rows: u32,
+    from_row: Option<u32>,
+}
+
+/// The rows of a run, neighbours joined, and its pad.
+fn stretches(listed: &[u32], run: &RowRun, from: Place, index: Index) -> Vec<Stretch> {
+    let RowRun { to_row, first, count, pad } = *run;
+    let mut all: Vec<Stretch> = match (from, index) {
+        // Of the call's tensors nobody but the call knows: what is read there makes no difference.
+        (Place::Input | Place::Notes, _) => {
+            return vec![Stretch { to_row, rows: count + pad, from_row: None }];
+        }
+        (_, Index::Straight) => vec![Stretch { to_row, rows: count, from_row: Some(first) }],
+        (_, Index::Listed) => {
+            let mut next = to_row;
+            let joined = listed[first as usize..][..count as usize].chunk_by(|a, b| a + 1 == *b);
+            let stretch = |rows: &[u32]| {
+                let stretch = Stretch { to_row: next, rows: rows.len() as u32, from_row: Some(rows[0]) };
+                next += stretch.rows;
+                stretch
+            };
+            joined.map(stretch).collect()
+        }
     };
-    let mut starts: Vec<(u32, u64)> = sum
-        .terms
-        .iter()
-        .map(|term| {
-            let owner = term.owner as usize;
-            let base = if weights { sum.weights_base(owner, operands.row_bytes) } else { sum.bases[owner] };
-            (sum.held_by[owner], base + u64::from(term.row) * size)
-        })
-        .collect();
-    starts.sort_unstable();
+    all.push(Stretch { to_row: to_row + count, rows: pad, from_row: None });
+    all
+}
+
+/// What a sum reads, and what it leaves in a window.
+fn sums(operands: &Operands, slot: Slot, (me, partial_bytes): (u32, u64)) -> Vec<Effect> {
+    let sum = &operands.sum;
+    match operands.table[slot.0 as usize] {
+        Operand::SumRows { first, count, to } => {
+            let at = |output: u32| sum.starts[output as usize] as usize;
+            let terms = &sum.terms[at(first)..at(first + count)];
+            let mut effects =
+                reads(sum, terms, |chunk, row| (u64::from(row) * chunk.row_bytes, chunk.row_bytes));
+            if let Target::Partials { window, offset } = to {
+                effects.push(Effect::Sums(bytes(me, window, offset, u64::from(count) * partial_bytes)));
+            }
+            effects
+        }
+        Operand::FetchWeights => {
+            reads(sum, sum.fetched, |chunk, word| (chunk.notes_at() + u64::from(word) * 4, 4))
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// Reads of terms, neighbours joined; `at` says where one lies in its owner's chunk, and how long it is.
+fn reads(sum: &Sum, terms: &[Term], at: impl Fn(&Chunk, u32) -> (u64, u64)) -> Vec<Effect> {
+    let place = |term: &Term| {
+        let owner = term.owner as usize;
+        let (start, len) = at(&sum.chunks[owner], term.row);
+        (sum.held_by[owner], sum.bases[owner] + start, len)
+    };
+    let mut places: Vec<(u32, u64, u64)> = terms.iter().map(place).collect();
+    places.sort_unstable();
     let mut reads: Vec<Bytes> = Vec::new();
-    for (holder, start) in starts {
+    for (holder, start, len) in places {
         match reads.last_mut() {
-            Some(last) if last.owner == holder && last.range.end == start => last.range.end += size,
-            _ => reads.push(bytes(holder, WindowId::POOL, start, size)),
+            Some(last) if last.owner == holder && last.range.end == start => last.range.end += len,
+            _ => reads.push(bytes(holder, WindowId::POOL, start, len)),
         }
     }
     reads.into_iter().map(Effect::Read).collect()

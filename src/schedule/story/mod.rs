@@ -1,52 +1,91 @@
 //! A *story*: what a whole group does over consecutive calls, unrolled from the functions that the real calls use.
 //!
 //! ```text
-//!   script: nodes, experts, routings, calls
-//!      |  Sorted, Counts, Layout, Direct, Calls, Tables   the same code as in a real call
+//!   script: nodes, route, experts, routings, calls
+//!      |  Sorted, Counts, Layout, Forward, Caller, Relay, Calls, fill     the same code as in a real call
 //!      v
-//!   story[call][rank] = scenes:   touches | steps  ->  touches | steps  -> ...  -> touches
-//!                                 ^ planner, caller     ^ a join of all tracks lies between two scenes
+//!   story[call][actor] = scenes:   touches | steps  ->  touches | steps  -> ...  -> touches
+//!                                  ^ planner, caller     ^ a join of all tracks lies between two scenes
 //! ```
 //!
 //! *Touches* are what the planner and the caller read and write in the windows between two stages. No executor runs
 //! them, but they are what the licences are for, so `prove` orders them like any other access.
+//!
+//! An *actor* is what runs by itself: a rank, or, where its relay is [away](Relays::Away), the rank's own program and its
+//! relay's, which know each other only through flags.
 
 mod calls;
 mod effect;
+mod filled;
+mod place;
 mod pool;
+mod returns;
+mod sample;
 mod tell;
 mod touch;
+mod weave;
 
 use std::ops::Range;
 use std::rc::Rc;
 
-use super::{Calls, Control, Op, Operands, Parts, Sum, Tables, WindowId};
+use super::{Control, Op, Parts, WindowId};
 use crate::error::{CallKind, PlanError};
 use crate::gate::Routing;
-use crate::plan::{ExpertMap, Layout, Order};
-use crate::topology::NodeMap;
+use crate::plan::{ExpertMap, Mode, Order, RowLayout};
+use crate::topology::{NodeMap, Route};
 
 pub use effect::Effect;
+
+use filled::Filled;
 
 /// What a group is to do.
 #[derive(Clone, Debug)]
 pub struct Script<'a> {
     /// Which ranks share memory.
     pub nodes: &'a NodeMap,
+    /// How rows reach other nodes.
+    pub route: Route,
+    /// In how many parts a block goes to its relay.
+    pub chunks: u8,
+    /// Where relays run.
+    pub relays: Relays,
     /// Where experts live.
     pub map: &'a ExpertMap,
     /// Segments start at multiples of this many rows.
     pub align: u32,
     /// Order of sums.
     pub order: Order,
+    /// In which order a rank sees its rows.
+    pub layout: RowLayout,
+    /// How much a rank receives; what does not fit is dropped.
+    pub mode: Mode,
     /// Bytes of one row: a multiple of 16.
     pub row_bytes: u64,
     /// Routings that dispatches choose from: `[set][rank]`.
     pub routings: &'a [Vec<Routing<'a>>],
     /// The calls.
     pub calls: &'a [Call],
+    /// Whose programs are told; `None`: everybody's. The others are taken at their word: that they put what their programs
+    /// say, where and in the call in which they say it, and raise the flags that they are to raise. Whoever waits for them
+    /// learns nothing from it, so what is proved of a sample holds in the group. Three whole nodes of equal ones show every
+    /// kind of meeting: two accesses lie in the memory of one node, and are made by ranks of two others at most.
+    pub sample: Option<&'a [u32]>,
     /// A rule that whoever plans breaks: `None`, except to see that `prove` notices.
     pub slip: Option<Slip>,
+}
+
+/// Where the relay of a rank runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Relays {
+    /// In the caller's thread, at the places that the launch order gives.
+    Inline,
+    /// In a thread of its own.
+    Away,
+}
+
+impl Relays {
+    /// Both.
+    pub const ALL: [Relays; 2] = [Relays::Inline, Relays::Away];
 }
 
 /// One call of the group. Handles are numbered by the dispatches that were not refused.
@@ -73,7 +112,7 @@ pub enum Call {
         /// Whether the rows are a tensor of the caller that is copied into the pool during the call.
         copied: bool,
     },
-    /// A dispatch whose input some rank refuses: every rank leaves when it has read the publications.
+    /// A dispatch whose input some rank refuses: every rank leaves when it has read what all count.
     RefusedDispatch {
         /// Which set of routings.
         routing: usize,
@@ -83,6 +122,8 @@ pub enum Call {
         /// The handle.
         handle: usize,
     },
+    /// Ranks agree on something, and nothing moves.
+    Agree,
     /// Ranks disagree: rank 0 enters a return, the others a dispatch. Every rank leaves when it has read the tags.
     Mixed {
         /// Which set of routings.
@@ -99,10 +140,21 @@ pub enum Slip {
     FreeBeforeAck,
     /// The announced extent is taken from rows that the caller still holds.
     AnnounceHeld,
-    /// Publications and mailboxes are not doubled.
+    /// Room is asked for the rows that land, and not for the blocks that are taken behind them.
+    StageUnasked,
+    /// A relay takes the blocks of all its sources in one place.
+    ShareStaging,
+    /// All relays bring home to one place.
+    ShareHome,
+    /// Sums wait to be sent where others come home.
+    ShareOutbox,
+    /// Publications are not doubled.
     OnePublication,
-    /// Publications and mailboxes are doubled by the parity of the dispatch, which ranks that made another call do not
-    /// count.
+    /// Messages are not doubled.
+    OneMessage,
+    /// Headers are not doubled.
+    OneHeader,
+    /// Publications are doubled by the parity of the dispatch, which ranks that made another call do not count.
     CountDispatches,
     /// Tags are not doubled.
     OneTag,
@@ -110,8 +162,19 @@ pub enum Slip {
 
 impl Slip {
     /// All slips.
-    pub const ALL: [Slip; 5] =
-        [Slip::FreeBeforeAck, Slip::AnnounceHeld, Slip::OnePublication, Slip::CountDispatches, Slip::OneTag];
+    pub const ALL: [Slip; 11] = [
+        Slip::FreeBeforeAck,
+        Slip::AnnounceHeld,
+        Slip::StageUnasked,
+        Slip::ShareStaging,
+        Slip::ShareHome,
+        Slip::ShareOutbox,
+        Slip::OnePublication,
+        Slip::OneMessage,
+        Slip::OneHeader,
+        Slip::CountDispatches,
+        Slip::OneTag,
+    ];
 }
 
 /// Bytes of a rank's window.
@@ -149,47 +212,59 @@ pub struct Step {
     pub value: u64,
 }
 
-/// A stage, with what happens before it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A stage, or half of one, with what happens before it.
+#[derive(Clone, Debug)]
 pub struct Scene {
     /// Name of the stage; "end" after the last.
     pub name: &'static str,
+    /// Position in the stage of the first operation.
+    pub first: usize,
     /// What planner and caller do first, in this order.
     pub touches: Vec<Touch>,
     /// The operations, in launch order.
     pub steps: Vec<Step>,
+    filled: Rc<Filled>,
 }
 
-/// What one rank does in one call.
+/// What one actor does in one call.
 #[derive(Clone, Debug)]
 pub struct Part {
     /// The rank.
     pub rank: u32,
+    /// Whether this is only what the rank relays, and the rank's own part is elsewhere.
+    pub relay: bool,
     /// Position of the call in the story.
     pub call: usize,
     /// What the rank calls.
     pub kind: CallKind,
     /// The stages, and a last scene without operations.
     pub scenes: Vec<Scene>,
-    calls: Calls,
-    row_bytes: u64,
-    /// Where entry signals of this call leave their tag: its number, unless a slip says otherwise.
-    tag_parity: u64,
-    tables: Tables,
-    layout: Rc<Layout>,
 }
 
 /// A script, unrolled.
 #[derive(Clone, Debug)]
 pub struct Story {
-    /// Number of ranks.
+    /// Number of ranks of the group.
     pub ranks: u32,
+    /// Number of actors: those of the ranks that are told, then those of their relays, if these are away and there are any.
+    pub actors: u32,
     /// Geometry of the control windows.
     pub control: Control,
     /// Bytes of the largest pool.
     pub pool_bytes: u64,
-    /// `calls[call][rank]`.
+    /// `calls[call][actor]`.
     pub calls: Vec<Vec<Part>>,
+    /// What ranks that are not told write.
+    pub assumed: Vec<Assumed>,
+}
+
+/// Bytes that a rank outside the sample is taken to write.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Assumed {
+    /// In which call.
+    pub call: usize,
+    /// Which bytes of a rank in the sample.
+    pub bytes: Bytes,
 }
 
 impl Story {
@@ -207,36 +282,8 @@ impl Story {
         self.calls.iter().flatten().flat_map(|part| &part.scenes).map(|scene| scene.steps.len()).sum()
     }
 
-    /// The parts of one rank, call after call.
-    pub fn parts_of(&self, rank: u32) -> impl Iterator<Item = &Part> {
-        self.calls.iter().map(move |call| &call[rank as usize])
-    }
-}
-
-impl Part {
-    /// The operands, as an executor would see them.
-    pub fn operands(&self) -> Operands<'_> {
-        let layout = &*self.layout;
-        Operands {
-            table: &self.tables.table,
-            spans: &self.tables.spans,
-            runs: &layout.runs,
-            rows: &layout.rows,
-            row_bytes: self.row_bytes,
-            sum: Sum {
-                terms: &layout.terms,
-                starts: &layout.term_starts,
-                choices: &layout.choices,
-                groups: &layout.groups,
-                group_starts: &layout.group_starts,
-                held_by: &layout.held_by,
-                bases: &self.tables.bases,
-                chunk_rows: &layout.chunk_rows,
-                weights: &[],
-            },
-            tags: &self.tables.tags,
-            call: self.calls.value(),
-            last_return: self.calls.last_return(),
-        }
+    /// The parts of one actor, call after call.
+    pub fn parts_of(&self, actor: u32) -> impl Iterator<Item = &Part> {
+        self.calls.iter().map(move |call| &call[actor as usize])
     }
 }

@@ -29,6 +29,16 @@ impl Pool {
         extent
     }
 
+    /// Keeps the first `bytes` of an extent, and gives the rest back.
+    pub fn trim(&mut self, extent: &Range<u64>, bytes: u64) -> Range<u64> {
+        let kept = extent.start..extent.start + bytes.next_multiple_of(64);
+        for used in self.used.iter_mut().filter(|used| *used == extent) {
+            *used = kept.clone();
+        }
+        self.used.retain(|used| !used.is_empty());
+        kept
+    }
+
     /// Gives an extent back. One that was given back before stays so.
     pub fn give(&mut self, extent: &Range<u64>) {
         self.used.retain(|used| used != extent);
@@ -51,5 +61,9 @@ mod tests {
         pool.give(&c);
         assert_eq!(pool.take(192), 64..256);
         assert_eq!(pool.high, 384);
+        let large = pool.take(128);
+        assert_eq!(large, 384..512);
+        assert_eq!(pool.trim(&large, 1), 384..448);
+        assert_eq!(pool.take(64), 448..512);
     }
 }

@@ -1,25 +1,42 @@
-//! Unrolls a script: plays the planner and the caller of every rank.
+//! Unrolls a script: plays the planners and the caller of every rank.
 //!
 //! ```text
-//!   dispatch   | licence | free offered, announce, write publication | counts | read tags, publications | rows | caller reads rows
-//!   cached     | licence | free offered, take extent                 | entry  | read tags               | rows | caller reads rows
+//!   dispatch   | licence | free offered, take extents, write publication | entry | read tags, counts; write headers | rows | caller reads rows
+//!   cached     | licence | free offered, take extents                    | entry | read tags                        | rows | caller reads rows
 //!   return     caller writes chunk | licence | free offered, take staging | entry | read tags | home | sum | free staging, offer chunk
+//!
+//!   relay      | met | read tags, counts; write messages | told | heard | read messages, counts | agreed | headers | read headers or offers | ...
 //! ```
 
 use std::ops::Range;
 use std::rc::Rc;
 
-use super::calls::Until;
+use super::filled::{Filled, Tables};
+use super::place::Placed;
 use super::pool::Pool;
-use super::{Call, Part, Scene, Script, Slip, Step, Story, Touch};
-use crate::error::{CallKind, PlanError};
-use crate::plan::{Counts, Frame, Layout, Sizes, Sorted};
-use crate::schedule::{At, Calls, Control, Direct, Op, Parts, Stage, Tables};
+use super::sample::{Raised, Told};
+use super::weave::Act;
+use super::{Assumed, Call, Part, Script, Story, Touch};
+use crate::error::PlanError;
+use crate::plan::{Bins, Notes, Order, RowLayout, Sizing};
+use crate::schedule::{Caller, CallerTables, Calls, Control, Parts, Relay, RelayTables, Setting, Stage};
+use crate::topology::{Paths, Route};
 
 /// Epoch of all stories.
 const EPOCH: u16 = 1;
 
 pub(super) type Extent = Range<u64>;
+
+/// How far a call gets.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Until {
+    /// Ranks leave when they have read the tags.
+    Tags,
+    /// Ranks leave when they have read tags and counts.
+    Counts,
+    /// To the end.
+    End,
+}
 
 /// What one rank remembers from call to call.
 #[derive(Clone)]
@@ -31,21 +48,24 @@ pub(super) struct Member {
     pub offered: Vec<Extent>,
 }
 
+/// A dispatch that calls can follow.
+#[derive(Clone)]
 pub(super) struct Handle {
     pub call: usize,
-    pub layouts: Vec<Rc<Layout>>,
+    pub placed: Rc<Placed>,
     pub kept: Option<Vec<Extent>>,
 }
 
-/// What the planner and the caller of a rank add to a skeleton, scene by scene.
-pub(super) type Touches = [Vec<Touch>; 5];
-
 pub(super) struct Teller<'a> {
     pub(super) script: &'a Script<'a>,
+    pub(super) bins: Bins,
     pub(super) control: Control,
+    pub(super) sizing: Sizing,
     pub(super) members: Vec<Member>,
     pub(super) handles: Vec<Handle>,
     pub(super) call: usize,
+    outside: Raised,
+    assumed: Vec<Assumed>,
 }
 
 pub(super) fn tell(script: &Script) -> Result<Story, PlanError> {
@@ -53,19 +73,12 @@ pub(super) fn tell(script: &Script) -> Result<Story, PlanError> {
     if script.map.ranks() != ranks {
         return Err(bad("ranks of the expert map", script.map.ranks() as usize, "as many as the nodes have"));
     }
-    let choices = script.routings.iter().flatten().map(|routing| routing.experts().len()).max();
-    let mut teller = Teller {
-        script,
-        control: Control::new(ranks, script.map.slots(), choices.unwrap_or(0) as u64),
-        members: vec![Member::new(); ranks as usize],
-        handles: Vec::new(),
-        call: 0,
-    };
+    let mut teller = Teller::new(script);
     let mut calls = Vec::new();
     for (number, call) in script.calls.iter().enumerate() {
         teller.call = number;
         teller.members.iter_mut().for_each(|member| member.calls.enter());
-        calls.push(match *call {
+        let told = match *call {
             Call::Dispatch { routing, keep } => teller.dispatch(routing, keep, Until::End)?,
             Call::RefusedDispatch { routing } => teller.dispatch(routing, false, Until::Counts)?,
             Call::Cached { handle } => teller.cached(handle)?,
@@ -73,11 +86,15 @@ pub(super) fn tell(script: &Script) -> Result<Story, PlanError> {
             Call::RefusedReturn { handle } => {
                 teller.ret(handle, Parts { rows: true, weights: false }, false, Until::Tags)?
             }
+            Call::Agree => teller.agree(),
             Call::Mixed { routing, handle } => teller.mixed(routing, handle)?,
-        });
+        };
+        calls.push(teller.parts(told));
     }
+    let actors = calls.first().map_or(0, Vec::len) as u32;
     let pool_bytes = teller.members.iter().map(|member| member.pool.high).max().unwrap_or(0);
-    Ok(Story { ranks, control: teller.control, pool_bytes, calls })
+    let Teller { control, assumed, .. } = teller;
+    Ok(Story { ranks, actors, control, pool_bytes, calls, assumed })
 }
 
 pub(super) fn bad(parameter: &'static str, seen: usize, expected: &'static str) -> PlanError {
@@ -85,106 +102,96 @@ pub(super) fn bad(parameter: &'static str, seen: usize, expected: &'static str) 
 }
 
 impl<'a> Teller<'a> {
-    /// After the licence: takes an extent of the exact size at every rank.
-    pub(super) fn land(&mut self, layouts: &[Rc<Layout>]) -> Vec<Extent> {
-        let held = self.handles.iter().rev().find_map(|handle| handle.kept.as_ref());
-        let announce_held = self.script.slip == Some(Slip::AnnounceHeld);
-        let mut landing = Vec::new();
-        for (me, (member, layout)) in self.members.iter_mut().zip(layouts).enumerate() {
-            member.licensed();
-            if let Some(held) = held.filter(|_| announce_held) {
-                member.pool.give(&held[me]);
-            }
-            landing.push(member.pool.take(u64::from(layout.landed) * self.script.row_bytes));
-        }
-        landing
-    }
-
-    /// The caller gives the landed rows back, or keeps them.
-    pub(super) fn leave(&mut self, landing: Vec<Extent>, keep: bool) -> Option<Vec<Extent>> {
-        if keep {
-            return Some(landing);
-        }
-        self.members.iter_mut().zip(&landing).for_each(|(member, extent)| member.pool.give(extent));
-        None
-    }
-
-    pub(super) fn layout(&self, me: u32, sorted: &[Sorted], top_k: u32) -> Layout {
-        let Script { map, nodes, align, order, .. } = *self.script;
-        let (mut counts, mut sizes, mut layout) = Default::default();
-        Counts::clear(&mut counts, map, me);
-        for (source, sorted) in (0..).zip(sorted) {
-            counts.add(map, me, source, sorted.counts.iter().copied());
-        }
-        Sizes::fill(&mut sizes, map, align, &counts.total);
-        Layout::fill(
-            &mut layout,
-            &Frame { map, nodes, me, align, order },
-            &sorted[me as usize],
-            top_k,
-            &counts,
-            &sizes,
-        );
-        layout
-    }
-
-    pub(super) fn part(
-        &self,
-        rank: u32,
-        kind: CallKind,
-        stages: Vec<&Stage>,
-        touches: Touches,
-        tables: Tables,
-        layout: &Rc<Layout>,
-    ) -> Part {
-        let mut part = Part {
-            rank,
-            call: self.call,
-            kind,
-            scenes: Vec::new(),
-            calls: self.members[rank as usize].calls,
-            row_bytes: self.script.row_bytes,
-            tag_parity: self.tag_parity(rank),
-            tables,
-            layout: layout.clone(),
+    fn new(script: &'a Script<'a>) -> Self {
+        let routings = || script.routings.iter().flatten();
+        let entries = routings().map(|routing| routing.experts().len()).max().unwrap_or(0);
+        let bins = Bins::of_layout(script.layout, script.map, script.order, script.nodes);
+        let paths = Paths::new(script.nodes, script.route, 0);
+        let top_k = routings().map(|routing| routing.top_k()).max().unwrap_or(1);
+        let sums = script.order != Order::Expert && script.route == Route::Pxn && paths.rails();
+        let sizing = Sizing {
+            row_bytes: script.row_bytes,
+            home_bytes: script.row_bytes,
+            words_out: Notes::of(script.layout, script.mode).words(top_k),
+            words_home: if script.layout == RowLayout::RankMajor { top_k } else { 1 },
+            // As if rows were bf16 and partials f32.
+            partial_bytes: sums.then_some(2 * script.row_bytes),
         };
-        let operands = part.operands();
-        let mut touches = touches.into_iter();
-        let mut scenes: Vec<Scene> = stages
-            .into_iter()
-            .zip(&mut touches)
-            .map(|(stage, touches)| Scene {
-                name: stage.name,
-                touches,
-                steps: stage
-                    .items
-                    .iter()
-                    .map(|item| Step {
-                        track: item.track,
-                        op: item.op,
-                        value: match item.op {
-                            Op::Signal { level, .. } | Op::Wait { level, .. } => operands.value(level),
-                            _ => 0,
-                        },
-                    })
-                    .collect(),
-            })
-            .collect();
-        scenes.push(Scene { name: "end", touches: touches.flatten().collect(), steps: Vec::new() });
-        part.scenes = scenes;
-        part
+        Teller {
+            script,
+            control: Control::new(&paths, &bins, entries as u64, sizing.note_bytes()),
+            bins,
+            sizing,
+            members: vec![Member::new(); script.nodes.ranks() as usize],
+            handles: Vec::new(),
+            call: 0,
+            outside: Raised::new(),
+            assumed: Vec::new(),
+        }
+    }
+
+    /// The parts of all actors in the running call.
+    fn parts(&mut self, told: Vec<Told>) -> Vec<Part> {
+        let (mut own, mut relays, call) = (Vec::new(), Vec::new(), self.call);
+        for (rank, told) in (0..).zip(told) {
+            match told {
+                Told::Inside(kind, all) => {
+                    for (scenes, relay) in all.into_iter().zip([false, true]) {
+                        let part = Part { rank, relay, call, kind, scenes };
+                        if relay { relays.push(part) } else { own.push(part) }
+                    }
+                }
+                Told::Outside(hearsay) => {
+                    self.assumed.extend(hearsay.written.into_iter().map(|bytes| Assumed { call, bytes }));
+                    self.outside.extend(hearsay.raised);
+                }
+            }
+        }
+        own.append(&mut relays);
+        for part in &mut own {
+            part.scenes.iter_mut().for_each(|scene| scene.believe(part.rank, &self.outside));
+        }
+        own
+    }
+
+    pub(super) fn act(&self, stage: &Stage, touches: Vec<Touch>, filled: &Rc<Filled>) -> Act {
+        Act { stage: stage.clone(), touches, filled: Rc::clone(filled) }
+    }
+
+    pub(super) fn filled(&self, rank: u32, tables: Tables) -> Rc<Filled> {
+        let (ranks, calls) = (self.script.nodes.ranks(), self.members[rank as usize].calls);
+        let partial_bytes = self.sizing.partial_bytes.unwrap_or(0);
+        Rc::new(Filled { rank, ranks, calls, tag_parity: self.tag_parity(rank), partial_bytes, tables })
+    }
+
+    /// Both programs of a rank.
+    pub(super) fn programs(&self, me: u32) -> (Caller<'a>, Relay<'a>) {
+        let (paths, chunks, sums) = (self.paths(me), self.script.chunks, self.sizing.partial_bytes.is_some());
+        (Caller::new(paths, chunks), Relay::new(paths, chunks).summing(sums))
+    }
+
+    /// Empty tables of both.
+    pub(super) fn tables(&self, me: u32) -> (CallerTables, RelayTables) {
+        let (paths, chunks) = (self.paths(me), self.script.chunks);
+        (CallerTables::new(paths, chunks), RelayTables::new(paths, chunks))
+    }
+
+    pub(super) fn setting(&self, me: u32, parity: u64) -> Setting<'_> {
+        Setting {
+            paths: self.paths(me),
+            control: &self.control,
+            sizing: self.sizing,
+            chunks: self.script.chunks,
+            parity,
+        }
     }
 
     pub(super) fn handle(&mut self, handle: usize) -> Result<&mut Handle, PlanError> {
         self.handles.get_mut(handle).ok_or(bad("handle", handle, "one of an earlier dispatch"))
     }
 
-    pub(super) fn at(&self, me: u32) -> At<'a> {
-        At { nodes: self.script.nodes, me }
-    }
-
-    pub(super) fn direct(&self, me: u32) -> Direct<'_> {
-        Direct::new(self.script.nodes, me)
+    pub(super) fn paths(&self, me: u32) -> Paths<'a> {
+        Paths::new(self.script.nodes, self.script.route, me)
     }
 
     pub(super) fn ranks(&self) -> Range<u32> {

@@ -1,64 +1,102 @@
-//! What planner and caller touch in the windows between two stages.
+//! What planners and callers touch in the windows between two stages.
 
 use super::effect::bytes;
 use super::tell::{Extent, Teller};
 use super::{Bytes, Slip, Touch};
 use crate::error::CallKind;
-use crate::plan::{Layout, Sorted, entries_to};
-use crate::schedule::{Control, Parts, Tag, WindowId, chunk_weights_offset};
+use crate::plan::{Block, Chunk, Forward, Layout};
+use crate::schedule::{Control, Flag, Parts, Tag, WindowId};
 
 impl Teller<'_> {
-    /// Header and counts, and the weights (those for `to`, or all) of `source`'s publication as `me` finds it.
-    pub(super) fn publication(
-        &self,
-        source: u32,
-        me: u32,
-        sorted: &Sorted,
-        to: Option<u32>,
-    ) -> impl Iterator<Item = Bytes> + use<> {
-        let (map, control) = (self.script.map, &self.control);
-        let entries = to.map_or(sorted.entries() as u32, |to| entries_to(map, sorted, to));
-        let (owner, start) = control.published(&self.at(me), source, self.parity(me));
-        // A publication holds all weights, a mailbox only those for its owner.
-        let first = match to {
-            Some(to) if owner == source => sorted.starts[map.slots_of(to).start as usize],
-            _ => 0,
+    pub(super) fn tags_read(&self, me: u32, flag: Flag, of: impl IntoIterator<Item = u32>) -> Vec<Touch> {
+        let (ranks, parity) = (self.script.nodes.ranks(), self.tag_parity(me));
+        let tag =
+            |of| self.read("tag", control(me, Control::tag(of, flag, ranks, parity), Control::TAG_BYTES));
+        of.into_iter().map(tag).collect()
+    }
+
+    pub(super) fn counts_written(&self, me: u32) -> Vec<Touch> {
+        vec![self.write("counts", self.publication(me, me))]
+    }
+
+    /// Those of these ranks of the node, in their own windows.
+    pub(super) fn counts_read(&self, me: u32, of: impl Iterator<Item = u32>) -> Vec<Touch> {
+        of.map(|owner| self.read("counts", self.publication(owner, me))).collect()
+    }
+
+    pub(super) fn messages_written(&self, me: u32, counts: bool) -> Vec<Touch> {
+        let (paths, parity) = (self.paths(me), self.parity(me, Slip::OneMessage));
+        let out = |source| self.control.message_out(paths.place_of_told(source), parity);
+        let len = self.control.message_len(counts);
+        paths.told().map(|source| self.write("message", control(me, out(source), len))).collect()
+    }
+
+    /// Those of all other nodes, with what they count or without.
+    pub(super) fn messages_read(&self, me: u32, counts: bool) -> Vec<Touch> {
+        let (nodes, parity) = (self.script.nodes, self.parity(me, Slip::OneMessage));
+        let len = self.control.message_len(counts);
+        (0..nodes.nodes())
+            .filter(|&node| node != nodes.node_of(me))
+            .map(|node| self.read("message", control(me, self.control.message_in(node, parity), len)))
+            .collect()
+    }
+
+    pub(super) fn headers_written(&self, me: u32, layout: &Layout) -> Vec<Touch> {
+        let parity = self.parity(me, Slip::OneHeader);
+        let header = |(nth, block): (u32, &Block)| {
+            let len = self.control.header_len(block.entries());
+            self.write("header", control(me, self.control.header_out(nth, parity), len))
         };
-        let weights = start + control.weights() + u64::from(first) * 4;
-        [(start, control.head_bytes()), (weights, u64::from(entries) * 4)]
-            .into_iter()
-            .map(move |(start, len)| bytes(owner, WindowId::CONTROL, start, len))
+        (0..).zip(&layout.blocks).map(header).collect()
     }
 
-    pub(super) fn tags_read(&self, me: u32) -> Vec<Touch> {
-        let ranks = self.script.nodes.ranks();
-        let tag = |peer| Control::tag(peer, ranks, self.tag_parity(me));
-        self.ranks()
-            .filter(|&peer| peer != me)
-            .map(|peer| self.read("tag", bytes(me, WindowId::CONTROL, tag(peer), Control::TAG_BYTES)))
-            .collect()
+    pub(super) fn headers_read(&self, me: u32, forward: &Forward) -> Vec<Touch> {
+        let (paths, parity) = (self.paths(me), self.parity(me, Slip::OneHeader));
+        let header = |(source, block): (u32, &Block)| {
+            let at = self.control.header_in(paths.of(source).place_at(me), parity);
+            self.read("header", control(me, at, self.control.header_len(block.entries())))
+        };
+        paths.sources().zip(&forward.blocks).map(header).collect()
     }
 
-    pub(super) fn rows_read(&self, me: u32, layout: &Layout, extent: &Extent, of: usize) -> Touch {
-        let len = u64::from(layout.landed) * self.script.row_bytes;
-        Touch { of, ..self.read("landed rows", bytes(me, WindowId::POOL, extent.start, len)) }
+    /// Landed rows and, where they came along, what goes with them.
+    pub(super) fn landed_read(
+        &self,
+        me: u32,
+        layout: &Layout,
+        extent: &Extent,
+        of: usize,
+        noted: bool,
+    ) -> Vec<Touch> {
+        let read = |what, bytes| Touch { of, ..self.read(what, bytes) };
+        let [rows, notes] = chunk(me, self.sizing.landing(layout.landed), extent);
+        let notes = noted.then(|| read("landed notes", notes));
+        [read("landed rows", rows)].into_iter().chain(notes).collect()
     }
 
-    pub(super) fn chunk_written(&self, me: u32, layout: &Layout, chunk: &Extent, parts: Parts) -> Vec<Touch> {
-        let (rows, row_bytes) = (u64::from(layout.landed), self.script.row_bytes);
-        let weights = chunk.start + chunk_weights_offset(layout.landed, row_bytes);
-        let all = [(parts.rows, chunk.start, rows * row_bytes), (parts.weights, weights, rows * 4)];
-        all.into_iter()
-            .filter(|&(wanted, ..)| wanted)
-            .map(|(_, start, len)| self.write("chunk", bytes(me, WindowId::POOL, start, len)))
-            .collect()
+    pub(super) fn chunk_written(
+        &self,
+        me: u32,
+        layout: &Layout,
+        extent: &Extent,
+        parts: Parts,
+    ) -> Vec<Touch> {
+        let pieces = chunk(me, self.sizing.offer(layout.landed), extent);
+        let wanted = [parts.rows, parts.weights].into_iter().zip(pieces);
+        wanted.filter(|(wanted, _)| *wanted).map(|(_, bytes)| self.write("chunk", bytes)).collect()
     }
 
-    pub(super) fn read(&self, what: &'static str, bytes: Bytes) -> Touch {
+    /// The publication of `owner`, where `me` looks for it.
+    fn publication(&self, owner: u32, me: u32) -> Bytes {
+        let parity = self.parity(me, Slip::OnePublication);
+        control(owner, self.control.publication(parity), u64::from(self.control.words()) * 4)
+    }
+
+    fn read(&self, what: &'static str, bytes: Bytes) -> Touch {
         Touch { what, bytes, write: false, of: self.call }
     }
 
-    pub(super) fn write(&self, what: &'static str, bytes: Bytes) -> Touch {
+    fn write(&self, what: &'static str, bytes: Bytes) -> Touch {
         Touch { what, bytes, write: true, of: self.call }
     }
 
@@ -66,12 +104,12 @@ impl Teller<'_> {
         Tag { kind, handle, base, ..Tag::default() }
     }
 
-    /// Which publication and mailboxes a rank takes in the running call.
-    pub(super) fn parity(&self, me: u32) -> u64 {
+    /// Which of two a rank takes in the running call; `one` is the slip of those who have but one.
+    pub(super) fn parity(&self, me: u32, one: Slip) -> u64 {
         let member = &self.members[me as usize];
         match self.script.slip {
-            Some(Slip::OnePublication) => 0,
-            Some(Slip::CountDispatches) => member.dispatches,
+            Some(slip) if slip == one => 0,
+            Some(Slip::CountDispatches) if one == Slip::OnePublication => member.dispatches,
             _ => member.calls.parity(),
         }
     }
@@ -80,4 +118,14 @@ impl Teller<'_> {
     pub(super) fn tag_parity(&self, me: u32) -> u64 {
         if self.script.slip == Some(Slip::OneTag) { 0 } else { self.members[me as usize].calls.parity() }
     }
+}
+
+fn control(owner: u32, start: u64, len: u64) -> Bytes {
+    bytes(owner, WindowId::CONTROL, start, len)
+}
+
+/// The rows of an extent, and what lies behind them.
+fn chunk(me: u32, chunk: Chunk, extent: &Extent) -> [Bytes; 2] {
+    let (rows, behind) = (u64::from(chunk.rows) * chunk.row_bytes, extent.start + chunk.notes_at());
+    [bytes(me, WindowId::POOL, extent.start, rows), bytes(me, WindowId::POOL, behind, chunk.notes * 4)]
 }

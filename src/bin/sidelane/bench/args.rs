@@ -2,48 +2,25 @@
 
 use std::path::PathBuf;
 
+use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use clap::{Args, ValueEnum};
-use serde::{Deserialize, Serialize};
-use sidelane::dtype::Dtype;
+use sidelane::dtype::Wire;
+use sidelane::plan::{Order, Overflow, RowLayout};
+use sidelane::topology::Route;
 
+use super::room::RoomMode;
+use super::row_type::RowType;
 use super::source::Source;
-
-/// In which order combine adds the rows of a token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Order {
-    /// Ascending expert, one rounding: the same bits on every lane and topology
-    Expert,
-    /// Partial sums per rank, then ranks ascending
-    Rank,
-}
-
-/// In which order a rank sees the rows that it received.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Layout {
-    /// By local expert, then source rank, then token
-    ExpertMajor,
-}
-
-/// Which way rows take.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Route {
-    /// From the source straight to the rank of the expert
-    Direct,
-}
 
 /// What dispatches and combines are made of.
 #[derive(Args)]
 pub struct ConditionArgs {
-    /// Number of nodes [default: 1, or as many as --ranks-per-node lists]
+    /// Number of nodes [default: 2, or as many as --ranks-per-node lists]
     #[arg(long, value_name = "N")]
     pub nodes: Option<u32>,
 
-    /// Ranks of each node; a list gives nodes of different size
-    #[arg(long, value_name = "M[,M..]", value_delimiter = ',', default_value = "8")]
+    /// Ranks of each node; a list gives nodes of different size [default: 4]
+    #[arg(long, value_name = "M[,M..]", value_delimiter = ',')]
     pub ranks_per_node: Vec<u32>,
 
     /// Tokens of each rank
@@ -55,8 +32,8 @@ pub struct ConditionArgs {
     pub hidden: u32,
 
     /// Type of an element
-    #[arg(long, default_value = "bf16", value_parser = dtype())]
-    pub dtype: Dtype,
+    #[arg(long, value_enum, default_value_t = RowType::Bf16)]
+    pub dtype: RowType,
 
     /// Experts that each token chooses [default: 8, or what the routing file says]
     #[arg(long, value_name = "K")]
@@ -66,16 +43,37 @@ pub struct ConditionArgs {
     #[arg(long, value_name = "E")]
     pub experts: Option<u32>,
 
-    /// Order of addition in combine
-    #[arg(long, value_enum, default_value_t = Order::Expert)]
+    /// Order of addition in combine: by expert, or partial sums per rank or per node first, which cross in place of rows
+    #[arg(long, default_value = "expert", value_parser = one_of(Order::ALL, Order::name))]
     pub order: Order,
 
-    /// Order of the received rows
-    #[arg(long, value_enum, default_value_t = Layout::ExpertMajor)]
-    pub layout: Layout,
+    /// Type of partial sums; there are none with --order expert
+    #[arg(long, default_value = "f32", value_parser = one_of(Wire::ALL, Wire::name))]
+    pub wire: Wire,
 
-    /// Way of the rows
-    #[arg(long, value_enum, default_value_t = Route::Direct)]
+    /// Order of the received rows: a row for each expert, by expert; or one for all experts of a rank, by source
+    #[arg(long, default_value = "expert-major", value_parser = one_of(RowLayout::ALL, RowLayout::name))]
+    pub layout: RowLayout,
+
+    /// How receive memory is sized
+    #[arg(long, value_enum, default_value_t)]
+    pub mode: RoomMode,
+
+    /// Rows that a rank may receive: this factor of tokens x top-k or, rank-major, of the (token, rank) rows that a rank
+    /// receives on average
+    #[arg(long, value_name = "FACTOR", required_if_eq("mode", "budget"), allow_negative_numbers = true)]
+    pub budget: Option<f64>,
+
+    /// Slots of each source for each expert or, rank-major, for each rank [default: what the routing needs at most]
+    #[arg(long, value_name = "N")]
+    pub slots: Option<u32>,
+
+    /// What becomes of rows beyond budget or slots [default: error]
+    #[arg(long, value_parser = one_of(OVERFLOWS, overflow))]
+    pub on_overflow: Option<Overflow>,
+
+    /// Way of rows to other nodes: a row for each expert, or one for each node, which a rank there hands on
+    #[arg(long, default_value = "pxn", value_parser = one_of(Route::ALL, Route::name))]
     pub route: Route,
 
     /// Start and pad the rows of each expert to a multiple of this many rows
@@ -115,11 +113,23 @@ pub struct BenchArgs {
     pub trace_out: Option<PathBuf>,
 }
 
-/// The types that can be summed.
-fn dtype() -> impl TypedValueParser<Value = Dtype> {
-    const TYPES: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
-    PossibleValuesParser::new(TYPES.map(Dtype::name))
-        .map(|name| TYPES.into_iter().find(|dtype| dtype.name() == name).expect("one of the names above"))
+/// All that can become of rows for which there is no room.
+const OVERFLOWS: [Overflow; 2] = [Overflow::Drop, Overflow::Error];
+
+fn overflow(what: Overflow) -> &'static str {
+    match what {
+        Overflow::Drop => "drop",
+        Overflow::Error => "error",
+    }
+}
+
+/// One of the library's own words for it.
+fn one_of<T, const N: usize>(all: [T; N], name: fn(T) -> &'static str) -> impl TypedValueParser<Value = T>
+where
+    T: Copy + Send + Sync + 'static,
+{
+    PossibleValuesParser::new(all.map(name))
+        .map(move |seen| all.into_iter().find(|&one| name(one) == seen).expect("one of the names above"))
 }
 
 #[cfg(test)]
@@ -142,17 +152,21 @@ mod tests {
     #[test]
     fn the_main_job_needs_no_options() {
         let args = parse(&[]).unwrap().conditions;
-        assert_eq!((args.nodes, args.ranks_per_node.as_slice(), args.tokens), (None, &[8][..], 512));
-        assert_eq!((args.hidden, args.dtype, args.routing), (2048, Dtype::Bf16, None));
+        assert_eq!((args.nodes, args.ranks_per_node.as_slice(), args.tokens), (None, &[][..], 512));
+        assert_eq!((args.route, args.order, args.wire), (Route::Pxn, Order::Expert, Wire::F32));
+        assert_eq!((args.hidden, args.dtype, args.routing), (2048, RowType::Bf16, None));
     }
 
     #[test]
     fn a_wrong_value_is_answered_with_the_valid_ones() {
         for (words, valid) in [
-            (["--route", "pxn"], &["direct"][..]),
-            (["--layout", "rank-major"], &["expert-major"]),
-            (["--order", "node"], &["expert", "rank"]),
-            (["--dtype", "bytes"], &["bf16", "f16", "f32"]),
+            (["--route", "relay"], &["direct", "pxn"][..]),
+            (["--layout", "token-major"], &["expert-major", "rank-major"]),
+            (["--mode", "static"], &["eager", "budget", "slots"]),
+            (["--on-overflow", "wait"], &["drop", "error"]),
+            (["--order", "token"], &["expert", "rank", "node"]),
+            (["--wire", "f16"], &["f32", "bf16"]),
+            (["--dtype", "bytes"], &["bf16", "f16", "f32", "fp8"]),
             (["--routing", "zipf:x"], &["uniform", "incast", "zipf:S"]),
         ] {
             let error = parse(&words).err().expect("a wrong value");

@@ -6,11 +6,15 @@ use std::io;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
-use sidelane::dtype::Dtype;
+use sidelane::dtype::{Dtype, Wire};
 use sidelane::error::PlanError;
 use sidelane::gate::RecordedError;
+use sidelane::plan::{Order, RowLayout};
+use sidelane::topology::{NodeMap, Route};
 
-use super::args::{ConditionArgs, Layout, Order, Route};
+use super::args::ConditionArgs;
+use super::room::Room;
+use super::row_type::RowType;
 use super::source::{Router, Source};
 use super::trained;
 use crate::launch::{ShapeError, node_sizes};
@@ -32,6 +36,30 @@ pub enum ConfigError {
     /// More choices than experts.
     #[error("--top-k is {top_k}, but there are only {experts} experts")]
     TopK { top_k: u32, experts: u32 },
+
+    /// Partial sums in less than their rows.
+    #[error("--wire {wire} is for rows of {wire}, and these are {dtype}")]
+    Wire { wire: Wire, dtype: Dtype },
+
+    /// An option that means nothing here.
+    #[error("{option} is for --mode {mode}")]
+    OtherMode { option: &'static str, mode: &'static str },
+
+    /// A budget that is none.
+    #[error("--budget {factor} is not a positive number")]
+    Budget { factor: f64 },
+
+    /// The routing needs more than the budget. The library would say so, on every rank.
+    #[error(
+        "--budget {factor} is {rows} rows, but rank {rank} needs {required}: --budget {enough} has room for all, or let rows be dropped with --on-overflow drop"
+    )]
+    OverBudget { factor: f64, rows: u32, rank: u32, required: u32, enough: f64 },
+
+    /// The routing needs more than there are slots. The library would say so, on every rank.
+    #[error(
+        "--slots {slots} are too few: --slots {most} has room for all, or let rows be dropped with --on-overflow drop"
+    )]
+    SlotsFull { slots: u32, most: u32 },
 
     /// The routing file cannot be read.
     #[error(
@@ -57,11 +85,13 @@ pub struct Config {
     pub ranks_per_node: Vec<u32>,
     pub tokens: u32,
     pub hidden: u32,
-    pub dtype: Dtype,
+    pub dtype: RowType,
     pub top_k: u32,
     pub experts: u32,
     pub order: Order,
-    pub layout: Layout,
+    pub wire: Wire,
+    pub layout: RowLayout,
+    pub room: Room,
     pub route: Route,
     pub align: u32,
     pub backward: bool,
@@ -74,9 +104,15 @@ impl Config {
     /// From the command line and what the recording or the routing file says. Without a number of rounds as many as take
     /// half a minute.
     pub fn resolve(args: &ConditionArgs, backward: bool, rounds: Option<u32>) -> Result<Self, ConfigError> {
-        let ranks_per_node = node_sizes(args.nodes, &args.ranks_per_node)?;
+        const NODES: u32 = 2;
+        const RANKS_PER_NODE: u32 = 4;
+        let ranks_per_node = match args.ranks_per_node.as_slice() {
+            [] => node_sizes(args.nodes.or(Some(NODES)), &[RANKS_PER_NODE])?,
+            sizes => node_sizes(args.nodes, sizes)?,
+        };
         let routing = args.routing.clone().unwrap_or_else(|| Source::default_for(args.experts, args.top_k));
-        let (experts, top_k) = match Router::open(&routing)? {
+        let router = Router::open(&routing)?;
+        let (experts, top_k) = match &router {
             Router::Recorded(recorded) => {
                 let experts = args.experts.or(recorded.experts()).unwrap_or(trained::EXPERTS);
                 recorded
@@ -97,7 +133,9 @@ impl Config {
             top_k,
             experts,
             order: args.order,
+            wire: args.wire,
             layout: args.layout,
+            room: Room::default(),
             route: args.route,
             align: args.align,
             backward,
@@ -107,7 +145,8 @@ impl Config {
         };
         config.check(rounds)?;
         let rounds = rounds.unwrap_or_else(|| config.rounds_in_budget());
-        Ok(Config { rounds, ..config })
+        let room = Room::resolve(args, &config, &router)?;
+        Ok(Config { rounds, room, ..config })
     }
 
     fn check(&self, rounds: Option<u32>) -> Result<(), ConfigError> {
@@ -124,12 +163,15 @@ impl Config {
                 return Err(ConfigError::Zero { option });
             }
         }
-        let (hidden, dtype, bytes) = (self.hidden, self.dtype, self.row_bytes());
+        let (hidden, dtype, bytes) = (self.hidden, self.dtype.element(), self.row_bytes());
         if !bytes.is_multiple_of(UNIT) {
             return Err(ConfigError::RowBytes { hidden, dtype, bytes, unit: UNIT });
         }
         if self.top_k > self.experts {
             return Err(ConfigError::TopK { top_k: self.top_k, experts: self.experts });
+        }
+        if !self.wire.carries(dtype) {
+            return Err(ConfigError::Wire { wire: self.wire, dtype });
         }
         Ok(())
     }
@@ -139,9 +181,27 @@ impl Config {
         self.ranks_per_node.iter().sum()
     }
 
-    /// Bytes of one row.
+    /// Which ranks share a node.
+    pub fn node_map(&self) -> NodeMap {
+        let sizes = self.ranks_per_node.iter().enumerate();
+        let labels: Vec<usize> =
+            sizes.flat_map(|(node, &ranks)| std::iter::repeat_n(node, ranks as usize)).collect();
+        NodeMap::from_labels(&labels)
+    }
+
+    /// Type of partial sums, if the order of addition makes some.
+    pub fn partials(&self) -> Option<Wire> {
+        (self.order != Order::Expert).then_some(self.wire)
+    }
+
+    /// Bytes of one row that comes back.
     pub fn row_bytes(&self) -> u64 {
-        u64::from(self.hidden) * self.dtype.size() as u64
+        u64::from(self.hidden) * self.dtype.element().size() as u64
+    }
+
+    /// Bytes of one row that is dispatched.
+    pub fn sent_bytes(&self) -> u64 {
+        self.dtype.record(self.hidden).map_or(self.row_bytes(), |record| record.bytes() as u64)
     }
 
     /// As many rounds as take about half a minute on a slow laptop, at most enough for a p99, rounded down to one

@@ -2,6 +2,7 @@ use clap::Parser;
 
 use super::super::args::BenchArgs;
 use super::*;
+use sidelane::plan::{Mode, Overflow};
 
 #[derive(Parser)]
 struct Line {
@@ -39,12 +40,45 @@ impl Drop for File {
 }
 
 #[test]
-fn the_main_job_is_eight_ranks_of_one_node_and_recorded_routing() {
+fn the_main_job_is_two_nodes_of_four_ranks_and_recorded_routing() {
     let config = resolve("").unwrap();
     assert_eq!(config.routing, Source::Recorded);
-    assert_eq!((config.nodes, config.ranks(), config.experts, config.top_k), (1, 8, 64, 8));
+    assert_eq!((config.ranks_per_node.as_slice(), config.experts, config.top_k), (&[4, 4][..], 64, 8));
     assert_eq!(config.row_bytes(), 4096);
     assert_eq!(config.rounds, 300);
+}
+
+#[test]
+fn there_are_as_many_nodes_as_said_or_listed_and_four_ranks_on_each_unless_said() {
+    for (words, sizes) in [
+        ("--nodes 3", &[4, 4, 4][..]),
+        ("--nodes 1", &[4]),
+        ("--ranks-per-node 8", &[8]),
+        ("--ranks-per-node 3,5", &[3, 5]),
+        ("--nodes 2 --ranks-per-node 8", &[8, 8]),
+    ] {
+        let config = resolve(words).unwrap();
+        assert_eq!(
+            (config.nodes as usize, config.ranks_per_node.as_slice()),
+            (sizes.len(), sizes),
+            "{words}"
+        );
+    }
+    let nodes = resolve("--ranks-per-node 1,2").unwrap().node_map();
+    assert_eq!((nodes.members(0), nodes.members(1)), (&[0][..], &[1, 2][..]));
+}
+
+#[test]
+fn partial_sums_have_a_type_where_the_order_makes_some() {
+    for (words, partials) in [
+        ("--wire bf16", None),
+        ("--order rank", Some(Wire::F32)),
+        ("--order node --wire bf16", Some(Wire::Bf16)),
+    ] {
+        assert_eq!(resolve(words).unwrap().partials(), partials, "{words}");
+    }
+    let error = resolve("--order rank --wire bf16 --dtype f16").unwrap_err();
+    assert_eq!(error.to_string(), "--wire bf16 is for rows of bf16, and these are f16");
 }
 
 #[test]
@@ -126,9 +160,11 @@ fn impossible_conditions_are_refused() {
 
 #[test]
 fn a_configuration_survives_the_way_to_a_rank() {
-    let config = resolve("--nodes 2 --ranks-per-node 3,5 --order rank --dtype f32 --routing incast").unwrap();
+    let config = resolve("--nodes 2 --ranks-per-node 3,5 --order node --wire bf16 --routing incast").unwrap();
     let json = serde_json::to_string(&config).unwrap();
-    assert!(json.contains(r#""layout":"expert-major""#), "{json}");
+    for words in [r#""layout":"expert-major""#, r#""route":"pxn""#, r#""order":"node""#, r#""wire":"bf16""#] {
+        assert!(json.contains(words), "{json}");
+    }
     assert_eq!(serde_json::from_str::<Config>(&json).unwrap(), config);
 }
 
@@ -139,4 +175,31 @@ fn ranks_of_one_file_read_on_where_the_last_one_ended() {
     let router = Router::open(&config.routing).unwrap();
     let routing = router.routing(&config, 1).unwrap();
     assert_eq!((routing.tokens(), routing.experts_of(2)), (3, &[3, 0][..]));
+}
+
+#[test]
+fn room_is_resolved_to_rows_by_what_the_routing_needs() {
+    let room = |words: &str| resolve(&format!("--tokens 16 --routing incast {words}")).unwrap().room;
+    assert_eq!(room(""), Room::default());
+    let budget = room("--mode budget --budget 0.5 --on-overflow drop");
+    assert_eq!((budget.rows, budget.mode()), (Some(64), Mode::Budget { rows: 64, overflow: Overflow::Drop }));
+    // Everybody's tokens go to the eight experts of rank 0.
+    assert_eq!(room("--mode slots").mode(), Mode::Slots { rows: 16, overflow: Overflow::Error });
+    let rank_major = room("--layout rank-major --mode budget --budget 8");
+    assert_eq!(rank_major.rows, Some(8 * 16), "one row per token, an eighth of all on average");
+}
+
+#[test]
+fn room_that_does_not_do_is_refused_with_what_would() {
+    let error =
+        |words: &str| resolve(&format!("--tokens 16 --routing incast {words}")).unwrap_err().to_string();
+    let budget = error("--mode budget --budget 1");
+    assert!(budget.contains("128 rows") && budget.contains("rank 0 needs 1024"), "{budget}");
+    assert!(budget.contains("--budget 8 has room"), "{budget}");
+    let slots = error("--mode slots --slots 15");
+    assert!(slots.contains("--slots 16 has room"), "{slots}");
+    for words in ["--budget 2", "--slots 2", "--on-overflow drop", "--mode slots --budget 2"] {
+        assert!(error(words).contains("is for --mode"), "{words}");
+    }
+    assert!(matches!(resolve("--mode budget --budget -1"), Err(ConfigError::Budget { .. })));
 }

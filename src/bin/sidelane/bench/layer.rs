@@ -3,10 +3,8 @@
 
 use sidelane::ep::{ExpertOutput, ExpertRows, Handle};
 use sidelane::gate::Routing;
-use sidelane::plan::Order as Sums;
 use sidelane::{Error, ExpertParallel, Group, Options, World};
 
-use super::args::Order;
 use super::config::Config;
 use super::source::Router;
 use super::task::Sizes;
@@ -21,12 +19,40 @@ pub struct Layer<'c, E> {
     pub group: Group,
     pub ep: ExpertParallel,
     pub routing: Routing<'static>,
-    pub x: Vec<E>,
+    pub tokens: Tokens<E>,
     pub out: Vec<E>,
     pub expected: Expected,
     /// Rows and sums that were compared and found equal.
     right: u64,
     compared: u64,
+    /// Whatever else was found to be wrong.
+    wrong: u64,
+}
+
+/// The tokens of a rank, and what is dispatched of them.
+pub struct Tokens<E> {
+    pub x: Vec<E>,
+    /// The records of fp8.
+    records: Option<Vec<u8>>,
+}
+
+impl<E: Number> Tokens<E> {
+    /// Sends them.
+    pub fn dispatch(
+        &self,
+        ep: &mut ExpertParallel,
+        routing: &Routing<'_>,
+    ) -> Result<(ExpertRows, Handle), Error> {
+        match &self.records {
+            Some(records) => ep.dispatch(records, routing),
+            None => ep.dispatch(&self.x, routing),
+        }
+    }
+
+    /// What is sent.
+    pub fn sent(&self) -> &[u8] {
+        self.records.as_deref().unwrap_or(bytemuck::cast_slice(&self.x))
+    }
 }
 
 /// What all ranks found.
@@ -50,13 +76,15 @@ impl<'c, E: Number> Layer<'c, E> {
             .experts(config.experts)
             .top_k(config.top_k)
             .hidden(config.hidden as usize)
-            .dtype(config.dtype)
+            .dtype(config.dtype.element())
+            .fp8(config.dtype.record(config.hidden).is_some())
+            .layout(config.layout)
+            .mode(config.room.mode())
             .align(config.align)
             .max_tokens(config.tokens)
-            .order(match config.order {
-                Order::Expert => Sums::Expert,
-                Order::Rank => Sums::Rank,
-            })
+            .order(config.order)
+            .wire(config.wire)
+            .route(config.route)
             .build()?;
         let router = Router::open(&config.routing)?;
         let routing = router.routing(config, world.rank()).map_err(Error::from)?;
@@ -64,28 +92,56 @@ impl<'c, E: Number> Layer<'c, E> {
         let mut x = Vec::new();
         (0..config.tokens).for_each(|token| fill(&mut x, config.seed, world.rank(), token, config.hidden));
         let out = vec![E::of(0.0); x.len()];
-        Ok(Layer { config, world, group, ep, routing, x, out, expected, right: 0, compared: 0 })
+        let records = match ep.record() {
+            Some(_) => {
+                let mut records = Vec::new();
+                ep.quantise(&x, &mut records)?;
+                Some(records)
+            }
+            None => None,
+        };
+        let tokens = Tokens { x, records };
+        Ok(Layer {
+            config,
+            world,
+            group,
+            ep,
+            routing,
+            tokens,
+            out,
+            expected,
+            right: 0,
+            compared: 0,
+            wrong: 0,
+        })
     }
 
     pub fn dispatch_and_check(&mut self) -> Result<(ExpertRows, Handle), CliError> {
         self.world.pool().poison(0xff);
-        let (rows, handle) = self.ep.dispatch(&self.x, &self.routing)?;
+        let (rows, handle) = self.tokens.dispatch(&mut self.ep, &self.routing)?;
         self.check_rows(&rows, &handle)?;
         Ok((rows, handle))
     }
 
     pub fn check_rows(&mut self, rows: &ExpertRows, handle: &Handle) -> Result<(), CliError> {
+        let seen = rows.rows::<u8>().map_err(Error::from)?;
+        self.right += self.expected.right_rows::<E>(self.config, seen, handle);
+        self.compared += self.expected.len() as u64;
+        self.wrong += u64::from(!self.expected.right_handle(handle));
+        Ok(())
+    }
+
+    pub fn check_gradients(&mut self, rows: &ExpertRows) -> Result<(), CliError> {
         let seen = rows.rows::<E>().map_err(Error::from)?;
-        self.right += self.expected.right_rows(self.config, seen, handle.row_weights());
+        self.right += self.expected.right_gradients(self.config, seen);
         self.compared += self.expected.len() as u64;
         Ok(())
     }
 
     /// What the experts of this rank make of its rows.
     pub fn experts(&self, rows: &ExpertRows) -> Result<Vec<E>, CliError> {
-        let mut y = rows.to_vec::<E>().map_err(Error::from)?;
-        self.expected.experts(self.config, rows.rows::<E>().map_err(Error::from)?, &mut y);
-        Ok(y)
+        let seen = rows.rows::<u8>().map_err(Error::from)?;
+        Ok(self.expected.experts(self.config, seen).map_err(Error::from)?)
     }
 
     /// These outputs of the experts, where a combine takes them from.
@@ -111,11 +167,15 @@ impl<'c, E: Number> Layer<'c, E> {
         let (tokens, home) = self.ep.dispatch_backward::<E>(y, Some(&weights), handle)?;
         self.out.copy_from_slice(&tokens);
         self.check_tokens();
-        self.compared += 1;
-        self.right += u64::from(home.is_some_and(|home| self.expected.right_weights(&home)));
+        self.wrong += u64::from(!home.is_some_and(|home| self.expected.right_weights(&home)));
+        self.gradients_and_check(handle).map(drop)
+    }
+
+    pub fn gradients_and_check(&mut self, handle: &Handle) -> Result<ExpertRows, CliError> {
         self.world.pool().poison(0xff);
-        let (rows, _) = self.ep.combine_backward(&self.x, handle)?;
-        self.check_rows(&rows, handle)
+        let (rows, _) = self.ep.combine_backward(&self.tokens.x, handle)?;
+        self.check_gradients(&rows)?;
+        Ok(rows)
     }
 
     /// Sums of a few words over all ranks.
@@ -129,7 +189,7 @@ impl<'c, E: Number> Layer<'c, E> {
 
     /// What all checks of all ranks have found.
     pub fn verdict(&self) -> Result<Verdict, Error> {
-        let [right, compared] = self.sum([self.right, self.compared])?;
-        Ok(Verdict { verified: right == compared, right })
+        let [right, compared, wrong] = self.sum([self.right, self.compared, self.wrong])?;
+        Ok(Verdict { verified: right == compared && wrong == 0, right })
     }
 }

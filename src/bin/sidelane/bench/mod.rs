@@ -15,12 +15,16 @@
 mod args;
 mod clock;
 mod config;
+mod crossing;
 mod layer;
 mod passes;
+mod placement;
 mod progress;
 mod rank;
 mod recording;
 mod report;
+mod room;
+mod row_type;
 mod source;
 mod stats;
 mod table;

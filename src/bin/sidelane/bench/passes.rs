@@ -9,6 +9,7 @@ use sidelane::{Error, ExpertParallel, Group, Window, World};
 
 use super::clock::Laps;
 use super::config::Config;
+use super::layer::Tokens;
 use super::tensor::Number;
 
 /// One kind of call.
@@ -21,14 +22,15 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// What is timed.
-    pub fn all(backward: bool) -> &'static [Kind] {
-        const ALL: [Kind; 4] = [Kind::Dispatch, Kind::Combine, Kind::DispatchBackward, Kind::CombineBackward];
-        if backward { &ALL } else { &ALL[..2] }
+    /// What is timed, in phases: the calls of one share a place for rows, which may be of another type in the next.
+    pub fn phases(backward: bool) -> &'static [[Kind; 2]] {
+        const ALL: [[Kind; 2]; 2] =
+            [[Kind::Dispatch, Kind::Combine], [Kind::DispatchBackward, Kind::CombineBackward]];
+        if backward { &ALL } else { &ALL[..1] }
     }
 
     /// Whether rows are summed; otherwise they are scattered.
-    fn sums(self) -> bool {
+    pub fn sums(self) -> bool {
         matches!(self, Kind::Combine | Kind::DispatchBackward)
     }
 }
@@ -46,7 +48,7 @@ pub struct Track<'a, E> {
     pub barrier: &'a mut Window,
     pub config: &'a Config,
     pub routing: &'a sidelane::gate::Routing<'static>,
-    pub x: &'a [E],
+    pub tokens: &'a Tokens<E>,
     pub out: &'a mut [E],
     pub yardstick: &'a mut Yardstick,
     /// Faster stores of the floor, for scattered rows and for sums.
@@ -84,13 +86,13 @@ impl<E: Number> Track<'_, E> {
             Kind::Dispatch => {
                 drop(self.yardstick.lend_rows());
                 self.barrier.barrier()?;
-                let (rows, _) = laps.time(|| self.ep.dispatch(self.x, self.routing))?;
+                let (rows, _) = laps.time(|| self.tokens.dispatch(self.ep, self.routing))?;
                 self.moved |= self.yardstick.keep_rows(rows).is_err();
             }
             Kind::CombineBackward => {
                 drop(self.yardstick.lend_rows());
                 self.barrier.barrier()?;
-                let (rows, _) = laps.time(|| self.ep.combine_backward(self.x, self.handle))?;
+                let (rows, _) = laps.time(|| self.ep.combine_backward(&self.tokens.x, self.handle))?;
                 self.moved |= self.yardstick.keep_rows(rows).is_err();
             }
             Kind::Combine | Kind::DispatchBackward => {
@@ -113,20 +115,25 @@ impl<E: Number> Track<'_, E> {
     fn floor(&mut self, kind: Kind, laps: &mut Laps) -> Result<(), Error> {
         self.barrier.barrier()?;
         let [scatter, sum] = self.stores;
-        let (floor, dtype) = (&mut *self.yardstick, Arithmetic::try_from(self.config.dtype)?);
+        let (floor, dtype) = (&mut *self.yardstick, Arithmetic::try_from(self.config.dtype.element())?);
+        let input = match kind {
+            Kind::CombineBackward => bytemuck::cast_slice(&self.tokens.x),
+            _ => self.tokens.sent(),
+        };
         if kind.sums() {
             let out = bytemuck::cast_slice_mut(self.out);
             laps.time(|| floor.combine(dtype, out, sum));
         } else {
-            laps.time(|| floor.dispatch(bytemuck::cast_slice(self.x), scatter));
+            laps.time(|| floor.dispatch(input, scatter));
         }
         Ok(())
     }
 
     /// Finds the faster stores for the floor: a few rounds of each, as they will be timed, decided alike on all ranks.
-    pub fn choose_stores(&mut self, group: &Group) -> Result<[Stores; 2], Error> {
+    pub fn choose_stores(&mut self, group: &Group, kinds: &[Kind]) -> Result<[Stores; 2], Error> {
         const ROUNDS: usize = 15;
-        for (at, kind) in [Kind::Dispatch, Kind::Combine].into_iter().enumerate() {
+        for &kind in kinds {
+            let at = usize::from(kind.sums());
             let mut best = f64::INFINITY;
             for stores in [Stores::Streaming, Stores::Cached] {
                 let mut pair = Pair::default();

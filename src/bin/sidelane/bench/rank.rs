@@ -3,10 +3,12 @@
 use std::process::ExitCode;
 
 use half::{bf16, f16};
+use sidelane::Window;
 use sidelane::dtype::Dtype;
-use sidelane::ep::{ExpertRows, Handle, Yardstick};
+use sidelane::ep::{Handle, Yardstick};
 use sidelane::rows::Stores;
 
+use super::crossing::Crossing;
 use super::layer::Layer;
 use super::passes::{Kind, Pair, Track, memcpy_gbps};
 use super::recording::{EVENTS, record, write_trace};
@@ -19,7 +21,7 @@ use crate::output;
 
 /// Runs this rank's part.
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {
-    let report = match task.config.dtype {
+    let report = match task.config.dtype.element() {
         Dtype::F32 => run::<f32>(task),
         Dtype::F16 => run::<f16>(task),
         Dtype::Bf16 | Dtype::Bytes => run::<bf16>(task),
@@ -47,12 +49,28 @@ fn run<E: Number>(task: &Task) -> Result<Option<Report>, CliError> {
     // Once all are here, all have read what was offered, and the pool is empty. Then the output lies below the rows:
     // whenever these are dropped, the next dispatch lands in the same place.
     layer.group.gather(&[])?;
-    let output = Layer::output(&y, &handle)?;
-    let (rows, _) = layer.dispatch_and_check()?;
-    let yardstick = layer.ep.yardstick(&layer.group, rows, output, &handle)?;
-    let (passes, memcpy, rows) = time(&mut layer, yardstick, &handle)?;
-    // The floor has written the same rows again and again: they must still be right.
-    layer.check_rows(&rows.ok_or(CliError::Moved { rank: layer.world.rank() })?, &handle)?;
+    let mut barrier = layer.group.window(0)?;
+    let memcpy = memcpy_gbps(&layer.world, &layer.group, &mut barrier)?;
+    let mut output = Layer::output(&y, &handle)?;
+    let mut passes = Vec::new();
+    for kinds in Kind::phases(task.config.backward) {
+        let forward = kinds.contains(&Kind::Dispatch);
+        let rows =
+            if forward { layer.dispatch_and_check()?.0 } else { layer.gradients_and_check(&handle)? };
+        let mut yardstick = layer.ep.yardstick(&layer.group, rows, output, &handle)?;
+        passes.extend(time(&mut layer, &mut barrier, kinds, &mut yardstick, &handle)?);
+        let (Some(rows), Some(kept)) = (yardstick.lend_rows(), yardstick.lend_output()) else {
+            return Err(CliError::Moved { rank: layer.world.rank() });
+        };
+        // The floor has written the same rows again and again: they must still be right.
+        if forward {
+            layer.check_rows(&rows, &handle)?;
+        } else {
+            layer.check_gradients(&rows)?;
+        }
+        output = kept;
+    }
+    drop(output);
     layer.combine_and_check(&y, &handle)?;
     if let Some(path) = &task.trace_out {
         let timelines = record(&mut layer, &y)?;
@@ -60,31 +78,31 @@ fn run<E: Number>(task: &Task) -> Result<Option<Report>, CliError> {
             write_trace(path, layer.world.nodes(), &timelines)?;
         }
     }
-    report(&layer, &passes, memcpy)
+    report(&layer, &handle, &passes, memcpy)
 }
 
+/// Times the calls of one phase.
 fn time<E: Number>(
     layer: &mut Layer<'_, E>,
-    mut yardstick: Yardstick,
+    barrier: &mut Window,
+    kinds: &[Kind],
+    yardstick: &mut Yardstick,
     handle: &Handle,
-) -> Result<(Vec<Pair>, f64, Option<ExpertRows>), CliError> {
+) -> Result<Vec<Pair>, CliError> {
     let config = layer.config;
-    let mut barrier = layer.group.window(0)?;
-    let memcpy = memcpy_gbps(&layer.world, &layer.group, &mut barrier)?;
     let mut track = Track {
         ep: &mut layer.ep,
-        barrier: &mut barrier,
+        barrier,
         config,
         routing: &layer.routing,
-        x: &layer.x,
+        tokens: &layer.tokens,
         out: &mut layer.out,
-        yardstick: &mut yardstick,
+        yardstick,
         stores: [Stores::Streaming, Stores::Cached],
         handle,
         moved: false,
     };
-    track.choose_stores(&layer.group)?;
-    let kinds = Kind::all(config.backward);
+    track.choose_stores(&layer.group, kinds)?;
     let mut pairs = vec![Pair::default(); kinds.len()];
     let bar =
         if layer.world.rank() == 0 { progress::bar(config.rounds) } else { indicatif::ProgressBar::hidden() };
@@ -94,23 +112,52 @@ fn time<E: Number>(
     }
     bar.finish_and_clear();
     track.barrier.barrier()?;
-    let rows = if track.moved { None } else { track.yardstick.lend_rows() };
-    Ok((pairs, memcpy, rows))
+    if track.moved { Err(CliError::Moved { rank: layer.world.rank() }) } else { Ok(pairs) }
+}
+
+/// Whether this rank has moved in a dispatch what it had planned; if not, says so.
+fn moved_as_planned(rank: u32, handle: &Handle) -> bool {
+    let (moved, traffic) = (handle.report().moved, handle.report().traffic);
+    let near = traffic.put.own + traffic.put.local + traffic.handed_on;
+    let planned = [near, traffic.put.rail].map(|rows| rows * traffic.row_bytes);
+    let seen = [moved.local_bytes, moved.rail_bytes];
+    if seen != planned {
+        eprintln!("sidelane: rank {rank} moved {seen:?} bytes on its node and over rails, not {planned:?}");
+    }
+    seen == planned
 }
 
 fn report<E: Number>(
     layer: &Layer<'_, E>,
+    handle: &Handle,
     pairs: &[Pair],
     memcpy_gbps: f64,
 ) -> Result<Option<Report>, CliError> {
     let config = layer.config;
-    let node_of: Vec<u32> = (0..config.ranks()).map(|rank| layer.world.nodes().node_of(rank)).collect();
-    let expected = &layer.expected;
-    let [landed, rail] = layer.sum([expected.len() as u64, expected.rows_over_rails(&node_of) as u64])?;
-    let volume = Volume { landed: landed * config.row_bytes(), rail: rail * config.row_bytes() };
+    let found = [
+        u64::from(!moved_as_planned(layer.world.rank(), handle)),
+        layer.expected.len() as u64,
+        handle.report().moved.rail_bytes,
+        handle.returned().rail_bytes,
+        handle.dropped().iter().filter(|&&dropped| dropped).count() as u64,
+    ];
+    let [strays, landed, rail, returned, dropped_choices] = layer.sum(found)?;
+    let words = Crossing::words(&handle.report().traffic, layer.expected.crossing_choices());
+    let crossing = Crossing::new(config, layer.sum(words)?);
+    let came_home = crossing.combine_bytes(config);
     let verdict = layer.verdict()?;
     let mut passes = Vec::new();
-    for pair in pairs {
+    for (kind, pair) in Kind::phases(config.backward).iter().flatten().zip(pairs) {
+        let row_bytes = if *kind == Kind::Dispatch { config.sent_bytes() } else { config.row_bytes() };
+        let volume = Volume {
+            landed: landed * row_bytes,
+            rail: match kind {
+                Kind::Dispatch => rail,
+                Kind::CombineBackward => crossing.rows * row_bytes,
+                Kind::Combine | Kind::DispatchBackward => returned,
+            },
+            rail_logical: crossing.expert_rows * row_bytes,
+        };
         let real = Laps::rounds_us(&layer.group.gather(pair.real.to_bytes())?);
         let floor = Laps::rounds_us(&layer.group.gather(pair.floor.to_bytes())?);
         passes.push(Pass::of_rounds(&real, &floor, volume));
@@ -118,15 +165,21 @@ fn report<E: Number>(
     if layer.world.rank() != 0 {
         return Ok(None);
     }
+    if returned != came_home {
+        eprintln!("sidelane: a combine moved {returned} bytes over rails, not {came_home}");
+    }
     let lane = |name: &str| layer.ep.lanes().iter().any(|used| used.lane == name).then(|| name.to_owned());
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let huge_pages_granted = layer.world.pages().huge.is_some_and(|bytes| bytes > 0);
     Ok(Some(Report {
         config: Conditions { config: config.clone(), cores, huge_pages_granted },
-        verified: verdict.verified,
+        verified: verdict.verified && strays == 0 && returned == came_home,
         rows_verified: verdict.right,
+        required_rows: handle.required_rows().iter().copied().max().unwrap_or(0),
+        dropped_choices,
         memcpy_gbps,
         lanes: Lanes { local: lane("shm"), rail: lane("loop") },
+        crossing,
         dispatch: passes[0],
         combine: passes[1],
         dispatch_backward: passes.get(2).copied(),

@@ -61,7 +61,7 @@ fn round<E: Number>(
     recorder: &Recorder,
 ) -> Result<(ExpertRows, Handle), Error> {
     let [dispatch, experts, combine] = CALLS;
-    let (rows, handle) = recorder.call(dispatch, || layer.ep.dispatch(&layer.x, &layer.routing))?;
+    let (rows, handle) = recorder.call(dispatch, || layer.tokens.dispatch(&mut layer.ep, &layer.routing))?;
     let output = recorder.call(experts, || Layer::output(y, &handle))?;
     recorder.call(combine, || layer.ep.combine_into(output, &handle, &mut layer.out))?;
     Ok((rows, handle))

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::config::Config;
+use super::crossing::Crossing;
 use super::stats::{ratio_of_medians, summary};
 
 /// Everything that is known after a run.
@@ -11,8 +12,13 @@ pub struct Report {
     pub config: Conditions,
     pub verified: bool,
     pub rows_verified: u64,
+    /// Of the rank that needs most.
+    pub required_rows: u32,
+    /// Of all ranks.
+    pub dropped_choices: u64,
     pub memcpy_gbps: f64,
     pub lanes: Lanes,
+    pub crossing: Crossing,
     pub dispatch: Pass,
     pub combine: Pass,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -46,6 +52,7 @@ pub struct Pass {
     pub max_us: f64,
     pub bytes_landed: u64,
     pub bytes_rail: u64,
+    pub bytes_rail_logical: u64,
     pub gbps: f64,
     pub floor_us: f64,
     pub share_of_floor: f64,
@@ -57,7 +64,10 @@ pub struct Pass {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Volume {
     pub landed: u64,
+    /// What crossed between nodes.
     pub rail: u64,
+    /// What would have crossed with a row for each (token, expert).
+    pub rail_logical: u64,
 }
 
 impl Pass {
@@ -71,6 +81,7 @@ impl Pass {
             max_us: real.max,
             bytes_landed: volume.landed,
             bytes_rail: volume.rail,
+            bytes_rail_logical: volume.rail_logical,
             gbps: gbps(volume.landed, real.p50),
             floor_us: floor.p50,
             share_of_floor: share.value,

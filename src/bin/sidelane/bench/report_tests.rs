@@ -2,9 +2,12 @@ use std::collections::BTreeSet;
 
 use serde_json::Value;
 
-use super::super::args::{Layout, Order, Route};
+use super::super::room::{Room, RoomMode};
+use super::super::row_type::RowType;
 use super::*;
-use sidelane::dtype::Dtype;
+use sidelane::dtype::Wire;
+use sidelane::plan::{Order, Overflow, RowLayout};
+use sidelane::topology::Route;
 
 const DOCUMENT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/bench-json.md"));
 
@@ -13,32 +16,39 @@ pub fn sample() -> Report {
     let pass = Pass::of_rounds(
         &[6200.0, 6000.0, 6400.0],
         &[5580.0, 5400.0, 5760.0],
-        Volume { landed: 134_217_728, rail: 33_554_432 },
+        Volume { landed: 134_217_728, rail: 33_554_432, rail_logical: 67_108_864 },
     );
-    Report {
-        config: Conditions {
-            config: Config {
-                nodes: 2,
-                ranks_per_node: vec![4, 4],
-                tokens: 512,
-                hidden: 2048,
-                dtype: Dtype::Bf16,
-                top_k: 8,
-                experts: 64,
-                order: Order::Expert,
-                layout: Layout::ExpertMajor,
-                route: Route::Direct,
-                align: 1,
-                backward: true,
-                routing: "zipf:1.0".parse().unwrap(),
-                rounds: 3,
-                seed: 0,
-            },
-            cores: 2,
-            huge_pages_granted: false,
+    let config = Config {
+        nodes: 2,
+        ranks_per_node: vec![4, 4],
+        tokens: 512,
+        hidden: 2048,
+        dtype: RowType::Bf16,
+        top_k: 8,
+        experts: 64,
+        order: Order::Node,
+        wire: Wire::Bf16,
+        layout: RowLayout::ExpertMajor,
+        room: Room {
+            mode: RoomMode::Budget,
+            budget: Some(1.25),
+            rows: Some(5120),
+            overflow: Some(Overflow::Drop),
         },
+        route: Route::Pxn,
+        align: 1,
+        backward: true,
+        routing: "zipf:1.0".parse().unwrap(),
+        rounds: 3,
+        seed: 0,
+    };
+    Report {
+        crossing: Crossing::new(&config, [8192, 16384, 12288, 8192, 16384]),
+        config: Conditions { config, cores: 2, huge_pages_granted: false },
         verified: true,
         rows_verified: 32768,
+        required_rows: 6000,
+        dropped_choices: 880,
         memcpy_gbps: 9.1,
         lanes: Lanes { local: Some("shm".into()), rail: Some("loop".into()) },
         dispatch: pass,
@@ -48,12 +58,13 @@ pub fn sample() -> Report {
     }
 }
 
-/// Dotted paths of all keys; the passes share theirs.
+/// Dotted paths of all keys; the passes share theirs, and so do the elements of a list.
 fn keys(value: &Value, path: &str, into: &mut BTreeSet<String>) {
     const PASSES: [&str; 4] = ["dispatch", "combine", "dispatch_backward", "combine_backward"];
+    value.as_array().into_iter().flatten().for_each(|element| keys(element, path, into));
     for (key, value) in value.as_object().into_iter().flatten() {
         let full = format!("{path}{key}");
-        let below = if PASSES.contains(&key.as_str()) { "PASS." } else { &format!("{full}.") };
+        let below = if PASSES.contains(&full.as_str()) { "PASS." } else { &format!("{full}.") };
         keys(value, below, into);
         into.insert(full);
     }
@@ -83,7 +94,8 @@ fn without_backward_its_keys_are_absent() {
 
 #[test]
 fn speed_and_share_follow_from_times_and_bytes() {
-    let pass = Pass::of_rounds(&[200.0; 5], &[100.0; 5], Volume { landed: 2_000_000, rail: 0 });
+    let pass =
+        Pass::of_rounds(&[200.0; 5], &[100.0; 5], Volume { landed: 2_000_000, rail: 0, rail_logical: 0 });
     assert_eq!((pass.gbps, pass.floor_gbps()), (10.0, 20.0));
     assert_eq!((pass.share_low, pass.share_of_floor, pass.share_high), (0.5, 0.5, 0.5));
     assert_eq!(pass.p99_us, None);

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use super::report::{Pass, Report};
+use super::room::RoomMode;
 use super::words::Words;
 use crate::table::{self, time, volume};
 
@@ -12,8 +13,16 @@ pub fn text(report: &Report) -> String {
         (true, rows) => format!("verified: {rows} rows bit-exact"),
         (false, rows) => format!("NOT VERIFIED: only {rows} rows are bit-exact"),
     };
+    let room = match report.config.config.room.mode {
+        RoomMode::Eager => String::new(),
+        _ => format!(
+            ", {} choices dropped, {} rows needed at most by a rank",
+            report.dropped_choices, report.required_rows
+        ),
+    };
     let memcpy = format!("memcpy: {:.1} GB/s on the same machine", report.memcpy_gbps);
-    format!("{}\n{verdict}\n\n{}\n\n{memcpy}", conditions(report), figures(report))
+    let crossing = report.crossing.text(&report.config.config).map_or(String::new(), |text| text + "\n\n");
+    format!("{}\n{verdict}{room}\n\n{}\n\n{crossing}{memcpy}", conditions(report), figures(report))
 }
 
 fn conditions(report: &Report) -> String {
@@ -67,6 +76,8 @@ fn figures(report: &Report) -> String {
 
 #[cfg(test)]
 mod tests {
+    use sidelane::plan::Order;
+
     use super::super::report::tests::sample;
     use super::*;
 
@@ -76,7 +87,7 @@ mod tests {
         for words in [
             "8 on 2 nodes (4 + 4), 2 cores, small pages",
             "zipf:1.0, 64 experts, top-8, seed 0",
-            "route direct, layout expert-major, order expert, align 1",
+            "route pxn, layout expert-major, order node, wire bf16, align 1",
             "local shm, rail loop",
             "verified: 32768 rows bit-exact",
             "6.20 ms",
@@ -87,6 +98,7 @@ mod tests {
             "5.58 ms",
             "0.90 (0.90-0.90)",
             "combine backward",
+            "dedup 2.0x",
             "memcpy: 9.1 GB/s",
         ] {
             assert!(text.contains(words), "{words:?} in\n{text}");
@@ -97,6 +109,13 @@ mod tests {
     fn a_failed_verification_cannot_be_overlooked() {
         let text = text(&Report { verified: false, rows_verified: 12, ..sample() });
         assert!(text.contains("NOT VERIFIED: only 12 rows"), "{text}");
+    }
+
+    #[test]
+    fn an_order_without_partial_sums_has_no_wire() {
+        let mut report = sample();
+        report.config.config.order = Order::Expert;
+        assert!(text(&report).contains("order expert, wire none"));
     }
 
     #[test]

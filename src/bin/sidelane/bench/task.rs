@@ -7,10 +7,13 @@ use std::time::Duration;
 use clap::Args;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use sidelane::plan::ExpertMap;
+use sidelane::plan::{Bins, Notes};
+use sidelane::schedule::Control;
+use sidelane::topology::{Paths, Route};
 
 use super::args::BenchArgs;
 use super::config::{Config, ConfigError};
+use super::placement::Placement;
 use super::source::Router;
 use crate::error::CliError;
 use crate::launch::Job;
@@ -73,26 +76,28 @@ impl Sizes {
     /// Room for the calls of a round beside a dispatch that stays alive, for the busiest rank.
     pub fn of(config: &Config) -> Result<Self, ConfigError> {
         let router = Router::open(&config.routing)?;
-        let map = ExpertMap::contiguous(config.experts, config.ranks())?;
-        let mut rows = vec![0u64; config.experts as usize];
-        for rank in 0..config.ranks() {
-            let routing = router.routing(config, rank)?;
-            routing.experts().iter().filter(|&&id| id >= 0).for_each(|&id| rows[id as usize] += 1);
-        }
-        let busiest = (0..config.ranks())
-            .map(|rank| {
-                map.slots_of(rank).map(|slot| rows[slot as usize].next_multiple_of(config.align.into())).sum()
-            })
-            .max()
-            .unwrap_or(0u64);
-        let own = u64::from(config.tokens) * u64::from(config.top_k);
-        // A row of a chunk has an f32 behind it; rows alone have not. Alive together at most: rows and output of the first
-        // dispatch, the floor's scratch (own rows and chunks), and rows and output of the round.
-        let row = config.row_bytes() + 4;
-        let pool = (5 * busiest + 3 * own) * row + (16 << 20);
-        let publications =
-            2 * (1 + u64::from(config.ranks())) * (own * 4 + u64::from(config.experts) * 4 + 4096);
-        let symmetric = publications + (4 << 20);
+        let placement = Placement::new(config, &router, config.room.mode())?;
+        let rows = (0..config.ranks()).map(|rank| placement.at(rank, drop).rows.len() as u64);
+        let busiest = rows.max().unwrap_or(0);
+        let (nodes, tokens) = (config.node_map(), u64::from(config.tokens));
+        let paths = Paths::new(&nodes, config.route, 0);
+        let relayed = match config.route {
+            Route::Pxn => {
+                (0..config.ranks()).map(|rank| paths.of(rank).sources().count() as u64).max().unwrap_or(0)
+            }
+            Route::Direct => 0,
+        };
+        let own = tokens * u64::from(config.top_k);
+        let note_bytes = u64::from(Notes::of(config.layout, config.room.mode()).words(config.top_k))
+            * size_of::<u32>() as u64;
+        // Rows of a chunk have words behind them; rows alone have not. Alive together at most: rows and output of the
+        // first dispatch, rows and output of the round, own rows that come home and, of each rank that is relayed, the
+        // rows that wait to be handed on or the sums that wait to be brought home.
+        let partial = u64::from(config.hidden) * config.wire.size() as u64;
+        let row = config.row_bytes().max(config.sent_bytes()).max(partial) + note_bytes;
+        let pool = (5 * busiest + 3 * own + relayed * (tokens + own)) * row + (16 << 20);
+        let bins = Bins::of_layout(config.layout, &placement.map, config.order, &nodes);
+        let symmetric = Control::new(&paths, &bins, own, note_bytes).bytes() + (4 << 20);
         Ok(Sizes { heap: (pool + symmetric).next_multiple_of(2 << 20), symmetric })
     }
 }

@@ -1,54 +1,91 @@
 //! Whether what arrived is right, bit by bit, by a reference that knows nothing of the library's placement.
 
+use half::bf16;
+use sidelane::dtype::Wire;
+use sidelane::ep::Handle;
 use sidelane::error::PlanError;
 use sidelane::gate::Routing;
-use sidelane::plan::ExpertMap;
+use sidelane::plan::{ExpertMap, Order, RowLayout};
+use sidelane::topology::NodeMap;
 
-use super::args::Order;
 use super::config::Config;
+use super::placement::{Origin, Placement};
+use super::row_type::Plain;
 use super::source::Router;
 use super::tensor::{Number, expert, fill};
 
 /// What one rank should see.
 pub struct Expected {
-    /// Origin of each received row, (rank, token); `None` is a pad row.
-    rows: Vec<Option<(u32, u32)>>,
-    /// Rows of each local expert, pads counted, and its id.
-    segments: Vec<(u32, usize)>,
-    /// Weight of each received row.
+    /// Origin of each received row; `None` is a pad or an unused slot.
+    rows: Vec<Option<Origin>>,
+    /// Per row, or rank-major per row and choice: its weight.
     weights: Vec<f32>,
+    /// Rank-major, per row and choice: its local expert, or -1.
+    local: Vec<i32>,
+    /// Per row: the experts that it is for, ascending.
+    experts: Vec<Vec<u32>>,
+    /// Which of this rank's choices have no room.
+    dropped: Vec<bool>,
+    /// Rows that each rank needs.
+    required: Vec<u32>,
+    /// This rank's choices; those that were dropped are -1.
     routing: Routing<'static>,
     map: ExpertMap,
+    nodes: NodeMap,
     rank: u32,
+    plain: Plain,
 }
 
 impl Expected {
     /// For one rank, from the routing of all.
     pub fn new(config: &Config, router: &Router, rank: u32) -> Result<Self, PlanError> {
-        let map = ExpertMap::contiguous(config.experts, config.ranks())?;
-        let mut segments: Vec<Vec<(u32, u32, f32)>> = vec![Vec::new(); map.slots_of(rank).len()];
-        for source in 0..config.ranks() {
-            let routing = router.routing(config, source)?;
-            let choices = routing.experts().iter().zip(routing.weights()).enumerate();
-            for (choice, (&id, &weight)) in choices.filter(|(_, (id, _))| **id >= 0) {
-                let slot = map.slot_for(source, id as u32);
-                if map.rank_of(slot) == rank {
-                    let token = choice as u32 / config.top_k;
-                    segments[(slot - map.slots_of(rank).start) as usize].push((source, token, weight));
+        let placement = Placement::new(config, router, config.room.mode())?;
+        let (own, k) = (placement.routing(rank), config.top_k as usize);
+        let (mut dropped, mut required) = (vec![false; own.experts().len()], Vec::new());
+        let mut rows = Vec::new();
+        for peer in 0..config.ranks() {
+            let place = placement.at(peer, |row| {
+                for (choice, _) in placement.stands_for(peer, row).filter(|_| row.source == rank) {
+                    dropped[row.token as usize * k + choice as usize] = true;
+                }
+            });
+            required.push(place.required);
+            if peer == rank {
+                rows = place.rows;
+            }
+        }
+        let first = placement.map.slots_of(rank).start;
+        let (mut weights, mut local, mut experts) = (Vec::new(), Vec::new(), Vec::new());
+        for row in &rows {
+            let choices: Vec<(u32, u32)> =
+                row.iter().flat_map(|&row| placement.stands_for(rank, row)).collect();
+            let weight = |choice: u32| {
+                let Origin { source, token, .. } = row.unwrap_or_default();
+                placement.routing(source).weights()[token as usize * k + choice as usize]
+            };
+            let mut ids: Vec<u32> = choices.iter().map(|&(_, slot)| placement.map.expert_of(slot)).collect();
+            ids.sort_unstable();
+            experts.push(ids);
+            match config.layout {
+                RowLayout::ExpertMajor => {
+                    weights.push(choices.first().map_or(0.0, |&(choice, _)| weight(choice)));
+                }
+                RowLayout::RankMajor => {
+                    let at = weights.len();
+                    weights.resize(at + k, 0.0);
+                    local.resize(at + k, -1);
+                    for (choice, slot) in choices {
+                        weights[at + choice as usize] = weight(choice);
+                        local[at + choice as usize] = (slot - first) as i32;
+                    }
                 }
             }
         }
-        let (mut rows, mut weights, mut sizes) = (Vec::new(), Vec::new(), Vec::new());
-        for (segment, slot) in segments.iter().zip(map.slots_of(rank)) {
-            let padded = segment.len().next_multiple_of(config.align as usize);
-            rows.extend(segment.iter().map(|&(source, token, _)| Some((source, token))));
-            weights.extend(segment.iter().map(|&(.., weight)| weight));
-            rows.resize(rows.len() + padded - segment.len(), None);
-            weights.resize(rows.len(), 0.0);
-            sizes.push((map.expert_of(slot), padded));
-        }
-        let routing = router.routing(config, rank)?;
-        Ok(Expected { rows, segments: sizes, weights, routing, map, rank })
+        let kept = own.experts().iter().zip(&dropped).map(|(&id, &dropped)| if dropped { -1 } else { id });
+        let routing = Routing::new(config.top_k, kept.collect::<Vec<i32>>(), own.weights().to_vec())?;
+        let (map, nodes) = (placement.map, config.node_map());
+        let plain = Plain::new(config.dtype, config.hidden);
+        Ok(Expected { rows, weights, local, experts, dropped, required, routing, map, nodes, rank, plain })
     }
 
     /// Rows that should land here, pads counted.
@@ -56,53 +93,96 @@ impl Expected {
         self.rows.len()
     }
 
-    /// Rows among them that come from other nodes, by the node of each rank.
-    pub fn rows_over_rails(&self, node_of: &[u32]) -> usize {
-        let far = |&&(source, _): &&(u32, u32)| node_of[source as usize] != node_of[self.rank as usize];
-        self.rows.iter().flatten().filter(far).count()
+    /// Choices of this rank whose expert is on another node, and which have room.
+    pub fn crossing_choices(&self) -> u64 {
+        let ids = self.routing.experts().iter().filter_map(|&id| u32::try_from(id).ok());
+        let far =
+            |&id: &u32| !self.nodes.same_node(self.rank, self.map.rank_of(self.map.slot_for(self.rank, id)));
+        ids.filter(far).count() as u64
     }
 
-    /// Number of received rows that are bitwise right.
-    pub fn right_rows<E: Number>(&self, config: &Config, rows: &[E], weights: &[f32]) -> u64 {
-        let hidden = config.hidden as usize;
-        if rows.len() != self.rows.len() * hidden || weights.len() != self.weights.len() {
+    /// Whether a handle says which choices have no room, and how many rows each rank needs.
+    pub fn right_handle(&self, handle: &Handle) -> bool {
+        handle.dropped() == self.dropped && handle.required_rows() == self.required
+    }
+
+    /// Number of dispatched rows that are bitwise right, with what goes with them.
+    pub fn right_rows<E: Number>(&self, config: &Config, rows: &[u8], handle: &Handle) -> u64 {
+        let (weights, local) = (handle.row_weights(), handle.row_experts());
+        if weights.len() != self.weights.len() || local.len() != self.local.len() {
             return 0;
         }
-        let mut row: Vec<E> = Vec::with_capacity(hidden);
-        let right =
-            self.rows.iter().zip(rows.chunks_exact(hidden)).enumerate().filter(|(at, (origin, seen))| {
-                row.clear();
-                match **origin {
-                    Some((source, token)) => fill(&mut row, config.seed, source, token, config.hidden),
-                    None => row.resize(hidden, E::of(0.0)),
-                }
-                same(&row, seen) && weights[*at].to_bits() == self.weights[*at].to_bits()
-            });
-        right.count() as u64
+        let words = weights.len() / self.rows.len().max(1);
+        let right_notes = |row: usize| {
+            let notes = row * words..(row + 1) * words;
+            let bits = |weights: &[f32]| weights.iter().map(|weight| weight.to_bits()).collect::<Vec<_>>();
+            let experts = if local.is_empty() { 0..0 } else { notes.clone() };
+            bits(&weights[notes.clone()]) == bits(&self.weights[notes])
+                && local[experts.clone()] == self.local[experts]
+        };
+        self.count(
+            config,
+            rows,
+            config.sent_bytes(),
+            |row: &[E]| self.plain.sent(row).unwrap_or_default(),
+            right_notes,
+        )
     }
 
-    /// Applies the experts of this rank to its rows.
-    pub fn experts<E: Number>(&self, config: &Config, rows: &[E], out: &mut [E]) {
-        let mut at = 0;
-        for &(id, count) in &self.segments {
-            let end = at + count * config.hidden as usize;
-            for (to, &from) in out[at..end].iter_mut().zip(&rows[at..end]) {
-                *to = expert(from, id);
-            }
-            at = end;
+    /// Number of gradients of rows that are bitwise right: those of the tokens are the tokens.
+    pub fn right_gradients<E: Number>(&self, config: &Config, rows: &[E]) -> u64 {
+        let same = |row: &[E]| bytemuck::cast_slice(row).to_vec();
+        self.count(config, bytemuck::cast_slice(rows), config.row_bytes(), same, |_| true)
+    }
+
+    /// Rows that are what `sent` makes of their tokens, or zero; and `also` right.
+    fn count<E: Number>(
+        &self,
+        config: &Config,
+        rows: &[u8],
+        row_bytes: u64,
+        sent: impl Fn(&[E]) -> Vec<u8>,
+        also: impl Fn(usize) -> bool,
+    ) -> u64 {
+        let row_bytes = row_bytes as usize;
+        if rows.len() != self.rows.len() * row_bytes {
+            return 0;
         }
+        let mut x: Vec<E> = Vec::with_capacity(config.hidden as usize);
+        let mut right = 0;
+        for (at, (origin, seen)) in self.rows.iter().zip(rows.chunks_exact(row_bytes)).enumerate() {
+            x.clear();
+            let same = match *origin {
+                Some(Origin { source, token, .. }) => {
+                    fill(&mut x, config.seed, source, token, config.hidden);
+                    sent(&x) == seen
+                }
+                None => seen.iter().all(|&byte| byte == 0),
+            };
+            right += u64::from(same && also(at));
+        }
+        right
+    }
+
+    /// Applies the experts of this rank to rows that were dispatched. Rank-major, what they make of a row is added up from
+    /// +0 in `f32` by ascending expert, and rounded once. Pads become NaN: nobody may read them.
+    pub fn experts<E: Number>(&self, config: &Config, rows: &[u8]) -> Result<Vec<E>, PlanError> {
+        let mut y = self.plain.seen::<E>(rows)?;
+        for (row, ids) in y.chunks_exact_mut(config.hidden as usize).zip(&self.experts) {
+            row.iter_mut().for_each(|x| *x = if ids.is_empty() { E::of(f32::NAN) } else { made(ids, *x) });
+        }
+        Ok(y)
     }
 
     /// Number of tokens whose sum is bitwise right.
     pub fn right_tokens<E: Number>(&self, config: &Config, out: &[E]) -> u64 {
         let mut x: Vec<E> = Vec::with_capacity(config.hidden as usize);
-        let mut sum: Vec<E> = Vec::with_capacity(config.hidden as usize);
         let right = out.chunks_exact(config.hidden as usize).zip(0u32..).filter(|(seen, token)| {
             x.clear();
-            sum.clear();
             fill(&mut x, config.seed, self.rank, *token, config.hidden);
-            let terms = self.terms(config.order, *token);
-            sum.extend(x.iter().map(|&x| reference(&terms, x)));
+            let terms = self.terms(config, *token);
+            let taken = self.plain.sent(&x).and_then(|sent| self.plain.seen::<E>(&sent)).unwrap_or_default();
+            let sum: Vec<E> = taken.iter().map(|&x| reference(&terms, config.partials(), x)).collect();
             same(&sum, seen)
         });
         right.count() as u64
@@ -123,28 +203,85 @@ impl Expected {
                 .all(|(home, (&id, weight))| *home == if id < 0 { 0.0 } else { weight * 2.0 })
     }
 
-    /// (group, expert) of each choice, in order of addition.
-    fn terms(&self, order: Order, token: u32) -> Vec<(u32, u32)> {
-        let chosen = self.routing.experts_of(token).iter().filter(|&&id| id >= 0);
-        let mut terms: Vec<(u32, u32)> = chosen
-            .map(|&id| match order {
-                Order::Expert => (0, id as u32),
-                Order::Rank => (self.map.rank_of(self.map.slot_for(self.rank, id as u32)), id as u32),
+    /// The rows of a token in order of addition: groups first, then their sums.
+    fn terms(&self, config: &Config, token: u32) -> Vec<Term> {
+        let chosen = self.routing.experts_of(token).iter().filter_map(|&id| u32::try_from(id).ok());
+        let mut choices: Vec<(u32, u32, u32)> = chosen
+            .map(|id| {
+                let rank = self.map.rank_of(self.map.slot_for(self.rank, id));
+                let by_rank = config.layout == RowLayout::RankMajor || config.order != Order::Expert;
+                let group = match config.order {
+                    Order::Expert => 0,
+                    Order::Rank => rank,
+                    Order::Node => self.nodes.node_of(rank),
+                };
+                (group, if by_rank { rank } else { 0 }, id)
             })
             .collect();
-        terms.sort_unstable();
-        terms
+        choices.sort_unstable();
+        let one_row =
+            |a: &(u32, u32, u32), b: &(u32, u32, u32)| config.layout == RowLayout::RankMajor && a.1 == b.1;
+        let rows = choices.chunk_by(one_row);
+        rows.map(|row| Term { group: row[0].0, experts: row.iter().map(|choice| choice.2).collect() })
+            .collect()
     }
 }
 
-/// From +0 in `f32`: groups first, then their sums; one rounding.
-fn reference<E: Number>(terms: &[(u32, u32)], x: E) -> E {
-    let partials = terms.chunk_by(|a, b| a.0 == b.0);
-    E::of(partials.fold(0.0, |total, group| {
-        total + group.iter().fold(0.0, |sum, &(_, id)| sum + expert(x, id).value())
-    }))
+/// One row among those that are added up.
+struct Term {
+    group: u32,
+    /// The experts that made it.
+    experts: Vec<u32>,
+}
+
+/// What experts make of an element of one row.
+fn made<E: Number>(experts: &[u32], x: E) -> E {
+    E::of(experts.iter().fold(0.0, |sum, &id| sum + expert(x, id).value()))
+}
+
+/// From +0 in `f32`: groups first, each rounded to what partial sums are, then their sums; one rounding at the end.
+fn reference<E: Number>(terms: &[Term], partials: Option<Wire>, x: E) -> E {
+    let groups = terms.chunk_by(|a, b| a.group == b.group);
+    let sums = groups.map(|group| group.iter().fold(0.0, |sum, row| sum + made(&row.experts, x).value()));
+    let rounded = sums.map(|sum| match partials {
+        Some(Wire::Bf16) => bf16::from_f32(sum).to_f32(),
+        Some(Wire::F32) | None => sum,
+    });
+    E::of(rounded.fold(0.0, |total, sum| total + sum))
 }
 
 fn same<E: Number>(a: &[E], b: &[E]) -> bool {
     bytemuck::cast_slice::<E, u8>(a) == bytemuck::cast_slice::<E, u8>(b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn partial_sums_are_rounded_before_they_are_added() {
+        let term = |(group, expert)| Term { group, experts: vec![expert] };
+        let (terms, x) = ([(0, 1), (0, 2), (1, 3)].map(term), 1.3f32);
+        let [a, b, c] = [1, 2, 3].map(|id| expert(x, id));
+        let round = |sum| bf16::from_f32(sum).to_f32();
+        let (wide, narrow) = ((a + b) + c, round(a + b) + round(c));
+        assert_eq!(reference(&terms, Some(Wire::F32), x), wide);
+        assert_eq!(reference(&terms, Some(Wire::Bf16), x), narrow);
+        assert_ne!(wide, narrow);
+    }
+
+    #[test]
+    fn what_experts_of_a_rank_make_of_a_row_is_rounded_to_one_row() {
+        let term = |experts: &[u32]| Term { group: 0, experts: experts.to_vec() };
+        let (by_rank, by_expert) = ([term(&[1, 2]), term(&[3])], [1, 2, 3].map(|id| term(&[id])));
+        let mut differ = 0;
+        for x in (0..256).map(|i| bf16::from_f32(i as f32 / 128.0)) {
+            let [a, b, c] = [1, 2, 3].map(|id| expert(x, id).value());
+            let round = bf16::from_f32;
+            let rows = reference(&by_rank, None, x);
+            assert_eq!(rows, round(round(a + b).value() + c));
+            differ += u32::from(rows != reference(&by_expert, None, x));
+        }
+        assert!(differ > 0, "the bits of the two layouts are not the same");
+    }
 }

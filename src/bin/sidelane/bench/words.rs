@@ -1,6 +1,6 @@
 //! Conditions in words, for tables and pictures.
 
-use clap::ValueEnum;
+use sidelane::dtype::Wire;
 
 use super::config::Config;
 
@@ -12,7 +12,7 @@ pub struct Words {
     pub rows: String,
     /// Where it goes.
     pub routing: String,
-    /// By which way, and how it is added.
+    /// By which way, how it is added, and into how much memory.
     pub schedule: String,
 }
 
@@ -24,20 +24,25 @@ impl Words {
             [ranks] => format!("{ranks} on one node"),
             _ => format!("{} on {} nodes ({})", config.ranks(), config.nodes, sizes.join(" + ")),
         };
-        let (layout, order, route) = (name(&config.layout), name(&config.order), name(&config.route));
+        let (order, route) = (config.order.name(), config.route.name());
+        let (layout, wire) = (config.layout.name(), config.partials().map_or("none", Wire::name));
         Words {
             ranks,
-            rows: format!("{} tokens per rank, hidden {}, {}", config.tokens, config.hidden, config.dtype),
+            rows: format!(
+                "{} tokens per rank, hidden {}, {}",
+                config.tokens,
+                config.hidden,
+                config.dtype.name()
+            ),
             routing: format!(
                 "{}, {} experts, top-{}, seed {}",
                 config.routing, config.experts, config.top_k, config.seed
             ),
-            schedule: format!("route {route}, layout {layout}, order {order}, align {}", config.align),
+            schedule: format!(
+                "route {route}, layout {layout}, order {order}, wire {wire}, align {}, {}",
+                config.align,
+                config.room.words()
+            ),
         }
     }
-}
-
-/// The word of the command line.
-fn name(value: &impl ValueEnum) -> String {
-    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
 }

@@ -11,6 +11,8 @@ fn timeline(events: &[(Kind, u64, u64)]) -> Timeline {
     let event = |&(kind, start, us): &(Kind, u64, u64)| Event {
         kind,
         flag: matches!(kind, Kind::Signal | Kind::Wait).then_some(Flag::Landed),
+        of: 1,
+        part: 0,
         licence: false,
         track: 9,
         peer: 1,

@@ -15,7 +15,7 @@ use crate::output;
 
 /// Runs this rank's part.
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {
-    match task.config.dtype {
+    match task.config.dtype.element() {
         Dtype::F32 => run::<f32>(task),
         Dtype::F16 => run::<f16>(task),
         Dtype::Bf16 | Dtype::Bytes => run::<bf16>(task),

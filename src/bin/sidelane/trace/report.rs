@@ -120,7 +120,18 @@ pub mod tests {
     }
 
     fn event(kind: Kind, nanos: u64, bytes: u64) -> Event {
-        Event { kind, flag: None, licence: false, track: 0, peer: 0, start_ns: 0, nanos, bytes }
+        Event {
+            kind,
+            flag: None,
+            of: 0,
+            part: 0,
+            licence: false,
+            track: 0,
+            peer: 0,
+            start_ns: 0,
+            nanos,
+            bytes,
+        }
     }
 
     fn sample() -> Report {

@@ -1,8 +1,4 @@
-//! Which ranks share a load domain.
-//!
-//! A *node* is a load domain: ranks that can reach each other's memory by loads and stores (or by copy
-//! engine). It is found by comparing what each rank reports about where it runs, never by arithmetic on rank
-//! numbers: jobs interleave, nodes differ in size, and one machine may hold several load domains.
+//! Ranks by node.
 
 /// Which node each rank of a group belongs to. Ranks here are positions in the group.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,0 +1,53 @@
+//! What came with the rows, as a handle keeps it.
+
+use crate::plan::{Layout, Notes};
+
+/// What came with the rows of one dispatch.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Received {
+    /// `[rows]`, or `[rows, top_k]` where a row stands for several choices: routing weights, 0 in pads.
+    pub weights: Vec<f32>,
+    /// `[rows, top_k]` where a row stands for several choices: local experts, -1 where there is none. Empty otherwise.
+    pub experts: Vec<i32>,
+    /// Per local expert: rows that chose it.
+    pub tokens_per_expert: Vec<i64>,
+}
+
+impl Received {
+    /// Reads the words behind the rows.
+    pub fn fill(&mut self, notes: Notes, layout: &Layout, experts: usize, words: &[u32]) {
+        self.weights.clear();
+        self.experts.clear();
+        self.tokens_per_expert.clear();
+        match notes {
+            Notes::Weight => {
+                self.weights.extend(words.iter().map(|&word| f32::from_bits(word)));
+                self.tokens_per_expert.extend_from_slice(&layout.rows_per_bin);
+            }
+            Notes::Marked => {
+                self.weights.extend(words.chunks_exact(2).map(|note| f32::from_bits(note[0])));
+                self.tokens_per_expert.resize(layout.begin.len(), 0);
+                let bins =
+                    self.tokens_per_expert.iter_mut().zip(layout.begin.iter().zip(&layout.rows_per_bin));
+                for (used, (&first, &rows)) in bins {
+                    let notes = words.chunks_exact(2).skip(first as usize).take(rows as usize);
+                    *used = notes.map(|note| i64::from(note[1])).sum();
+                }
+            }
+            Notes::Choices => {
+                let top_k = layout.top_k as usize;
+                self.tokens_per_expert.resize(experts, 0);
+                for note in words.chunks_exact(2 * top_k) {
+                    let (ids, weights) = note.split_at(top_k);
+                    self.experts.extend(ids.iter().map(|&id| id as i32 - 1));
+                    self.weights.extend(weights.iter().map(|&word| f32::from_bits(word)));
+                    for &id in ids.iter().filter(|&&id| id > 0) {
+                        if let Some(count) = self.tokens_per_expert.get_mut(id as usize - 1) {
+                            *count += 1;
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! Rows in fp8, with their scales: one record each, so that both land with one copy.
+
+use super::{ExpertParallel, ExpertRows};
+use crate::dtype::{Element, RecordShape};
+use crate::error::{CallError, Error, MemoryError, PlanError};
+use crate::rows::Arithmetic;
+
+/// A tensor `[rows, columns]` whose rows do not follow each other.
+#[derive(Clone, Copy, Debug)]
+pub struct Strided<'a, T> {
+    all: &'a [T],
+    rows: usize,
+    columns: usize,
+    stride: usize,
+}
+
+impl<'a, T> Strided<'a, T> {
+    /// Rows and columns.
+    pub fn shape(&self) -> (usize, usize) {
+        (self.rows, self.columns)
+    }
+
+    /// Elements from the start of one row to that of the next.
+    pub fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// From the first element of the first row on: what lies between rows included.
+    pub fn as_slice(&self) -> &'a [T] {
+        self.all
+    }
+
+    /// The rows, one after another.
+    pub fn rows(&self) -> impl Iterator<Item = &'a [T]> + use<'a, T> {
+        let columns = self.columns;
+        self.all.chunks(self.stride.max(1)).take(self.rows).map(move |row| &row[..columns])
+    }
+}
+
+impl ExpertParallel {
+    /// The record in which rows are dispatched, if they are dispatched in fp8.
+    pub fn record(&self) -> Option<RecordShape> {
+        self.fixed.spec.record
+    }
+
+    /// Makes records of tokens, `[tokens, hidden]` to `[tokens, record]`: what a dispatch takes, if rows are dispatched in
+    /// fp8 ([`ExpertParallelBuilder::fp8`](super::ExpertParallelBuilder::fp8)). Compute, done before anything moves.
+    ///
+    /// # Errors
+    /// [`CallError::NotKept`] if rows are not dispatched in fp8, [`PlanError::WrongShape`], [`PlanError::NoArithmetic`].
+    pub fn quantise<E: Element>(&self, tokens: &[E], records: &mut Vec<u8>) -> Result<(), Error> {
+        let shape = self.record().ok_or(CallError::NotKept { missing: "a row record (fp8)" })?;
+        let hidden = shape.hidden();
+        if !tokens.len().is_multiple_of(hidden) {
+            let (seen, rows) = (tokens.len(), tokens.len() / hidden);
+            return Err(PlanError::WrongShape { what: "tokens", seen, rows, columns: hidden }.into());
+        }
+        records.clear();
+        records.resize(tokens.len() / hidden * shape.bytes(), 0);
+        let (dtype, rows) = (Arithmetic::try_from(E::DTYPE)?, bytemuck::cast_slice(tokens));
+        Ok(self.fixed.lanes.rows.quantise(dtype, shape, rows, records)?)
+    }
+}
+
+impl ExpertRows {
+    /// The e4m3 values of rows that came as records, `[rows, hidden]`. `None` if they came as they are.
+    ///
+    /// # Errors
+    /// As [`ExpertRows::rows`].
+    pub fn payload(&self) -> Result<Option<Strided<'_, u8>>, MemoryError> {
+        let Some(shape) = self.record else { return Ok(None) };
+        let (rows, columns) = (self.rows as usize, shape.hidden());
+        let all = self.extent.slice::<u8>(0, rows * shape.bytes())?;
+        Ok(Some(Strided { all, rows, columns, stride: shape.bytes() }))
+    }
+
+    /// Their scales, `[rows, hidden / 128]`: a value is its code times the scale of its block.
+    ///
+    /// # Errors
+    /// As [`ExpertRows::rows`].
+    pub fn scales(&self) -> Result<Option<Strided<'_, f32>>, MemoryError> {
+        let Some(shape) = self.record else { return Ok(None) };
+        let (rows, columns, stride) = (self.rows as usize, shape.scales(), shape.bytes() / 4);
+        let all = self.extent.slice::<f32>(0, rows * stride)?;
+        let all = all.get(shape.scales_offset() / 4..).unwrap_or_default();
+        Ok(Some(Strided { all, rows, columns, stride }))
+    }
+}

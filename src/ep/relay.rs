@@ -1,0 +1,336 @@
+//! What a rank does for others, in the thread of its caller or, while the caller is away, in one of its own.
+//!
+//! ```text
+//!   dispatch()                caller: entry | relay: meeting | caller: place, own rows | relay: hand on | caller: waits
+//!   start_dispatch()          caller: entry | -- away: compute of the caller's own --  | caller: place, own rows, waits
+//!                             proxy:          relay: meeting, hand on
+//! ```
+//!
+//! The two know each other through flags alone, so nothing has to be locked: an [`Errand`] goes to the relay, and comes
+//! back when it is done.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+
+use super::meeting::Numbers;
+use super::parallel::Fixed;
+use crate::error::{CallKind, Cause, Error, LaneError};
+use crate::exec::{Host, Moved};
+use crate::lane::Io;
+use crate::plan::{Chunk, Forward};
+use crate::rows::Stores;
+use crate::schedule::{
+    Calls, Flag, Operands, Parts, Refusal, RelaySkeleton, RelayTables, Stage, Sum, WindowId,
+};
+use crate::topology::Route;
+
+/// What a relay is to do in one call.
+#[derive(Debug)]
+pub(super) struct Errand {
+    pub calls: Calls,
+    pub kind: CallKind,
+    /// Return: what comes home.
+    pub parts: Parts,
+    /// Return: rows are multiplied with their weights where they are summed.
+    pub weighted: bool,
+    /// Return: where sums wait until they have been sent.
+    pub outbox: u64,
+    /// What is known of the blocks; a dispatch with counts learns it.
+    pub forward: Arc<Forward>,
+    pub stores: Stores,
+    /// What was moved.
+    pub moved: Moved,
+    /// Nothing is to be moved: some rank refuses.
+    pub refused: bool,
+}
+
+impl Errand {
+    pub fn new(calls: Calls, kind: CallKind, forward: Arc<Forward>) -> Self {
+        Errand {
+            calls,
+            kind,
+            parts: Parts::default(),
+            weighted: false,
+            outbox: 0,
+            forward,
+            stores: Stores::Cached,
+            moved: Moved::default(),
+            refused: false,
+        }
+    }
+}
+
+/// The relay of one `ExpertParallel`.
+pub(super) struct Relay {
+    fixed: Arc<Fixed>,
+    skeleton: RelaySkeleton,
+    host: Host,
+    tables: RelayTables,
+    numbers: Numbers,
+    /// Whose pool holds the chunk of each rank: its own.
+    everybody: Vec<u32>,
+    /// The chunks of this node's ranks in a return.
+    chunks: Vec<Chunk>,
+}
+
+impl Relay {
+    pub fn new(fixed: Arc<Fixed>, host: Host) -> Self {
+        let paths = fixed.paths();
+        Relay {
+            skeleton: crate::schedule::Relay::new(paths, fixed.chunks)
+                .summing(fixed.partial_bytes().is_some())
+                .skeleton(),
+            tables: RelayTables::new(paths, fixed.chunks),
+            numbers: Numbers::new(&fixed),
+            everybody: (0..paths.ranks()).collect(),
+            chunks: vec![Chunk::default(); paths.ranks() as usize],
+            host,
+            fixed,
+        }
+    }
+
+    /// The first part: this node is told to others, all nodes are heard.
+    ///
+    /// # Errors
+    /// Those that end the world. A refusal is none: the errand is then as good as done.
+    pub fn meet(&mut self, errand: &mut Errand) -> Result<(), Error> {
+        let fixed = Arc::clone(&self.fixed);
+        let meeting = fixed.meeting(errand.calls, errand.kind);
+        let placed = errand.kind == CallKind::Dispatch;
+        let counted = placed && fixed.spec.mode.slots().is_none();
+        self.run(errand, |s| &s.met)?;
+        let own = meeting.tag_of(fixed.lanes.rank)?;
+        for source in fixed.paths().told() {
+            meeting.compose(source, counted.then_some(&mut self.numbers))?;
+        }
+        self.tables.messages(&meeting.setting, counted);
+        self.run(errand, |s| &s.told)?;
+        self.run(errand, |s| &s.heard)?;
+        errand.refused = own.refusal != Refusal::None || meeting.agree(own).is_err();
+        for rank in fixed.lanes.nodes.members(fixed.lanes.nodes.node_of(fixed.lanes.rank)) {
+            self.tables.bases[*rank as usize] = meeting.tag_of(*rank)?.base;
+        }
+        if placed && !errand.refused {
+            errand.refused = meeting.judge(own, &mut self.numbers).is_err();
+        }
+        self.run(errand, |s| &s.agreed)
+    }
+
+    /// The second part: what crosses is handed on, or brought home.
+    ///
+    /// # Errors
+    /// Those that end the world; [`Cause::Protocol`] if a header makes no sense.
+    pub fn carry(&mut self, errand: &mut Errand) -> Result<(), Error> {
+        if errand.refused {
+            return Ok(());
+        }
+        let fixed = Arc::clone(&self.fixed);
+        let setting = fixed.meeting(errand.calls, errand.kind).setting;
+        self.host.take_moved();
+        self.run(errand, |s| &s.headers)?;
+        match errand.kind {
+            CallKind::Dispatch | CallKind::CachedDispatch | CallKind::CombineBackward => {
+                let noted = errand.kind == CallKind::Dispatch;
+                if noted {
+                    self.learn(errand)?;
+                }
+                self.tables.forward(&setting, &errand.forward, noted);
+                self.run(errand, |s| &s.forward)?;
+            }
+            CallKind::ExpertMap | CallKind::Unknown => {}
+            CallKind::Combine | CallKind::DispatchBackward | CallKind::WeightsHome => {
+                for source in fixed.paths().sources() {
+                    let tag = fixed.port.flag(source, Flag::Block)?.tag(errand.calls.value());
+                    self.tables.offers[source as usize] = tag.base;
+                }
+                if let Some(block) = errand.forward.blocks.first() {
+                    let served = fixed.paths().served_by(fixed.lanes.rank);
+                    for (&rank, &landed) in served.iter().zip(&block.landed) {
+                        self.chunks[rank as usize] = setting.sizing.offer(landed);
+                    }
+                }
+                self.tables.home(&setting, &errand.forward, &fixed.bins, errand.parts, errand.outbox);
+                self.run(errand, |s| &s.home)?;
+            }
+        }
+        self.run(errand, |s| &s.done)?;
+        errand.moved = self.host.take_moved();
+        Ok(())
+    }
+
+    /// Reads the headers of all sources.
+    fn learn(&mut self, errand: &mut Errand) -> Result<(), Error> {
+        let fixed = &self.fixed;
+        let (paths, me) = (fixed.paths(), fixed.lanes.rank);
+        let setting = fixed.meeting(errand.calls, errand.kind).setting;
+        let (control, served) = (setting.control, paths.served_by(me));
+        let bins = served.iter().map(|&rank| fixed.bins.of(rank).len()).sum();
+        if Arc::get_mut(&mut errand.forward).is_none() {
+            errand.forward = Arc::default();
+        }
+        let Some(forward) = Arc::get_mut(&mut errand.forward) else { return Ok(()) };
+        forward.weights.clear();
+        forward.blocks.resize_with(paths.sources().count(), Default::default);
+        for (source, block) in paths.sources().zip(&mut forward.blocks) {
+            let at = control.header_in(paths.of(source).place_at(me), setting.parity);
+            let mut head = [0u32; 3];
+            fixed.port.read(me, WindowId::CONTROL, at, &mut head)?;
+            let [rows, entries, first] = head;
+            (block.rows, block.first) = (rows, first);
+            block.landed.resize(served.len(), 0);
+            block.segments.resize(bins, Default::default());
+            fixed.port.read(
+                me,
+                WindowId::CONTROL,
+                at + crate::schedule::Control::LANDED,
+                &mut block.landed,
+            )?;
+            fixed.port.read(me, WindowId::CONTROL, at + control.segments(), &mut block.segments)?;
+            let bound = u64::from(entries) <= control.max_entries() && rows <= entries;
+            block.index.resize(if bound { entries as usize } else { 0 }, 0);
+            match setting.paths.route() {
+                Route::Pxn => {
+                    fixed.port.read(me, WindowId::CONTROL, at + control.index(), &mut block.index)?
+                }
+                Route::Direct => (0..).zip(&mut block.index).for_each(|(row, entry)| *entry = row),
+            }
+            if !bound || !block.is_sound(entries) {
+                return Err(Cause::Protocol { rank: fixed.lanes.world_ranks[source as usize] }.into());
+            }
+            if fixed.spec.weighted && setting.sizing.partial_bytes.is_some() {
+                // The weight comes first in every note.
+                let (words, notes) = (setting.sizing.words_out as usize, &mut self.numbers.scratch);
+                notes.resize(entries as usize * words, 0);
+                fixed.port.read(me, WindowId::CONTROL, at + control.notes(entries), notes)?;
+                forward.weights.extend(notes.iter().step_by(words).map(|&word| f32::from_bits(word)));
+            }
+        }
+        forward.fill(&fixed.bins, served, fixed.chunks, setting.sizing.partial_bytes.is_some());
+        Ok(())
+    }
+
+    fn run(&mut self, errand: &Errand, stage: impl Fn(&RelaySkeleton) -> &Stage) -> Result<(), Error> {
+        let (tables, partials) = (&self.tables, &errand.forward.partials);
+        let sum = Sum {
+            terms: &partials.terms,
+            starts: &partials.starts,
+            choices: &partials.entries,
+            wire: self.fixed.spec.wire,
+            held_by: &self.everybody,
+            bases: &tables.bases,
+            chunks: &self.chunks,
+            weights: if errand.weighted { &errand.forward.weights } else { &[] },
+            ..Sum::default()
+        };
+        let operands = Operands {
+            table: &tables.table,
+            spans: &tables.spans,
+            runs: &errand.forward.runs,
+            rows: &errand.forward.rows,
+            row_bytes: self.fixed.spec.row_bytes(),
+            sum,
+            tags: &[],
+            call: errand.calls.value(),
+            last_return: errand.calls.last_return(),
+        };
+        let items = &stage(&self.skeleton).items;
+        self.host.run(&self.fixed.port, items, &operands, &mut Io::default(), errand.stores)
+    }
+}
+
+/// Where a relay is: with its caller, or on an errand of its own.
+pub(super) struct Seat {
+    here: Option<Box<Relay>>,
+    proxy: Option<Proxy>,
+}
+
+/// The thread that relays while the caller is away.
+struct Proxy {
+    errands: SyncSender<(Box<Relay>, Errand)>,
+    done: Receiver<(Box<Relay>, Errand)>,
+    thread: JoinHandle<()>,
+}
+
+impl Seat {
+    /// A relay that is here.
+    pub fn new(relay: Relay) -> Self {
+        Seat { here: Some(Box::new(relay)), proxy: None }
+    }
+
+    /// The relay, unless it is away.
+    pub fn here(&mut self) -> Option<&mut Relay> {
+        self.here.as_deref_mut()
+    }
+
+    /// Sends the relay away.
+    ///
+    /// # Errors
+    /// [`LaneError::System`] if there is no thread to be had.
+    pub fn send(&mut self, errand: Errand, fixed: &Arc<Fixed>) -> Result<(), Error> {
+        let Some(relay) = self.here.take() else { return Ok(()) };
+        let proxy = match self.proxy.take() {
+            Some(proxy) => proxy,
+            None => Proxy::start(fixed)?,
+        };
+        // The thread ends only when this end is dropped.
+        let _ = proxy.errands.send((relay, errand));
+        self.proxy = Some(proxy);
+        Ok(())
+    }
+
+    /// Waits for the relay to come back. Nothing if it was not away.
+    pub fn join(&mut self) -> Option<Errand> {
+        if self.here.is_some() {
+            return None;
+        }
+        let (relay, errand) = self.proxy.as_ref()?.done.recv().ok()?;
+        self.here = Some(relay);
+        Some(errand)
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        if let Some(Proxy { errands, done, thread }) = self.proxy.take() {
+            drop((errands, done));
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Should the thread panic, its caller must not wait for it.
+struct EndsTheWorld<'a>(&'a Fixed);
+
+impl Drop for EndsTheWorld<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let hub = &self.0.shared.hub;
+            hub.cancel(Cause::Cancelled { by: hub.rank() });
+        }
+    }
+}
+
+impl Proxy {
+    fn start(fixed: &Arc<Fixed>) -> Result<Proxy, LaneError> {
+        // There is one relay, so at most one errand is under way.
+        let (errands, todo) = sync_channel::<(Box<Relay>, Errand)>(1);
+        let (back, done) = sync_channel(1);
+        let fixed = Arc::clone(fixed);
+        let thread = std::thread::Builder::new()
+            .name(format!("sidelane-relay-{}", fixed.lanes.rank))
+            .spawn(move || {
+                let _end = EndsTheWorld(&fixed);
+                for (mut relay, mut errand) in todo {
+                    let result = relay.meet(&mut errand).and_then(|()| relay.carry(&mut errand));
+                    if let Err(error) = result {
+                        // The caller finds the world dead.
+                        fixed.fail(error);
+                    }
+                    let _ = back.send((relay, errand));
+                }
+            })
+            .map_err(|e| LaneError::System { call: "clone", errno: e.raw_os_error().unwrap_or(0) })?;
+        Ok(Proxy { errands, done, thread })
+    }
+}

@@ -1,0 +1,122 @@
+//! What rows are counted by.
+
+use super::{ExpertMap, Order, RowLayout};
+use crate::topology::NodeMap;
+
+/// The bins of a group, numbered rank by rank. In a bin, rows lie by source rank and then token:
+///
+/// ```text
+///   expert-major   a bin per expert slot    (local expert, source rank, token)
+///   rank-major     a bin per rank           (source rank, token)
+/// ```
+///
+/// All of placement is said in bins, so it does not know what they stand for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bins {
+    /// First bin of each rank; one more than there are ranks.
+    starts: Vec<u32>,
+    /// Rank of each bin.
+    rank_of: Vec<u32>,
+    /// All bins, in the order in which a token's rows are added up.
+    in_order: Vec<u32>,
+    /// Per bin: which partial sum its rows belong to.
+    partial_of: Vec<u32>,
+    order: Order,
+}
+
+impl Bins {
+    /// The bins of a layout.
+    pub fn of_layout(layout: RowLayout, map: &ExpertMap, order: Order, nodes: &NodeMap) -> Self {
+        match layout {
+            RowLayout::ExpertMajor => Self::experts(map, order, nodes),
+            RowLayout::RankMajor => {
+                let ranks: Vec<u32> = (0..map.ranks()).collect();
+                Self::new((0..=map.ranks()).collect(), ranks, order, nodes, |rank| rank)
+            }
+        }
+    }
+
+    /// A bin per expert slot.
+    pub fn experts(map: &ExpertMap, order: Order, nodes: &NodeMap) -> Self {
+        let rank_of: Vec<u32> = (0..map.slots()).map(|slot| map.rank_of(slot)).collect();
+        let mut starts: Vec<u32> = (0..map.ranks()).map(|rank| map.slots_of(rank).start).collect();
+        starts.push(map.slots());
+        Self::new(starts, rank_of, order, nodes, |slot| map.expert_of(slot))
+    }
+
+    fn new(
+        starts: Vec<u32>,
+        rank_of: Vec<u32>,
+        order: Order,
+        nodes: &NodeMap,
+        expert_of: impl Fn(u32) -> u32,
+    ) -> Self {
+        let partial_of: Vec<u32> = match order {
+            Order::Expert => vec![0; rank_of.len()],
+            Order::Rank => rank_of.clone(),
+            Order::Node => rank_of.iter().map(|&rank| nodes.node_of(rank)).collect(),
+        };
+        let mut in_order: Vec<u32> = (0..rank_of.len() as u32).collect();
+        // Replicas of an expert are told apart by their rank, which only makes the order total.
+        in_order.sort_unstable_by_key(|&bin| {
+            let (partial, rank, expert) = (partial_of[bin as usize], rank_of[bin as usize], expert_of(bin));
+            match order {
+                Order::Expert => (0, expert, rank),
+                Order::Rank | Order::Node => (partial, rank, expert),
+            }
+        });
+        Bins { starts, rank_of, in_order, partial_of, order }
+    }
+
+    /// Number of bins.
+    pub fn count(&self) -> u32 {
+        self.rank_of.len() as u32
+    }
+
+    /// Number of ranks.
+    pub fn ranks(&self) -> u32 {
+        self.starts.len() as u32 - 1
+    }
+
+    /// The bins of a rank.
+    pub fn of(&self, rank: u32) -> std::ops::Range<u32> {
+        self.starts[rank as usize]..self.starts[rank as usize + 1]
+    }
+
+    /// The rank of a bin.
+    pub fn rank_of(&self, bin: u32) -> u32 {
+        self.rank_of[bin as usize]
+    }
+
+    /// All bins, in the order in which a token's rows are added up.
+    pub fn in_order(&self) -> &[u32] {
+        &self.in_order
+    }
+
+    /// Which partial sum the rows of a bin belong to: those of one partial follow each other in the order of the sum.
+    pub fn partial_of(&self, bin: u32) -> u32 {
+        self.partial_of[bin as usize]
+    }
+
+    /// Order of sums.
+    pub fn order(&self) -> Order {
+        self.order
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn orders_sort_by_expert_by_rank_and_by_node() {
+        let map = ExpertMap::from_slots(4, &[vec![3], vec![1], vec![2, 0]]).unwrap();
+        let nodes = NodeMap::from_labels(&[0, 1, 0]);
+        let order = |order| Bins::experts(&map, order, &nodes).in_order().to_vec();
+        assert_eq!(order(Order::Expert), [3, 1, 2, 0]);
+        assert_eq!(order(Order::Rank), [0, 1, 3, 2]);
+        assert_eq!(order(Order::Node), [0, 3, 2, 1], "ranks 0 and 2 are node 0");
+        let bins = Bins::experts(&map, Order::Node, &nodes);
+        assert_eq!((0..4).map(|bin| bins.partial_of(bin)).collect::<Vec<_>>(), [0, 1, 0, 0]);
+    }
+}

@@ -1,0 +1,156 @@
+//! What a rank needs to know of the others' counts, and the sizes that follow.
+
+use super::Bins;
+use super::sorted::refill;
+use crate::topology::Paths;
+
+/// Two numbers per bin, whoever counts and however the numbers come.
+///
+/// ```text
+///   below[b]   rows from ranks that precede this one in the group
+///   total[b]   rows from all ranks
+/// ```
+///
+/// Both are sums, so they can be added up on the way: each rank of a node adds up its neighbours' counts, and what
+/// another node counts comes as two vectors, the sum over its members that precede this rank *in group order* and its
+/// total (*directed sums*). That is right for nodes of any size, however they interleave.
+///
+/// Where rows are handed on, a word per rank follows those of the bins: the rows that it stages. So they find their place
+/// there by the same arithmetic, and no rank has to hold room for the worst case.
+#[derive(Clone, Debug, Default)]
+pub struct Counts {
+    /// Per bin: rows from ranks below this one.
+    pub below: Vec<u32>,
+    /// Per bin: rows from all ranks.
+    pub total: Vec<u32>,
+}
+
+impl Counts {
+    /// Forgets everything: no rank has contributed. `words` are the bins, and the ranks where rows are handed on.
+    pub fn clear(&mut self, words: u32) {
+        refill(&mut self.below, words as usize, 0);
+        refill(&mut self.total, words as usize, 0);
+    }
+
+    /// Adds what a rank sends, as rank `me` needs it.
+    pub fn add(&mut self, me: u32, source: u32, counts: &[u32]) {
+        if source < me {
+            add(&mut self.below, counts);
+        }
+        add(&mut self.total, counts);
+    }
+
+    /// What all ranks have where slots are fixed: `rows` in every bin from every rank; to hand on, from every source as many
+    /// as it may have tokens, or as there are slots for them.
+    pub fn fix(&mut self, bins: &Bins, paths: &Paths, rows: u32, max_tokens: u32) {
+        self.below.clear();
+        self.total.clear();
+        let (me, ranks) = (paths.me(), paths.ranks());
+        for _ in 0..bins.count() {
+            self.below.push(rows.saturating_mul(me));
+            self.total.push(rows.saturating_mul(ranks));
+        }
+        for rank in 0..paths.staged_ranks() {
+            let served = paths.served_by(rank).iter();
+            let slots = served.map(|&rank| rows.saturating_mul(bins.of(rank).len() as u32));
+            let most = slots.fold(0, u32::saturating_add).min(max_tokens);
+            let sources = paths.of(rank).sources().count() as u32;
+            let place = if paths.relays().any(|relay| relay == rank) { paths.place_at(rank) } else { 0 };
+            self.below.push(place.saturating_mul(most));
+            self.total.push(sources.saturating_mul(most));
+        }
+    }
+
+    /// Adds what a node sends.
+    pub fn add_node(&mut self, below: &[u32], total: &[u32]) {
+        add(&mut self.below, below);
+        add(&mut self.total, total);
+    }
+}
+
+/// Saturates, so that a nonsensical contribution ends as a size that does not fit anywhere.
+fn add(sums: &mut [u32], counts: &[u32]) {
+    for (sum, &count) in sums.iter_mut().zip(counts) {
+        *sum = sum.saturating_add(count);
+    }
+}
+
+/// Rows per rank, pads counted: known to every rank from the totals.
+#[derive(Clone, Debug, Default)]
+pub struct Sizes {
+    /// First row of each bin at its rank.
+    pub begin: Vec<u32>,
+    /// Rows of each rank, at most as many as there is a budget for.
+    pub rows: Vec<u32>,
+    /// Rows that each rank would need. Saturated at `u32::MAX` where the totals are nonsensical.
+    pub required: Vec<u32>,
+    /// Rows that each rank stages; empty where none does.
+    pub staged: Vec<u32>,
+}
+
+impl Sizes {
+    /// Sizes for these totals.
+    pub fn fill(&mut self, bins: &Bins, align: u32, total: &[u32], budget: Option<u32>) {
+        refill(&mut self.begin, bins.count() as usize, 0);
+        refill(&mut self.rows, bins.ranks() as usize, 0);
+        for rank in 0..bins.ranks() {
+            let mut row = 0u32;
+            for bin in bins.of(rank) {
+                self.begin[bin as usize] = row;
+                row = row.saturating_add(padded(total[bin as usize], align));
+            }
+            self.rows[rank as usize] = row;
+        }
+        self.required.clone_from(&self.rows);
+        if let Some(budget) = budget {
+            self.rows.iter_mut().for_each(|rows| *rows = (*rows).min(budget));
+        }
+        self.staged.clear();
+        self.staged.extend_from_slice(&total[bins.count() as usize..]);
+    }
+
+    /// Rows that a rank stages.
+    pub fn staged_at(&self, rank: u32) -> u32 {
+        self.staged.get(rank as usize).copied().unwrap_or(0)
+    }
+
+    /// How many rows of whoever counted so a bin has room for: what lies beyond a budget is the end of each bin, and every
+    /// rank finds its own part of it.
+    pub fn room(&self, bins: &Bins, counts: &Counts, bin: u32) -> u32 {
+        let first = self.begin[bin as usize].saturating_add(counts.below[bin as usize]);
+        self.rows[bins.rank_of(bin) as usize].saturating_sub(first)
+    }
+}
+
+/// `rows` rounded up to a multiple of `align`, saturating.
+pub(super) fn padded(rows: u32, align: u32) -> u32 {
+    rows.checked_next_multiple_of(align).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_below_is_below_in_group_order_however_nodes_interleave() {
+        // Ranks 0 and 3 are one node, ranks 1 and 2 the other; rank 2 counts.
+        let counts = [[1, 0], [2, 5], [4, 0], [8, 3]];
+        let mut told = Counts::default();
+        told.clear(2);
+        for rank in [1, 2] {
+            told.add(2, rank, &counts[rank as usize]);
+        }
+        told.add_node(&counts[0], &[9, 3]);
+        assert_eq!((told.below, told.total), (vec![3, 5], vec![15, 8]));
+    }
+
+    #[test]
+    fn nonsense_saturates_and_fits_nowhere() {
+        let mut counts = Counts::default();
+        counts.clear(1);
+        counts.add_node(&[u32::MAX], &[u32::MAX]);
+        counts.add(1, 0, &[7]);
+        assert_eq!((&counts.below[..], &counts.total[..]), (&[u32::MAX][..], &[u32::MAX][..]));
+        assert_eq!(padded(counts.total[0], 16), u32::MAX);
+    }
+}

@@ -1,0 +1,116 @@
+//! Sizes of what moves, and what moves beside the rows.
+
+use super::{Chunk, Mode};
+
+/// In which order a rank sees the rows that it received.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RowLayout {
+    /// (local expert, source rank, token): a row for each choice of a token, as grouped GEMMs take them.
+    #[default]
+    ExpertMajor,
+    /// (source rank, token): one row for each token that chose any of the rank's experts, with its choices beside it
+    /// (DeepEP's layout). What experts make of a row is summed by the caller, so one row goes back.
+    RankMajor,
+}
+
+impl RowLayout {
+    /// All layouts, for error messages and tests.
+    pub const ALL: [RowLayout; 2] = [RowLayout::ExpertMajor, RowLayout::RankMajor];
+
+    /// The name used on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            RowLayout::ExpertMajor => "expert-major",
+            RowLayout::RankMajor => "rank-major",
+        }
+    }
+}
+
+/// What goes with each row, in 32-bit words behind the rows. Zero in pads and unused slots.
+///
+/// | | words |
+/// |---|---|
+/// | `Weight` | routing weight |
+/// | `Marked` | routing weight, 1 |
+/// | `Choices` | per choice the local expert + 1, or 0 where another rank has it; then per choice its weight |
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Notes {
+    /// Expert-major.
+    Weight,
+    /// Expert-major in fixed slots: a mark tells a row from an unused slot.
+    Marked,
+    /// Rank-major.
+    Choices,
+}
+
+impl Notes {
+    /// Those of a layout and a mode.
+    pub const fn of(layout: RowLayout, mode: Mode) -> Self {
+        match (layout, mode) {
+            (RowLayout::RankMajor, _) => Notes::Choices,
+            (RowLayout::ExpertMajor, Mode::Slots { .. }) => Notes::Marked,
+            (RowLayout::ExpertMajor, Mode::Eager | Mode::Budget { .. }) => Notes::Weight,
+        }
+    }
+
+    /// Words per row.
+    pub const fn words(self, top_k: u32) -> u32 {
+        match self {
+            Notes::Weight => 1,
+            Notes::Marked => 2,
+            Notes::Choices => 2 * top_k,
+        }
+    }
+
+    /// Which layout they go with.
+    pub const fn layout(self) -> RowLayout {
+        match self {
+            Notes::Weight | Notes::Marked => RowLayout::ExpertMajor,
+            Notes::Choices => RowLayout::RankMajor,
+        }
+    }
+}
+
+/// Sizes of what moves: the same in every call of one `ExpertParallel`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sizing {
+    /// Bytes of one row that goes out.
+    pub row_bytes: u64,
+    /// Bytes of one row that comes home.
+    pub home_bytes: u64,
+    /// Words that go out with a row.
+    pub words_out: u32,
+    /// Words that come home with it: one per choice that it stands for.
+    pub words_home: u32,
+    /// Bytes of a partial sum, where relays sum.
+    pub partial_bytes: Option<u64>,
+}
+
+impl Sizing {
+    /// What lands: `rows` rows.
+    pub fn landing(&self, rows: u32) -> Chunk {
+        Chunk { rows, notes: u64::from(rows) * u64::from(self.words_out), row_bytes: self.row_bytes }
+    }
+
+    /// What a rank offers in a return: as many rows as landed.
+    pub fn offer(&self, rows: u32) -> Chunk {
+        Chunk { rows, notes: u64::from(rows) * u64::from(self.words_home), row_bytes: self.home_bytes }
+    }
+
+    /// What comes home of a block of `entries` entries: `rows` rows, or partials where relays sum.
+    pub fn home(&self, rows: u32, entries: u32) -> Chunk {
+        let row_bytes = self.partial_bytes.unwrap_or(self.home_bytes);
+        Chunk { rows, notes: u64::from(entries) * u64::from(self.words_home), row_bytes }
+    }
+
+    /// Bytes that go out with a row.
+    pub fn note_bytes(&self) -> u64 {
+        u64::from(self.words_out) * 4
+    }
+
+    /// Bytes in which `rows` rows can land and, behind them, `staged` rows be taken to hand them on.
+    pub fn extent_bytes(&self, rows: u32, staged: u32) -> u64 {
+        self.landing(rows).bytes().saturating_add(u64::from(staged) * self.row_bytes)
+    }
+}

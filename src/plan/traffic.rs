@@ -1,0 +1,102 @@
+//! What a dispatch moves and what a return would bring home, counted from the plan of one rank.
+//!
+//! ```text
+//!   wanted   a row for each (token, expert)    to itself | to its node | to other nodes
+//!   put      what the route makes of it        to itself | to its node | over rails ---> handed on, by the relay there
+//! ```
+//!
+//! An executor that counts what it moves comes to the same numbers, to the byte.
+
+use super::sorted::refill;
+use super::{Forward, Frame, Layout, Order, Sorted};
+use crate::topology::Route;
+
+/// Rows, by how far they go.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Hops {
+    /// From a rank to itself.
+    pub own: u64,
+    /// To other ranks of its node.
+    pub local: u64,
+    /// To other nodes.
+    pub rail: u64,
+}
+
+/// The rows of one dispatch at one rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// (token, expert) pairs, by where the expert is: what would move if there were a row for each. Rank-major,
+    /// (token, rank) pairs.
+    pub wanted: Hops,
+    /// (token, rank) pairs whose rank is on another node.
+    pub remote_ranks: u64,
+    /// (token, node) pairs whose node is another.
+    pub remote_nodes: u64,
+    /// Rows that this rank puts, those of zeros included.
+    pub put: Hops,
+    /// Rows that it hands on to the ranks of its node, itself among them, those of zeros included.
+    pub handed_on: u64,
+    /// Bytes of a row that goes out.
+    pub row_bytes: u64,
+    /// Bytes of a row that comes home.
+    pub home_row_bytes: u64,
+    /// How rows cross, and so what comes home.
+    pub route: Route,
+}
+
+impl Traffic {
+    /// Counts the rows of a dispatch that was sorted and placed so, at a rank that relays `forward`. `seen` is scratch.
+    pub fn count(
+        frame: &Frame,
+        sorted: &Sorted,
+        layout: &Layout,
+        forward: Option<&Forward>,
+        seen: &mut Vec<u32>,
+    ) -> Self {
+        const NOBODY: u32 = u32::MAX;
+        let (bins, paths) = (frame.bins, frame.paths);
+        let (nodes, route) = (paths.nodes(), paths.route());
+        let mut traffic = Traffic {
+            row_bytes: frame.sizing.row_bytes,
+            home_row_bytes: frame.sizing.home_bytes,
+            route,
+            ..Traffic::default()
+        };
+        // Per token: the last rank that it was seen to go to.
+        refill(seen, sorted.tokens_here() as usize, NOBODY);
+        for (node, &rank) in (0..nodes.nodes()).flat_map(|n| nodes.members(n).iter().map(move |r| (n, r))) {
+            let tokens = sorted.tokens_of(bins.of(rank));
+            let runs = layout.runs_to(rank).map(|run| &layout.runs[run as usize]);
+            let rows: u64 = runs.map(|run| u64::from(run.count) + u64::from(run.pad)).sum();
+            let hop = |hops: &mut Hops, rows| match (rank == paths.me(), paths.near(rank)) {
+                (true, _) => hops.own += rows,
+                (_, true) => hops.local += rows,
+                (_, false) => hops.rail += rows,
+            };
+            hop(&mut traffic.wanted, tokens.len() as u64);
+            hop(&mut traffic.put, rows);
+            for &token in tokens.iter().filter(|_| !paths.near(rank)) {
+                let last = std::mem::replace(&mut seen[token as usize], rank);
+                traffic.remote_ranks += u64::from(last != rank);
+                traffic.remote_nodes += u64::from(last == NOBODY || nodes.node_of(last) != node);
+            }
+        }
+        if route == Route::Pxn {
+            traffic.put.rail = layout.blocks.iter().map(|block| u64::from(block.rows)).sum();
+            let blocks = forward.map_or(&[][..], |forward| &forward.blocks);
+            let segments = blocks.iter().flat_map(|block| &block.segments);
+            traffic.handed_on = segments.map(|to| u64::from(to.count) + u64::from(to.pad)).sum();
+        }
+        traffic
+    }
+
+    /// Bytes that come home to this rank over rails in a return of this order, if a partial sum has `partial_bytes` bytes:
+    /// where relays sum, one for each (token, rank) or (token, node); else a row for each (token, expert).
+    pub fn home_bytes(&self, order: Order, partial_bytes: u64) -> u64 {
+        match (self.route, order) {
+            (Route::Pxn, Order::Rank) => self.remote_ranks * partial_bytes,
+            (Route::Pxn, Order::Node) => self.remote_nodes * partial_bytes,
+            (Route::Direct, _) | (_, Order::Expert) => self.wanted.rail * self.home_row_bytes,
+        }
+    }
+}

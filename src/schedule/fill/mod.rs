@@ -1,0 +1,30 @@
+//! Fills a skeleton's operands from a layout. Pure, and without allocation once the tables have grown.
+//!
+//! A real call (`ep`) and an unrolled one (`story`) fill their operands here, count with the same
+//! [`Calls`](super::Calls), look into the same [`Control`](super::Control) and follow the same skeletons: so far, what is
+//! proved is what runs. What a story plays in its own words is the rest: when the planner and the caller touch memory,
+//! and which extent a pool gives. It takes the lowest, the hardest case; a real pool may be kinder.
+
+mod caller;
+mod relay;
+
+pub use caller::{CallerTables, Parts};
+pub use relay::RelayTables;
+
+use super::Control;
+use crate::plan::Sizing;
+
+/// What is the same for all tables of one rank in one call.
+#[derive(Clone, Copy, Debug)]
+pub struct Setting<'a> {
+    /// This rank among its nodes.
+    pub paths: crate::topology::Paths<'a>,
+    /// Geometry of the control windows.
+    pub control: &'a Control,
+    /// Sizes of what moves.
+    pub sizing: Sizing,
+    /// In how many parts a block goes to its relay.
+    pub chunks: u8,
+    /// Which of two publications, messages and headers the call takes.
+    pub parity: u64,
+}

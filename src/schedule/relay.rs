@@ -1,0 +1,191 @@
+//! What a rank does for others: it tells other nodes what its own counts, hands on what crosses, brings home what
+//! was summed or read here.
+//!
+//! ```text
+//!   meeting    met       Wait block(me) , Wait entry(l)                 my node is in this call
+//!                        - the planner adds up -
+//!              told      Put sums -> s , Signal entry -> s              s: the ranks whose rail peer I am
+//!              heard     Wait entry(tellers)                            every node is
+//!              agreed    Signal entry -> me
+//!
+//!   dispatch   headers   Wait block(s)                                  s: my sources
+//!              forward   Wait block c(s) , PutRows -> l, me             pxn, chunk by chunk
+//!                        PutRows notes -> l, me , Signal landed of s -> l, me
+//!
+//!   return     headers   Wait block(s)                                  its tag says where s takes its rows
+//!              home      Reduce chunk c of s , Put sums -> s             where relays sum; else Put rows of s -> s
+//!                        Signal home -> s
+//!
+//!   both       done      Signal home -> me
+//! ```
+//!
+//! "Done" is a stage of its own, behind the join of all tracks: whoever hears it knows that this relay reads nobody's
+//! memory any more. The rank then tells its neighbours that what they offered has been read.
+//!
+//! The two programs of a rank know each other only through flags, so they may run in one thread, one after the other
+//! at the places that the launch order gives (own puts and signals, then what is relayed, then own waits), or in two:
+//! then a relay hands on while its caller is away, between the start of a call and its finish.
+
+use super::caller::wait;
+use super::{Flag, Item, Level, Op, Slot, Stage};
+use crate::topology::{Paths, Route};
+
+/// What one rank relays: the part that does not change from call to call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RelaySkeleton {
+    /// This node is here.
+    pub met: Stage,
+    /// Others are told.
+    pub told: Stage,
+    /// All nodes are here.
+    pub heard: Stage,
+    /// The rank itself is told.
+    pub agreed: Stage,
+    /// Sources have sent their headers, or their offers.
+    pub headers: Stage,
+    /// Dispatch: rows are handed on.
+    pub forward: Stage,
+    /// Return: rows go home.
+    pub home: Stage,
+    /// The rank itself is told, in both.
+    pub done: Stage,
+}
+
+impl RelaySkeleton {
+    /// What comes first in every call.
+    pub fn meeting(&self) -> [&Stage; 4] {
+        [&self.met, &self.told, &self.heard, &self.agreed]
+    }
+}
+
+/// Builds a rank's relay program. Sources are numbered by their order in [`Paths::sources`].
+#[derive(Clone, Copy, Debug)]
+pub struct Relay<'a> {
+    paths: Paths<'a>,
+    chunks: u8,
+    sums: bool,
+}
+
+impl<'a> Relay<'a> {
+    /// For the rank of these paths; blocks come in `chunks` parts.
+    pub fn new(paths: Paths<'a>, chunks: u8) -> Self {
+        Relay { paths, chunks, sums: false }
+    }
+
+    /// One that sums what it brings home: partials go in `chunks` parts, too.
+    pub fn summing(self, sums: bool) -> Self {
+        Relay { sums, ..self }
+    }
+
+    /// Size of the operand table.
+    pub fn slots(&self) -> usize {
+        let (sources, served) = (self.paths.sources().count(), self.served().len());
+        let (ranks, parts) = (self.paths.ranks() as usize, usize::from(self.chunks) + 1);
+        ranks + sources * parts * served.max(2)
+    }
+
+    /// Slot of what `source` is told.
+    pub fn message(&self, source: u32) -> Slot {
+        Slot(source)
+    }
+
+    /// Slot of what the `nth` source gets home, part `chunk` (from 1) of it.
+    pub fn home(&self, nth: u32, chunk: u8) -> Slot {
+        Slot(self.paths.ranks() + 2 * (nth * (u32::from(self.chunks) + 1) + u32::from(chunk)))
+    }
+
+    /// Slot of the sums that go with it.
+    pub fn partials(&self, nth: u32, chunk: u8) -> Slot {
+        Slot(self.home(nth, chunk).0 + 1)
+    }
+
+    /// Slot of chunk `chunk` (from 1) of the `nth` source for the `member`th rank served; chunk 0: what goes with the rows.
+    pub fn rows(&self, nth: u32, chunk: u8, member: u32) -> Slot {
+        let served = self.served().len() as u32;
+        let block = nth * (u32::from(self.chunks) + 1) + u32::from(chunk);
+        Slot(self.paths.ranks() + block * served + member)
+    }
+
+    /// The whole program.
+    pub fn skeleton(&self) -> RelaySkeleton {
+        let (paths, me) = (self.paths, self.paths.me());
+        let mut met = vec![self.on(me, wait(me, Flag::Block, Level::Call))];
+        met.extend(paths.locals().map(|l| self.on(l, wait(l, Flag::Entry, Level::Call))));
+        let mut told = Vec::new();
+        for source in paths.told() {
+            told.push(self.on(source, Op::Put { to: source, slot: self.message(source) }));
+            told.push(self.on(source, self.signal(source, me, Flag::Entry)));
+        }
+        let heard = paths.tellers().map(|t| self.on(t, wait(t, Flag::Entry, Level::Call))).collect();
+        let headers = paths.sources().map(|s| self.on(s, wait(s, Flag::Block, Level::Call))).collect();
+        RelaySkeleton {
+            met: Stage { name: "met", items: met },
+            told: Stage { name: "told", items: told },
+            heard: Stage { name: "heard", items: heard },
+            agreed: Stage { name: "agreed", items: vec![self.on(me, self.signal(me, me, Flag::Entry))] },
+            done: Stage { name: "done", items: vec![self.on(me, self.signal(me, me, Flag::Home))] },
+            headers: Stage { name: "headers", items: headers },
+            forward: self.forward(),
+            home: self.bring_home(),
+        }
+    }
+
+    fn forward(&self) -> Stage {
+        let (paths, me) = (self.paths, self.paths.me());
+        let mut items = Vec::new();
+        if paths.route() == Route::Pxn {
+            for (chunk, (nth, source)) in
+                (1..=self.chunks).flat_map(|c| (0..).zip(paths.sources()).map(move |s| (c, s)))
+            {
+                items.push(self.on(source, wait(source, Flag::Block, Level::Part(chunk))));
+                items.extend(self.members(source, |m| self.rows(nth, chunk, m)));
+            }
+            for (nth, source) in (0..).zip(paths.sources()) {
+                items.extend(self.members(source, |m| self.rows(nth, 0, m)));
+                // Its own rank last: whoever hears that knows that all others have been told.
+                let locals = paths.locals().chain([me]);
+                items.extend(locals.map(|to| self.on(source, self.signal(to, source, Flag::Landed))));
+            }
+        }
+        Stage { name: "forward", items }
+    }
+
+    fn bring_home(&self) -> Stage {
+        let (paths, me) = (self.paths, self.paths.me());
+        let mut items = Vec::new();
+        for chunk in 1..=if self.sums { self.chunks } else { 1 } {
+            for (nth, source) in (0..).zip(paths.sources()) {
+                if self.sums {
+                    items.push(self.on(source, Op::Reduce { slot: self.partials(nth, chunk) }));
+                }
+                items.push(self.on(source, Op::Put { to: source, slot: self.home(nth, chunk) }));
+            }
+        }
+        items.extend(paths.sources().map(|source| self.on(source, self.signal(source, me, Flag::Home))));
+        Stage { name: "bring home", items }
+    }
+
+    /// Rows of a source to every rank served, from the next rank on.
+    fn members(&self, source: u32, slot: impl Fn(u32) -> Slot) -> impl Iterator<Item = Item> {
+        let (paths, served) = (self.paths, self.served());
+        let first = paths.nodes().index_in_node(paths.me()) as usize + 1;
+        let order = (0..served.len()).map(move |step| (first + step) % served.len());
+        order.map(move |member| {
+            let (to, slot) = (served[member], slot(member as u32));
+            self.on(source, Op::PutRows { to, slot })
+        })
+    }
+
+    fn served(&self) -> &'a [u32] {
+        self.paths.served_by(self.paths.me())
+    }
+
+    fn signal(&self, to: u32, of: u32, flag: Flag) -> Op {
+        Op::Signal { to, of, flag, level: Level::Call }
+    }
+
+    /// A track per rank that is relayed, behind those of the rank itself.
+    fn on(&self, peer: u32, op: Op) -> Item {
+        Item { track: self.paths.ranks() + peer, op }
+    }
+}

@@ -1,0 +1,246 @@
+//! Who hands what to whom: the paths of one group under one route.
+//!
+//! ```text
+//!   direct    s ------------------------------> d          every rank of another node is its own relay
+//!
+//!   pxn       s --rail--> relay (rail peer of s in the node of d) --load domain--> d
+//!
+//!   sums      the rail peer of s in each node tells s what that node counts, on both routes
+//! ```
+//!
+//! A *relay* of `s` takes the block that `s` has for the ranks it *serves*, and hands on. Under `pxn` it serves its
+//! whole node; under `direct` it serves itself. What is said of relays therefore holds for both routes.
+
+use super::NodeMap;
+
+/// How rows reach the rank of their expert.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Route {
+    /// From the source straight to the destination.
+    #[default]
+    Direct,
+    /// Once per remote node, to the rail peer there, which hands on within its node (NCCL's PXN, DeepEP's internode
+    /// dispatch).
+    Pxn,
+}
+
+impl Route {
+    /// All routes, for error messages and tests.
+    pub const ALL: [Route; 2] = [Route::Direct, Route::Pxn];
+
+    /// The name used on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Route::Direct => "direct",
+            Route::Pxn => "pxn",
+        }
+    }
+}
+
+/// The paths of one rank. Ranks are positions in the group; whoever is enumerated is enumerated from the next rank (or
+/// node) on, so that not all begin with the same one.
+#[derive(Clone, Copy, Debug)]
+pub struct Paths<'a> {
+    nodes: &'a NodeMap,
+    route: Route,
+    me: u32,
+}
+
+impl<'a> Paths<'a> {
+    /// For rank `me` of the group whose nodes are given.
+    pub fn new(nodes: &'a NodeMap, route: Route, me: u32) -> Self {
+        Paths { nodes, route, me }
+    }
+
+    /// This rank.
+    pub fn me(&self) -> u32 {
+        self.me
+    }
+
+    /// Which ranks share memory.
+    pub fn nodes(&self) -> &'a NodeMap {
+        self.nodes
+    }
+
+    /// The route.
+    pub fn route(&self) -> Route {
+        self.route
+    }
+
+    /// Number of ranks.
+    pub fn ranks(&self) -> u32 {
+        self.nodes.ranks()
+    }
+
+    /// The paths of another rank of the group.
+    pub fn of(&self, rank: u32) -> Paths<'a> {
+        Paths { me: rank, ..*self }
+    }
+
+    /// Whether a rank is of this node.
+    pub fn near(&self, peer: u32) -> bool {
+        self.nodes.same_node(self.me, peer)
+    }
+
+    /// Whether there is more than one node: only then are there rails.
+    pub fn rails(&self) -> bool {
+        self.nodes.nodes() > 1
+    }
+
+    /// All other ranks.
+    pub fn peers(&self) -> impl Iterator<Item = u32> + use<'a> {
+        let (me, ranks) = (self.me, self.ranks());
+        (1..ranks).map(move |step| (me + step) % ranks)
+    }
+
+    /// The other ranks of this node.
+    pub fn locals(&self) -> impl Iterator<Item = u32> + use<'a> {
+        let paths = *self;
+        self.peers().filter(move |&peer| paths.near(peer))
+    }
+
+    /// The rail peers of this rank: who tells it what their nodes count.
+    pub fn tellers(&self) -> impl Iterator<Item = u32> + use<'a> {
+        let (nodes, me, own, count) = (self.nodes, self.me, self.nodes.node_of(self.me), self.nodes.nodes());
+        (1..count).map(move |step| nodes.rail_peer(me, (own + step) % count))
+    }
+
+    /// The ranks whose rail peer this one is: whom it tells what its node counts.
+    pub fn told(&self) -> impl Iterator<Item = u32> + use<'a> {
+        let paths = *self;
+        let own = self.nodes.node_of(self.me);
+        self.peers().filter(move |&s| !paths.near(s) && paths.nodes.rail_peer(s, own) == paths.me)
+    }
+
+    /// The relays of this rank: where its blocks for other nodes go.
+    pub fn relays(&self) -> impl Iterator<Item = u32> + use<'a> {
+        let paths = *self;
+        let all = (self.route == Route::Direct).then(|| self.peers().filter(move |&p| !paths.near(p)));
+        let rails = (self.route == Route::Pxn).then(|| self.tellers());
+        all.into_iter().flatten().chain(rails.into_iter().flatten())
+    }
+
+    /// The ranks whose blocks this one takes.
+    pub fn sources(&self) -> impl Iterator<Item = u32> + use<'a> {
+        let paths = *self;
+        let all = (self.route == Route::Direct).then(|| self.peers().filter(move |&p| !paths.near(p)));
+        let rails = (self.route == Route::Pxn).then(|| self.told());
+        all.into_iter().flatten().chain(rails.into_iter().flatten())
+    }
+
+    /// The ranks that `relay` serves, ascending.
+    pub fn served_by(&self, relay: u32) -> &'a [u32] {
+        let members = self.nodes.members(self.nodes.node_of(relay));
+        match self.route {
+            Route::Direct => &members[self.nodes.index_in_node(relay) as usize..][..1],
+            Route::Pxn => members,
+        }
+    }
+
+    /// By which rank the rows of this one reach `dest`: by itself on the same node.
+    pub fn relay_to(&self, dest: u32) -> u32 {
+        match self.route {
+            Route::Pxn if !self.near(dest) => self.nodes.rail_peer(self.me, self.nodes.node_of(dest)),
+            _ => dest,
+        }
+    }
+
+    /// How many ranks may have to stage rows that they hand on: all, or none where rows go straight.
+    pub fn staged_ranks(&self) -> u32 {
+        if self.route == Route::Pxn && self.rails() { self.ranks() } else { 0 }
+    }
+
+    /// Whether a wire to `peer` is needed.
+    pub fn wired(&self, peer: u32) -> bool {
+        let (mine, theirs) = (self.nodes.node_of(self.me), self.nodes.node_of(peer));
+        mine != theirs
+            && (self.route == Route::Direct
+                || self.nodes.rail_peer(self.me, theirs) == peer
+                || self.nodes.rail_peer(peer, mine) == self.me)
+    }
+
+    /// Where `relay` keeps what it takes from this rank: this one's number among the relay's sources, ascending.
+    pub fn place_at(&self, relay: u32) -> u32 {
+        (0..self.me).filter(|&other| self.of(other).blocks_go_to(relay)).count() as u32
+    }
+
+    /// Where this rank keeps what it tells `source`: its number among those told, ascending.
+    pub fn place_of_told(&self, source: u32) -> u32 {
+        let own = self.nodes.node_of(self.me);
+        let told = |s: &u32| !self.near(*s) && self.nodes.rail_peer(*s, own) == self.me;
+        (0..source).filter(told).count() as u32
+    }
+
+    fn blocks_go_to(&self, relay: u32) -> bool {
+        !self.near(relay) && self.relay_to(relay) == relay
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn maps() -> Vec<NodeMap> {
+        [
+            &[0, 0, 0, 0, 1, 1, 1, 1][..],
+            &[0, 0, 0, 1, 1, 1, 1, 1],
+            &[0, 1, 0, 1, 1, 2, 0, 1],
+            &[0, 1, 2],
+            &[0],
+        ]
+        .iter()
+        .map(|labels| NodeMap::from_labels(labels))
+        .collect()
+    }
+
+    #[test]
+    fn a_token_has_one_relay_per_remote_node_under_pxn() {
+        for map in maps() {
+            for me in 0..map.ranks() {
+                let paths = Paths::new(&map, Route::Pxn, me);
+                assert_eq!(paths.relays().count() as u32, map.nodes() - 1);
+                for dest in paths.peers().filter(|&d| !paths.near(d)) {
+                    let relay = paths.relay_to(dest);
+                    assert!(paths.relays().any(|r| r == relay) && map.same_node(relay, dest));
+                    assert!(paths.served_by(relay).contains(&dest));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sources_and_relays_are_two_views_of_one_relation() {
+        for (map, route) in maps().iter().flat_map(|map| Route::ALL.map(|route| (map, route))) {
+            for a in 0..map.ranks() {
+                for b in 0..map.ranks() {
+                    let (of_a, of_b) = (Paths::new(map, route, a), Paths::new(map, route, b));
+                    assert_eq!(of_a.relays().any(|r| r == b), of_b.sources().any(|s| s == a));
+                    assert_eq!(of_a.tellers().any(|r| r == b), of_b.told().any(|s| s == a));
+                    let wired = [of_a, of_b]
+                        .iter()
+                        .zip([b, a])
+                        .any(|(p, other)| p.relays().chain(p.tellers()).any(|r| r == other));
+                    assert_eq!((of_a.wired(b), of_b.wired(a)), (wired, wired));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn places_number_the_sources_of_a_relay_without_a_gap() {
+        for (map, route) in maps().iter().flat_map(|map| Route::ALL.map(|route| (map, route))) {
+            for relay in 0..map.ranks() {
+                let paths = Paths::new(map, route, relay);
+                let mut sources: Vec<u32> = paths.sources().collect();
+                sources.sort_unstable();
+                let places: Vec<u32> = sources.iter().map(|&s| paths.of(s).place_at(relay)).collect();
+                assert_eq!(places, (0..sources.len() as u32).collect::<Vec<_>>());
+                let mut told: Vec<u32> = paths.told().collect();
+                told.sort_unstable();
+                let places: Vec<u32> = told.iter().map(|&s| paths.place_of_told(s)).collect();
+                assert_eq!(places, (0..told.len() as u32).collect::<Vec<_>>());
+            }
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! Random groups, routings, layouts and modes.
+
+use proptest::prelude::*;
+use proptest::sample::{select, subsequence};
+use sidelane::plan::{ExpertMap, Mode, Order, Overflow, RowLayout};
+use sidelane::topology::Route;
+
+use crate::support::visible::Case;
+
+/// A case and the expert ids of all its ranks.
+#[derive(Clone, Debug)]
+pub struct Play {
+    pub case: Case,
+    pub ids: Vec<Vec<i32>>,
+    pub chunks: u8,
+}
+
+fn modes() -> impl Strategy<Value = Mode> {
+    let overflow = Overflow::Drop;
+    prop_oneof![
+        Just(Mode::Eager),
+        (0..50u32).prop_map(move |rows| Mode::Budget { rows, overflow }),
+        (1..10u32).prop_map(move |rows| Mode::Slots { rows, overflow }),
+    ]
+}
+
+/// Up to a dozen tokens of a rank, each with its experts, some of them dropped.
+fn ids(experts: u32, top_k: u32) -> impl Strategy<Value = Vec<i32>> {
+    let all: Vec<i32> = (0..experts as i32).collect();
+    let dropped = prop::collection::vec(prop::bool::weighted(0.15), top_k as usize);
+    let token = (subsequence(all, top_k as usize).prop_shuffle(), dropped).prop_map(|(mut ids, dropped)| {
+        ids.iter_mut().zip(dropped).filter(|(_, dropped)| *dropped).for_each(|(id, _)| *id = -1);
+        ids
+    });
+    prop::collection::vec(token, 0..12).prop_map(|tokens| tokens.concat())
+}
+
+/// Every expert somewhere, some of them twice, in any order.
+fn maps(experts: u32, ranks: usize) -> impl Strategy<Value = ExpertMap> {
+    let homes = prop::collection::vec(0..ranks, experts as usize);
+    let order = Just((0..experts).collect::<Vec<u32>>()).prop_shuffle();
+    let more = prop::collection::vec((0..ranks, 0..experts), 0..4);
+    (homes, order, more).prop_map(move |(homes, order, more)| {
+        let mut held: Vec<Vec<u32>> = vec![Vec::new(); ranks];
+        for (rank, expert) in order.into_iter().map(|expert| (homes[expert as usize], expert)).chain(more) {
+            if !held[rank].contains(&expert) {
+                held[rank].push(expert);
+            }
+        }
+        ExpertMap::from_slots(experts, &held).unwrap()
+    })
+}
+
+pub fn plays() -> impl Strategy<Value = Play> {
+    let shape = (prop::collection::vec(0..3u32, 1..=7), 1..=9u32, 1..=5u32);
+    shape.prop_flat_map(|(nodes, experts, top_k)| {
+        let (ranks, top_k) = (nodes.len(), top_k.min(experts));
+        let ids = prop::collection::vec(ids(experts, top_k), ranks);
+        let how = (modes(), select(vec![1, 2, 7, 16]), 1..=4u8);
+        let ways = (select(&RowLayout::ALL[..]), select(&Route::ALL[..]), select(&Order::ALL[..]));
+        (Just(nodes), maps(experts, ranks), ids, how, ways).prop_map(
+            move |(nodes, map, ids, (mode, align, chunks), (layout, route, order))| {
+                let counts: Vec<u32> = ids.iter().map(|ids| ids.len() as u32 / top_k).collect();
+                let case = Case::new(&nodes, &counts, experts, top_k);
+                Play { case: Case { map, mode, align, layout, route, order, ..case }, ids, chunks }
+            },
+        )
+    })
+}
+
+/// The weight of a choice: another for each.
+pub fn weight(source: usize, choice: usize) -> f32 {
+    (source * 1000 + choice + 1) as f32
+}

@@ -1,0 +1,212 @@
+//! The traffic of a plan against a count that goes through everybody's (token, expert) pairs one by one.
+
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+use proptest::sample::{select, subsequence};
+use proptest::test_runner::RngSeed;
+use sidelane::gate::Routing;
+use sidelane::plan::{
+    Bins, Counts, Crossing, ExpertMap, Forward, Frame, Hops, Layout, Mode, Notes, Order, Sizes, Sizing,
+    Sorted, Traffic,
+};
+use sidelane::topology::{NodeMap, Paths, Route};
+
+const ROW_BYTES: u64 = 48;
+const PARTIAL_BYTES: u64 = 80;
+
+/// A group, and what its ranks want to send.
+#[derive(Clone, Debug)]
+struct Case {
+    labels: Vec<u32>,
+    /// Experts of each rank; some have replicas.
+    held: Vec<Vec<u32>>,
+    experts: u32,
+    top_k: u32,
+    align: u32,
+    order: Order,
+    route: Route,
+    /// Per rank: expert ids, `[tokens, top_k]`.
+    ids: Vec<Vec<i32>>,
+}
+
+fn cases() -> impl Strategy<Value = Case> {
+    let shape = (1..=8usize, 1..=12u32, 1..=6u32);
+    shape.prop_flat_map(|(ranks, experts, top_k)| {
+        let top_k = top_k.min(experts);
+        let labels = prop::collection::vec(0..3u32, ranks);
+        let homes = prop::collection::vec((0..ranks, 0..ranks), experts as usize);
+        let token = subsequence((0..experts as i32).collect::<Vec<_>>(), top_k as usize)
+            .prop_shuffle()
+            .prop_flat_map(move |ids| {
+                let drops = prop::collection::vec(prop::bool::weighted(0.15), top_k as usize);
+                drops.prop_map(move |drops| {
+                    ids.iter().zip(drops).map(|(&id, drop)| if drop { -1 } else { id }).collect::<Vec<i32>>()
+                })
+            });
+        let ids = prop::collection::vec(prop::collection::vec(token, 0..20), ranks);
+        let settings = (select(vec![1, 4, 16]), select(Order::ALL.to_vec()), select(Route::ALL.to_vec()));
+        (labels, homes, ids, settings).prop_map(move |(labels, homes, ids, (align, order, route))| {
+            let mut held = vec![Vec::new(); ranks];
+            for (expert, (home, replica)) in (0..).zip(homes) {
+                held[home].push(expert);
+                if replica != home && expert % 3 == 0 {
+                    held[replica].push(expert);
+                }
+            }
+            let ids = ids.into_iter().map(|tokens| tokens.concat()).collect();
+            Case { labels, held, experts, top_k, align, order, route, ids }
+        })
+    })
+}
+
+/// What every rank plans, and what its plan says of traffic.
+fn planned(case: &Case, map: &ExpertMap, nodes: &NodeMap) -> Vec<(Layout, Traffic)> {
+    let ranks = nodes.ranks();
+    let bins = Bins::experts(map, case.order, nodes);
+    let of = |me| Paths::new(nodes, case.route, me);
+    let sums = case.route == Route::Pxn && nodes.nodes() > 1 && case.order != Order::Expert;
+    let frame = |me| Frame {
+        bins: &bins,
+        paths: of(me),
+        align: case.align,
+        chunks: 3,
+        sizing: Sizing {
+            row_bytes: ROW_BYTES,
+            home_bytes: ROW_BYTES,
+            words_out: 1,
+            words_home: 1,
+            partial_bytes: sums.then_some(PARTIAL_BYTES),
+        },
+        mode: Mode::Eager,
+    };
+    let own: Vec<(Sorted, Crossing, Vec<u32>)> = (0..ranks)
+        .map(|me| {
+            let (mut sorted, mut crossing) = (Sorted::default(), Crossing::default());
+            let ids = case.ids[me as usize].clone();
+            let weights = vec![1.0; ids.len()];
+            let routing = Routing::new(case.top_k, ids, weights).unwrap();
+            sorted.fill(map, &bins, Notes::Weight, me, &routing).unwrap();
+            crossing.fill(&bins, &of(me), &sorted);
+            let mut words = sorted.counts.clone();
+            crossing.staged(&of(me), &mut words);
+            (sorted, crossing, words)
+        })
+        .collect();
+    let layouts: Vec<Layout> = (0..ranks)
+        .map(|me| {
+            let (mut counts, mut sizes, mut layout) =
+                (Counts::default(), Sizes::default(), Layout::default());
+            counts.clear(bins.count() + of(me).staged_ranks());
+            (0..ranks).for_each(|source| counts.add(me, source, &own[source as usize].2));
+            sizes.fill(&bins, case.align, &counts.total, None);
+            let (sorted, crossing, _) = &own[me as usize];
+            layout.fill(&frame(me), (sorted, crossing), case.top_k, &counts, &sizes);
+            layout
+        })
+        .collect();
+    let traffic = |me: u32| {
+        let block = |source: u32| {
+            let nth = of(source).relays().position(|relay| relay == me).unwrap();
+            layouts[source as usize].blocks[nth].clone()
+        };
+        let mut forward = Forward::default();
+        forward.blocks.extend(of(me).sources().map(block));
+        let sorted = &own[me as usize].0;
+        Traffic::count(&frame(me), sorted, &layouts[me as usize], Some(&forward), &mut vec![7; 3])
+    };
+    let traffic: Vec<Traffic> = (0..ranks).map(traffic).collect();
+    layouts.into_iter().zip(traffic).collect()
+}
+
+/// The same numbers, pair by pair.
+fn counted(case: &Case, map: &ExpertMap, nodes: &NodeMap) -> Vec<Traffic> {
+    let mut all = vec![
+        Traffic {
+            row_bytes: ROW_BYTES,
+            home_row_bytes: ROW_BYTES,
+            route: case.route,
+            ..Traffic::default()
+        };
+        case.labels.len()
+    ];
+    let mut pairs: Vec<(u32, u32, u32)> = Vec::new();
+    for (source, ids) in (0..).zip(&case.ids) {
+        for (choice, &id) in (0..).zip(ids).filter(|(_, id)| **id >= 0) {
+            pairs.push((map.slot_for(source, id as u32), source, choice / case.top_k));
+        }
+    }
+    let relayed = |source: u32, rank: u32| case.route == Route::Pxn && !nodes.same_node(source, rank);
+    let relay = |source: u32, rank: u32| nodes.rail_peer(source, nodes.node_of(rank)) as usize;
+    // One row of the pair, or of its pad.
+    let put = |all: &mut Vec<Traffic>, source: u32, rank: u32| match relayed(source, rank) {
+        true => all[relay(source, rank)].handed_on += 1,
+        false => *hop(&mut all[source as usize].put, source, rank, nodes) += 1,
+    };
+    let (mut ranks, mut remote) = (BTreeSet::new(), BTreeSet::new());
+    for &(slot, source, token) in &pairs {
+        let rank = map.rank_of(slot);
+        *hop(&mut all[source as usize].wanted, source, rank, nodes) += 1;
+        put(&mut all, source, rank);
+        if !nodes.same_node(source, rank) {
+            ranks.insert((source, token, rank));
+            remote.insert((source, token, nodes.node_of(rank)));
+        }
+    }
+    for slot in 0..map.slots() {
+        let here: Vec<u32> = pairs.iter().filter(|pair| pair.0 == slot).map(|pair| pair.1).collect();
+        if let Some(&last) = here.iter().max() {
+            let pads = here.len().next_multiple_of(case.align as usize) - here.len();
+            (0..pads).for_each(|_| put(&mut all, last, map.rank_of(slot)));
+        }
+    }
+    ranks.iter().for_each(|&(source, ..)| all[source as usize].remote_ranks += 1);
+    for &(source, ..) in &remote {
+        all[source as usize].remote_nodes += 1;
+        all[source as usize].put.rail += u64::from(case.route == Route::Pxn);
+    }
+    all
+}
+
+fn hop<'a>(hops: &'a mut Hops, source: u32, rank: u32, nodes: &NodeMap) -> &'a mut u64 {
+    match (source == rank, nodes.same_node(source, rank)) {
+        (true, _) => &mut hops.own,
+        (_, true) => &mut hops.local,
+        (_, false) => &mut hops.rail,
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, rng_seed: RngSeed::Fixed(3), ..ProptestConfig::default() })]
+
+    #[test]
+    fn traffic_is_what_a_count_of_all_pairs_says(case in cases()) {
+        let map = ExpertMap::from_slots(case.experts, &case.held).unwrap();
+        let nodes = NodeMap::from_labels(&case.labels);
+        let counted = counted(&case, &map, &nodes);
+        for (me, ((layout, traffic), counted)) in planned(&case, &map, &nodes).iter().zip(&counted).enumerate() {
+            prop_assert_eq!(traffic, counted, "rank {}", me);
+            // What comes home is what the plan has places for.
+            let paths = Paths::new(&nodes, case.route, me as u32);
+            let places = paths.relays().map(|relay| &layout.chunks[relay as usize]);
+            let home: u64 = places.map(|chunk| u64::from(chunk.rows) * chunk.row_bytes).sum();
+            prop_assert_eq!(traffic.home_bytes(case.order, PARTIAL_BYTES), home);
+        }
+    }
+}
+
+#[test]
+fn a_return_moves_a_row_per_expert_or_a_partial_per_rank_or_node() {
+    let traffic = Traffic {
+        wanted: Hops { own: 5, local: 6, rail: 100 },
+        remote_ranks: 60,
+        remote_nodes: 20,
+        row_bytes: 8,
+        home_row_bytes: 10,
+        route: Route::Pxn,
+        ..Traffic::default()
+    };
+    let home = |traffic: Traffic| Order::ALL.map(|order| traffic.home_bytes(order, 7));
+    assert_eq!(home(traffic), [1000, 420, 140]);
+    assert_eq!(home(Traffic { route: Route::Direct, ..traffic }), [1000; 3], "nobody sums on the way");
+}
