@@ -92,6 +92,12 @@ fn sixty_four_ranks_are_proved_in_seconds() {
         assert!(proof.operations > 50_000, "every rank meets every other, three times there and back");
         assert!(start.elapsed().as_secs() < 60);
     }
+    // Every layout, mode and order, on both routes.
+    let labels: Vec<u32> = (0..64).map(|rank| rank / 8).collect();
+    for (way, placement) in away.into_iter().flat_map(|way| placements().map(move |placed| (way, placed))) {
+        let group = Group::new(&labels, 1, 3).run(way).placed(placement);
+        proved(&format!("{} {placement:?}", titled("8 x 8", way)), &group.tell(&groups::pairs(2), None));
+    }
 }
 
 /// Three nodes of 128: two accesses that meet lie in the memory of one node, and are made by ranks of two others at most.

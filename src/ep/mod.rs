@@ -6,11 +6,11 @@
 //!                     +--> Handle: the placement ------------------+   combine, cached dispatch, both backwards
 //! ```
 //!
-//! A call on the host, in the caller's thread:
+//! A dispatch on the host, in the caller's thread; a relay, where there are other nodes, plays its part in between:
 //!
 //! ```text
-//!   start    licence: peers have read what I offered last; announce free memory; publish counts and weights; signal
-//!   finish   everybody's publication is here: check that all make the same call, place, put rows, wait for mine
+//!   start    licence: peers have read what I offered last; announce free memory; publish counts; signal
+//!   finish   everybody's counts are here: check that all make the same call, place, put rows, wait for mine
 //! ```
 //!
 //! | forward | backward |

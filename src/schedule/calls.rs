@@ -58,7 +58,7 @@ impl Calls {
         self.running >> PART_BITS & (u64::MAX >> (u64::BITS - NUMBER_BITS))
     }
 
-    /// Which of two tags, publications and mailboxes the running call takes.
+    /// Which of two tags, publications, messages and headers the running call takes.
     pub fn parity(&self) -> u64 {
         Self::parity_of(self.running)
     }

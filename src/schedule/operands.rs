@@ -21,7 +21,7 @@ pub struct WindowId(pub u32);
 impl WindowId {
     /// The receive pool of each rank.
     pub const POOL: WindowId = WindowId(0);
-    /// Publications and mailboxes of one `ExpertParallel`.
+    /// Flags, publications, messages and headers of one `ExpertParallel`.
     pub const CONTROL: WindowId = WindowId(1);
 }
 
