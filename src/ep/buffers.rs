@@ -1,12 +1,16 @@
 //! What experts read and write.
 
+use std::sync::Arc;
+
+use super::RowIndex;
 use crate::dtype::{Dtype, Element, RecordShape};
 use crate::error::{Error, MemoryError};
 use crate::memory::Extent;
 use crate::plan::Chunk;
 
-/// Received rows, `[rows, hidden]`: expert-major (local expert, source rank, token), rank-major (source rank, token). Pad
-/// rows and unused slots are zero.
+/// Received rows, `[rows, hidden]`: expert-major (local expert, source rank, token), rank-major (source rank, token), in
+/// [spans](super::ExpertParallelBuilder::spans) as the [`index`](ExpertRows::index) says. Pad rows and unused slots are
+/// zero.
 ///
 /// They lie in the receive pool and go back to it when this is dropped.
 #[derive(Debug)]
@@ -15,6 +19,7 @@ pub struct ExpertRows {
     pub(super) rows: u32,
     pub(super) row_bytes: u64,
     pub(super) record: Option<RecordShape>,
+    pub(super) index: Option<Arc<RowIndex>>,
 }
 
 impl ExpertRows {
@@ -42,6 +47,12 @@ impl ExpertRows {
     /// As [`ExpertRows::rows`].
     pub fn rows_mut<E: Element>(&mut self) -> Result<&mut [E], MemoryError> {
         self.extent.slice_mut(0, elements::<E>(self.rows, self.row_bytes))
+    }
+
+    /// Where rows lie, if they were handed on in spans; else they lie in visible order. What goes with the rows, and what is
+    /// combined or brought home along their handle, lies as they do.
+    pub fn index(&self) -> Option<&RowIndex> {
+        self.index.as_deref()
     }
 
     /// A copy outside the pool, for callers who want the pool's memory back at once.

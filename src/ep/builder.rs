@@ -25,12 +25,13 @@ pub(super) struct Spec {
     pub layout: RowLayout,
     pub mode: Mode,
     pub record: Option<RecordShape>,
+    pub spans: bool,
 }
 
 impl Spec {
     /// What goes with each row.
     pub fn notes(&self) -> Notes {
-        Notes::of(self.layout, self.mode)
+        Notes::of(self.layout, self.mode, self.spans)
     }
 
     /// Columns and type of the rows of a call of this kind.
@@ -82,6 +83,7 @@ impl<'g> ExpertParallelBuilder<'g> {
             layout: RowLayout::ExpertMajor,
             mode: Mode::Eager,
             record: None,
+            spans: false,
         };
         Ok(ExpertParallelBuilder { group, experts: 0, map: None, fp8: false, spec })
     }
@@ -174,6 +176,15 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
+    /// Relays hand rows on in spans, each one copy of rows that lie next to each other on both sides: what a copy engine can
+    /// do. So that these are few, rows cross in relay order ([`RelayOrder`](crate::plan::RelayOrder)), and lie in it at the
+    /// receiver: by source rank, but not by token. [`ExpertRows::index`](super::ExpertRows::index) says which is which. For
+    /// [`RowLayout::RankMajor`] over [`Route::Pxn`]. Default: off.
+    pub fn spans(mut self, spans: bool) -> Self {
+        self.spec.spans = spans;
+        self
+    }
+
     /// Allocates the control window and lays what wires are missing. Collective.
     ///
     /// # Errors
@@ -231,6 +242,9 @@ impl<'g> ExpertParallelBuilder<'g> {
         if spec.weighted && spec.layout == RowLayout::RankMajor {
             return bad("weighted", 1, "off: rank-major, whoever sums a token's rows at a rank weighs them");
         }
+        if spec.spans && (spec.layout, spec.route) != (RowLayout::RankMajor, Route::Pxn) {
+            return bad("spans", 1, "off, unless rows are rank-major and handed on (route pxn)");
+        }
         if let Some(slots) = spec.mode.slots() {
             // Experts may all move to one rank.
             let bins = match spec.layout {
@@ -254,7 +268,7 @@ impl<'g> ExpertParallelBuilder<'g> {
 
     fn compare(&self, map: Option<&ExpertMap>) -> Result<(), Error> {
         let spec = &self.spec;
-        let settings: [(&'static str, u64); 16] = [
+        let settings: [(&'static str, u64); 17] = [
             ("whether their settings can be used (1: yes)", map.is_some().into()),
             ("experts", map.map_or(0, ExpertMap::experts).into()),
             ("the expert map", map.map_or(0, ExpertMap::digest)),
@@ -271,14 +285,15 @@ impl<'g> ExpertParallelBuilder<'g> {
             ("layout", spec.layout as u64),
             ("mode", spec.mode.words()[0]),
             ("rows of the mode", spec.mode.words()[1]),
+            ("spans", spec.spans.into()),
         ];
         let mine = settings.map(|(_, value)| value);
         let rank = self.group.rank();
         for (blob, peer) in self.group.gather(bytemuck::cast_slice(&mine))?.iter().zip(0..) {
-            let theirs = bytemuck::try_pod_read_unaligned::<[u64; 16]>(blob).unwrap_or([u64::MAX; 16]);
+            let theirs = bytemuck::try_pod_read_unaligned::<[u64; 17]>(blob).unwrap_or([u64::MAX; 17]);
             // A rank that refuses its own settings reports that, not the difference.
             if mine[0] == 1
-                && let Some(at) = (0..16).find(|&at| mine[at] != theirs[at])
+                && let Some(at) = (0..17).find(|&at| mine[at] != theirs[at])
             {
                 let what = settings[at].0;
                 return Err(CallError::ConfigsDiffer {

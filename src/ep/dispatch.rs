@@ -170,6 +170,9 @@ impl ExpertParallel {
         inner.required.clone_from(&sizes.required);
         inner.dropped.clone_from(&self.sorted.dropped);
         let frame = fixed.frame();
+        if fixed.spec.spans {
+            self.spans.arrange(&frame, (&mut self.sorted, &mut self.crossing), counts, sizes);
+        }
         let own = (&self.sorted, &self.crossing);
         inner.layout.fill(&frame, own, top_k, counts, sizes);
         inner.offer = frame.sizing.offer(inner.layout.landed);
@@ -270,7 +273,8 @@ impl ExpertParallel {
         self.relayed(relaying);
         extent.trim(u64::from(inner.layout.landed) * row_bytes);
         let record = self.record().filter(|_| kind == CallKind::CachedDispatch);
-        Ok(ExpertRows { extent, rows: inner.layout.landed, row_bytes, record })
+        let index = inner.received.index.clone();
+        Ok(ExpertRows { extent, rows: inner.layout.landed, row_bytes, record, index })
     }
 
     pub(super) fn check_handle(&self, inner: &Inner) -> Result<(), Error> {
@@ -315,8 +319,10 @@ impl PendingDispatch<'_> {
         ep.host.take_moved();
         ep.put_rows(&inner, &mut relaying, x, CallKind::Dispatch)?;
         inner.report.moved = ep.host.take_moved();
+        inner.report.relayed = Moved::default();
         if let Some(errand) = ep.relayed(relaying) {
             inner.report.moved.add(errand.moved);
+            inner.report.relayed = errand.moved;
             inner.forward = Some(errand.forward);
         }
         let landing = sizing.landing(inner.layout.landed);
@@ -331,8 +337,8 @@ impl PendingDispatch<'_> {
         let words = announced.slice::<u32>(landing.notes_at(), landing.notes as usize)?;
         let experts = ep.spec().map.slots_of(ep.rank()).len();
         inner.received.fill(ep.spec().notes(), &inner.layout, experts, words);
-        let rows =
-            ExpertRows { extent: announced, rows: landed, row_bytes: sizing.row_bytes, record: ep.record() };
+        let (row_bytes, record, index) = (sizing.row_bytes, ep.record(), inner.received.index.clone());
+        let rows = ExpertRows { extent: announced, rows: landed, row_bytes, record, index };
         Ok((rows, ep.handle_of(inner)))
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crossbeam::queue::ArrayQueue;
 
 use super::notes::Received;
-use super::{Contribution, ExpertOutput};
+use super::{Contribution, ExpertOutput, RowIndex};
 use crate::dtype::Wire;
 use crate::error::Error;
 use crate::exec::Moved;
@@ -118,6 +118,8 @@ pub struct Report {
     pub lanes: Vec<LaneUse>,
     /// What this rank moved.
     pub moved: Moved,
+    /// What of that it handed on for others.
+    pub relayed: Moved,
     /// What it was to move, and what would come home: the plan's own count.
     pub traffic: Traffic,
     /// GPU kernels that ran between packed and landed.
@@ -186,6 +188,12 @@ impl Handle {
         &self.inner().received.experts
     }
 
+    /// Where rows lie if not in visible order, as [`ExpertRows::index`](super::ExpertRows::index): of the rows of every call
+    /// along this handle, and of what goes with them.
+    pub fn index(&self) -> Option<&RowIndex> {
+        self.inner().received.index.as_deref()
+    }
+
     /// Which of this rank's choices, `[tokens, top_k]`, were dropped for want of room: they count as -1.
     pub fn dropped(&self) -> &[bool] {
         &self.inner().dropped
@@ -239,6 +247,7 @@ impl Handle {
     /// ```text
     ///   moved.rail_bytes    =   put.rail * row_bytes
     ///   moved.local_bytes   =   (put.own + put.local + handed_on) * row_bytes
+    ///   relayed.rows        =   handed_on                     relayed.copies   =   copies
     /// ```
     pub fn report(&self) -> &Report {
         &self.inner().report

@@ -1,5 +1,8 @@
 //! What came with the rows, as a handle keeps it.
 
+use std::sync::Arc;
+
+use super::RowIndex;
 use crate::plan::{Layout, Notes};
 
 /// What came with the rows of one dispatch.
@@ -11,6 +14,8 @@ pub(super) struct Received {
     pub experts: Vec<i32>,
     /// Per local expert: rows that chose it.
     pub tokens_per_expert: Vec<i64>,
+    /// Where rows lie, if not in visible order.
+    pub index: Option<Arc<RowIndex>>,
 }
 
 impl Received {
@@ -34,11 +39,16 @@ impl Received {
                     *used = notes.map(|note| i64::from(note[1])).sum();
                 }
             }
-            Notes::Choices => {
+            Notes::Choices | Notes::Indexed => {
                 let top_k = layout.top_k as usize;
                 self.tokens_per_expert.resize(experts, 0);
-                for note in words.chunks_exact(2 * top_k) {
-                    let (ids, weights) = note.split_at(top_k);
+                let rows = words.chunks_exact(notes.words(layout.top_k) as usize);
+                if notes == Notes::Indexed {
+                    let index = Arc::make_mut(self.index.get_or_insert_default());
+                    index.fill(rows.clone().map(|note| note[2 * top_k]));
+                }
+                for note in rows {
+                    let (ids, weights) = note[..2 * top_k].split_at(top_k);
                     self.experts.extend(ids.iter().map(|&id| id as i32 - 1));
                     self.weights.extend(weights.iter().map(|&word| f32::from_bits(word)));
                     for &id in ids.iter().filter(|&&id| id > 0) {

@@ -14,7 +14,7 @@ use crate::error::{CallKind, Cause, Error, LaneError, PlanError};
 use crate::exec::Host;
 use crate::lane::{Lanes, Part, Port, Window};
 use crate::memory::{Extent, Licence, Pool};
-use crate::plan::{Bins, Crossing, ExpertMap, Frame, Order, Sizing, Sorted};
+use crate::plan::{Bins, Crossing, ExpertMap, Frame, Order, Sizing, Sorted, Spans};
 use crate::rows::Stores;
 use crate::schedule::{
     Caller, CallerTables, Calls, Control, DispatchSkeleton, Flag, ReturnSkeleton, Setting, WindowId,
@@ -59,6 +59,7 @@ pub struct ExpertParallel {
     pub(super) tables: CallerTables,
     pub(super) sorted: Sorted,
     pub(super) crossing: Crossing,
+    pub(super) spans: Spans,
     pub(super) numbers: Numbers,
     /// The lanes, and how many ranks each reaches.
     pub(super) lane_use: Vec<LaneUse>,
@@ -193,6 +194,7 @@ impl ExpertParallel {
             tables,
             sorted: Sorted::default(),
             crossing: Crossing::default(),
+            spans: Spans::default(),
             numbers: Numbers::new(&fixed),
             lane_use: LaneUse::of(&lanes),
             products: Vec::new(),

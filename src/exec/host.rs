@@ -11,7 +11,7 @@ use crate::dtype::Dtype;
 use crate::error::Error;
 use crate::lane::{Io, Port, Reach, RowSource, Scratch};
 use crate::rows::{Arithmetic, Rows, Stores};
-use crate::schedule::{Index, Item, Op, Operand, Operands, WindowId};
+use crate::schedule::{Index, Item, Op, Operand, Operands, Place, WindowId};
 
 /// What a host executor has moved since it was asked last.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -24,6 +24,8 @@ pub struct Moved {
     pub control_bytes: u64,
     /// Rows copied, zeros included.
     pub rows: u64,
+    /// Copies by which rows were moved: one for each row that was gathered, one for each span. Zeros are not copied.
+    pub copies: u64,
     /// Signals raised.
     pub signals: u64,
     /// Bytes of the rows read by sums; a partial sum counts as a row.
@@ -37,6 +39,7 @@ impl Moved {
         self.rail_bytes += other.rail_bytes;
         self.control_bytes += other.control_bytes;
         self.rows += other.rows;
+        self.copies += other.copies;
         self.signals += other.signals;
         self.summed_bytes += other.summed_bytes;
     }
@@ -127,7 +130,10 @@ impl Host {
             port.put(to, span, io, stores)?;
             match span.to {
                 WindowId::CONTROL => self.moved.control_bytes += span.len,
-                _ => self.count(port, to, span.len),
+                _ => {
+                    self.count(port, to, span.len);
+                    self.moved.copies += u64::from(span.len > 0);
+                }
             }
             bytes += span.len;
         }
@@ -152,16 +158,23 @@ impl Host {
         }
         let bytes = port.source(from, from_offset, None, io)?;
         let source = RowSource { bytes, row_bytes, rows: operands.rows, index };
-        let mut rows = 0;
+        let (mut rows, mut copies) = (0, 0);
         for &run in &operands.runs[first as usize..(first + count) as usize] {
             port.put_run(to, (window, base), run, source, stores)?;
             rows += u64::from(run.count) + u64::from(run.pad);
+            copies += match index {
+                Index::Straight => u64::from(run.count > 0),
+                Index::Listed => u64::from(run.count),
+            };
         }
-        // What goes with the rows is no row.
-        match index {
-            Index::Straight => self.moved.control_bytes += rows * row_bytes,
-            Index::Listed => {
+        match from {
+            // What goes with the rows is no row.
+            Place::Notes | Place::Window { window: WindowId::CONTROL, .. } => {
+                self.moved.control_bytes += rows * row_bytes;
+            }
+            Place::Input | Place::Window { .. } => {
                 self.moved.rows += rows;
+                self.moved.copies += copies;
                 self.count(port, to, rows * row_bytes);
             }
         }

@@ -231,8 +231,6 @@ impl Port {
         if paths.route() == Route::Direct {
             return Ok(());
         }
-        let shift = rows.len();
-        rows.extend(&forward.rows);
         for (nth, block) in forward.blocks.iter().enumerate() {
             let staged = scratch.take(u64::from(block.rows) * moves.row_bytes);
             for (member, &to) in paths.served_by(paths.me()).iter().enumerate() {
@@ -241,7 +239,8 @@ impl Port {
                     let offset = moves.landing[to as usize] + u64::from(run.to_row) * moves.row_bytes;
                     let len = u64::from(run.count + run.pad) * moves.row_bytes;
                     let landed = self.range(to, WindowId::POOL, offset, len)?;
-                    let (first, count) = (shift + run.first as usize, run.count as usize);
+                    let (first, count) = (rows.len(), run.count as usize);
+                    rows.extend(forward.rows_of(run));
                     for (at, &row) in rows[first..first + count].iter().enumerate() {
                         if row >= block.rows {
                             return Err(bounds(row, block.rows));

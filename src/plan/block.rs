@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   header   rows | entries | first row in staging | landed rows per rank served | segment per bin served | row of each entry | note of each entry
-//!   rows     each token once, in token order, however many of the relay's ranks it goes to
+//!   rows     each token once, in token order or in relay order, however many of the relay's ranks it goes to
 //!
 //!   entries of bin b   rows 0 2 3 7 ...  ->  rows to_row, to_row + 1, ... of the rank of b, then the pad
 //! ```
@@ -77,6 +77,22 @@ impl Block {
                 }
                 entry += count;
             }
+        }
+    }
+
+    /// A run of entries as the longest spans of rows that lie next to each other in the block; `first` is then a row. The
+    /// last span has the pad.
+    pub fn spans(&self, run: RowRun, spans: &mut Vec<RowRun>) {
+        let RowRun { mut to_row, first, count, pad } = run;
+        let listed = &self.index[first as usize..][..count as usize];
+        for rows in listed.chunk_by(|a, b| a + 1 == *b) {
+            let count = rows.len() as u32;
+            spans.push(RowRun { to_row, first: rows[0], count, pad: 0 });
+            to_row += count;
+        }
+        match spans.last_mut().filter(|_| count > 0) {
+            Some(last) => last.pad = pad,
+            None => spans.push(RowRun { to_row, first: 0, count: 0, pad }),
         }
     }
 

@@ -58,6 +58,23 @@ impl Crossing {
         self.starts[nth + 1] - self.starts[nth]
     }
 
+    /// Token of each row of the `nth` block.
+    pub fn tokens_of(&self, nth: usize) -> &[u32] {
+        &self.tokens[self.starts[nth] as usize..self.starts[nth + 1] as usize]
+    }
+
+    /// Row of each entry of the `nth` block.
+    pub fn index_of(&self, nth: usize) -> &[u32] {
+        &self.index[self.index_starts[nth] as usize..self.index_starts[nth + 1] as usize]
+    }
+
+    /// Both, to put them in another order.
+    pub(super) fn block_mut(&mut self, nth: usize) -> (&mut [u32], &mut [u32]) {
+        let tokens = self.starts[nth] as usize..self.starts[nth + 1] as usize;
+        let index = self.index_starts[nth] as usize..self.index_starts[nth + 1] as usize;
+        (&mut self.tokens[tokens], &mut self.index[index])
+    }
+
     /// Writes, per rank, how many rows this rank puts into its staging. Empty where nothing is staged.
     pub fn staged(&self, paths: &Paths, into: &mut Vec<u32>) {
         into.resize(into.len() + paths.staged_ranks() as usize, 0);

@@ -9,9 +9,12 @@ use super::{Bins, Block, Order, RowRun, Term};
 pub struct Forward {
     /// What each source sent.
     pub blocks: Vec<Block>,
+    /// Rows are handed on in spans, not one by one: blocks lie in relay order.
+    pub spans: bool,
     /// Routing weight of each entry of each block; empty unless relays weigh what they sum.
     pub weights: Vec<f32>,
-    /// What runs index into: for each entry of each block its row in the block.
+    /// What runs index into: for each entry of each block its row in the block. Spans are rows of the block themselves:
+    /// empty then.
     pub rows: Vec<u32>,
     /// All runs: for each block, chunk and rank served. Chunk 0 stands for what goes with the rows: all entries, counted
     /// from the first of the block.
@@ -22,6 +25,8 @@ pub struct Forward {
     pub partials: Partials,
     served: usize,
     chunks: u8,
+    /// Runs that are cut into spans.
+    listed: Vec<RowRun>,
 }
 
 /// The partial sums of all blocks: a token's rows on one rank ([`Order::Rank`]) or on this node ([`Order::Node`]).
@@ -49,19 +54,28 @@ impl Forward {
         self.starts.clear();
         (self.served, self.chunks) = (served.len(), chunks);
         self.partials.clear();
+        let mut first = 0;
         for block in &self.blocks {
-            let first = self.rows.len() as u32;
-            self.rows.extend(&block.index);
+            if !self.spans {
+                self.rows.extend(&block.index);
+            }
             for part in 0..=chunks {
                 for member in 0..served.len() {
                     self.starts.push(self.runs.len() as u32);
-                    let (chunk, first) = if part == 0 { ((1, 1), 0) } else { ((part, chunks), first) };
-                    block.runs(bins, served, member, chunk, first, &mut self.runs);
+                    match part {
+                        0 => block.runs(bins, served, member, (1, 1), 0, &mut self.runs),
+                        _ if self.spans => {
+                            block.runs(bins, served, member, (part, chunks), 0, &mut self.listed);
+                            self.listed.drain(..).for_each(|run| block.spans(run, &mut self.runs));
+                        }
+                        _ => block.runs(bins, served, member, (part, chunks), first, &mut self.runs),
+                    }
                 }
             }
             if sums {
                 self.partials.add(block, bins, served, first, chunks);
             }
+            first += block.index.len() as u32;
         }
         self.starts.push(self.runs.len() as u32);
         self.partials.chunk_starts.push(self.partials.count());
@@ -76,6 +90,22 @@ impl Forward {
     pub fn runs_of(&self, nth: usize, chunk: u8, member: usize) -> std::ops::Range<u32> {
         let at = (nth * (usize::from(self.chunks) + 1) + usize::from(chunk)) * self.served + member;
         self.starts[at]..self.starts[at + 1]
+    }
+
+    /// The rows of its block that a run of a chunk (from 1) takes.
+    pub fn rows_of(&self, run: RowRun) -> impl Iterator<Item = u32> {
+        let row = |at: u32| if self.spans { at } else { self.rows[at as usize] };
+        (run.first..run.first + run.count).map(row)
+    }
+
+    /// Copies that hand all rows on: one for each span, or for each row. Zeros are not copied.
+    pub fn copies(&self) -> u64 {
+        let parts = (0..self.blocks.len()).flat_map(|nth| (1..=self.chunks).map(move |chunk| (nth, chunk)));
+        let of_part = |(nth, chunk)| {
+            let runs = (0..self.served).flat_map(move |member| self.runs_of(nth, chunk, member));
+            runs.map(|run| self.runs[run as usize].count).filter(|&count| count > 0)
+        };
+        parts.flat_map(of_part).map(|count| if self.spans { 1 } else { u64::from(count) }).sum()
     }
 
     /// The partials of chunk `chunk` (from 1) of the `nth` block.

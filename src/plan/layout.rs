@@ -101,6 +101,8 @@ pub struct Layout {
     home_rows: Vec<u32>,
     /// Per term: the partial sum it belongs to.
     partials: Vec<u32>,
+    /// Per term that a relay sums: which of those that it brings.
+    home_partials: Vec<u32>,
     /// Per bin: the row of the token whose fetches are placed.
     row_of_bin: Vec<Term>,
 }
@@ -140,7 +142,7 @@ impl Layout {
         self.place_runs(frame, sorted, counts, sizes);
         self.place_blocks(frame, (sorted, crossing), counts, sizes);
         self.place_terms(frame, sorted, counts, sizes);
-        self.place_groups(frame);
+        self.place_groups(frame, crossing);
         self.place_fetched(frame, sorted);
         self.place_landed(frame, counts, sizes);
     }
@@ -190,11 +192,9 @@ impl Layout {
             if paths.route() == Route::Pxn {
                 (block.rows, block.first) =
                     (crossing.rows(nth), counts.below[(bins.count() + relay) as usize]);
-                let index = crossing.index_starts[nth] as usize..crossing.index_starts[nth + 1] as usize;
-                block.index.extend_from_slice(&crossing.index[index]);
+                block.index.extend_from_slice(crossing.index_of(nth));
                 let first = self.rows.len() as u32;
-                let tokens = crossing.starts[nth] as usize..crossing.starts[nth + 1] as usize;
-                self.rows.extend_from_slice(&crossing.tokens[tokens]);
+                self.rows.extend_from_slice(crossing.tokens_of(nth));
                 self.runs.extend((1..=frame.chunks).map(|chunk| {
                     let rows = Block::chunk(block.rows, chunk, frame.chunks);
                     let count = rows.len() as u32;
@@ -242,7 +242,7 @@ impl Layout {
         }
     }
 
-    fn place_groups(&mut self, frame: &Frame) {
+    fn place_groups(&mut self, frame: &Frame, crossing: &Crossing) {
         self.sums.clear();
         self.sum_starts.clear();
         self.sum_choices.clear();
@@ -253,9 +253,7 @@ impl Layout {
         }
         if frame.sizing.partial_bytes.is_some() {
             self.sum_starts.push(0);
-            for (relay, block) in frame.paths.relays().zip(&self.blocks) {
-                self.chunks[relay as usize] = frame.sizing.home(0, block.entries());
-            }
+            self.number_partials(frame, crossing);
         }
         self.group_starts.push(0);
         for token in 0..self.tokens as usize {
@@ -274,8 +272,25 @@ impl Layout {
         }
     }
 
-    /// One group: its terms or, if a relay sums them, the next partial that it brings. Relays sum token after token, and a
-    /// token's groups in the order of the sum: so both count alike.
+    /// Relays sum row after row of the block, and a row's groups in the order of the sum: so both count alike.
+    fn number_partials(&mut self, frame: &Frame, crossing: &Crossing) {
+        refill(&mut self.home_partials, self.terms.len(), 0);
+        for ((nth, relay), block) in frame.paths.relays().enumerate().zip(&self.blocks) {
+            let mut next = 0;
+            for &token in crossing.tokens_of(nth) {
+                let terms = self.term_starts[token as usize]..self.term_starts[token as usize + 1];
+                let mut last = NONE;
+                for term in terms.map(|term| term as usize).filter(|&term| self.terms[term].owner == relay) {
+                    let partial = self.partials[term];
+                    next += u32::from(std::mem::replace(&mut last, partial) != partial);
+                    self.home_partials[term] = next - 1;
+                }
+            }
+            self.chunks[relay as usize] = Chunk { rows: next, ..frame.sizing.home(0, block.entries()) };
+        }
+    }
+
+    /// One group: its terms or, if a relay sums them, the partial that it brings.
     fn place_group(&mut self, frame: &Frame, terms: std::ops::Range<usize>) {
         let owner = self.terms[terms.start].owner;
         if frame.sizing.partial_bytes.is_none() {
@@ -285,11 +300,9 @@ impl Layout {
             self.sums.extend_from_slice(&self.terms[terms.clone()]);
             self.sum_choices.extend_from_slice(&self.choices[terms]);
         } else {
-            let chunk = &mut self.chunks[owner as usize];
             self.groups.push(PARTIAL);
-            self.sums.push(Term { owner, row: chunk.rows });
+            self.sums.push(Term { owner, row: self.home_partials[terms.start] });
             self.sum_choices.push(self.choices[terms.start]);
-            chunk.rows += 1;
         }
     }
 

@@ -23,6 +23,7 @@ mod mode;
 mod relay_order;
 mod sizing;
 mod sorted;
+mod spans;
 mod traffic;
 
 pub use bins::Bins;
@@ -37,6 +38,7 @@ pub use mode::{Mode, Overflow};
 pub use relay_order::{RankSets, RelayOrder};
 pub use sizing::{Notes, RowLayout, Sizing};
 pub use sorted::Sorted;
+pub use spans::Spans;
 pub use traffic::{Hops, Traffic};
 
 /// In which order the rows of a token are added up.

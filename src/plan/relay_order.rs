@@ -22,8 +22,10 @@
 //! tokens come: 2^(n-1) for n ranks, half of what sets sorted as numbers need, and the least that any order of all
 //! sets needs.
 
-use super::RowRun;
+use std::ops::Range;
+
 use super::sorted::refill;
+use super::{Block, RowRun};
 
 /// For each row of a block, the set of ranks of the node that it goes to. Ranks count from 0 in the node.
 ///
@@ -33,7 +35,7 @@ use super::sorted::refill;
 /// sets.push([0, 0]);
 /// assert_eq!(sets.rows(), 2);
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct RankSets {
     ranks: u32,
     /// `[rows, words]`; the ranks from `64 * w` on are the bits of word `w`.
@@ -46,9 +48,11 @@ impl RankSets {
         RankSets { ranks, bits: Vec::new() }
     }
 
-    /// Forgets the rows, keeps their memory.
-    pub fn clear(&mut self) {
-        self.bits.clear();
+    /// As many rows as these, in a node of `ranks` ranks, which go nowhere yet. Keeps the memory.
+    pub fn reset(&mut self, ranks: u32, rows: u32) {
+        self.ranks = ranks;
+        let words = rows as usize * self.words();
+        refill(&mut self.bits, words, 0);
     }
 
     /// Adds a row that goes to `ranks`. One may stand there several times: a token may want several of its experts.
@@ -56,12 +60,19 @@ impl RankSets {
     /// # Panics
     /// If the node has no such rank.
     pub fn push(&mut self, ranks: impl IntoIterator<Item = u32>) {
-        let set = self.bits.len();
-        self.bits.resize(set + self.words(), 0);
-        for rank in ranks {
-            assert!(rank < self.ranks, "rank {rank} in a node of {}", self.ranks);
-            self.bits[set + (rank / 64) as usize] |= 1 << (rank % 64);
-        }
+        let row = self.rows() as u32;
+        self.bits.resize(self.bits.len() + self.words(), 0);
+        ranks.into_iter().for_each(|rank| self.add(row, rank));
+    }
+
+    /// Row `row` goes to `rank`, too.
+    ///
+    /// # Panics
+    /// If there is no such row, or the node has no such rank.
+    pub fn add(&mut self, row: u32, rank: u32) {
+        assert!(rank < self.ranks, "rank {rank} in a node of {}", self.ranks);
+        let set = row as usize * self.words();
+        self.bits[set + (rank / 64) as usize] |= 1 << (rank % 64);
     }
 
     /// Number of rows.
@@ -123,8 +134,20 @@ impl RelayOrder {
     }
 
     /// The spans to one rank.
-    pub fn spans_to(&self, rank: u32) -> std::ops::Range<u32> {
+    pub fn spans_to(&self, rank: u32) -> Range<u32> {
         self.span_starts[rank as usize]..self.span_starts[rank as usize + 1]
+    }
+
+    /// Copies that hand on the block if it comes in `chunks` chunks: a span goes on with each chunk that brings rows of it.
+    pub fn copies(&self, chunks: u8) -> u64 {
+        let rows = self.rows.len() as u32;
+        let parts =
+            (1..=chunks).map(|chunk| Block::chunk(rows, chunk, chunks)).filter(|part| !part.is_empty());
+        let cut = |span: &RowRun| {
+            let meets = |part: &Range<u32>| part.start < span.first + span.count && span.first < part.end;
+            parts.clone().filter(meets).count() as u64
+        };
+        self.spans.iter().map(cut).sum()
     }
 
     /// Bit i of a set's place in the Gray code is the parity of the set's ranks from i up.

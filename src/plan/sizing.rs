@@ -34,6 +34,7 @@ impl RowLayout {
 /// | `Weight` | routing weight |
 /// | `Marked` | routing weight, 1 |
 /// | `Choices` | per choice the local expert + 1, or 0 where another rank has it; then per choice its weight |
+/// | `Indexed` | as `Choices`; then the row + 1 that it is in visible order |
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Notes {
     /// Expert-major.
@@ -42,12 +43,15 @@ pub enum Notes {
     Marked,
     /// Rank-major.
     Choices,
+    /// Rank-major, where blocks are in relay order.
+    Indexed,
 }
 
 impl Notes {
-    /// Those of a layout and a mode.
-    pub const fn of(layout: RowLayout, mode: Mode) -> Self {
+    /// Those of a layout and a mode; `spans`: blocks are in relay order.
+    pub const fn of(layout: RowLayout, mode: Mode, spans: bool) -> Self {
         match (layout, mode) {
+            (RowLayout::RankMajor, _) if spans => Notes::Indexed,
             (RowLayout::RankMajor, _) => Notes::Choices,
             (RowLayout::ExpertMajor, Mode::Slots { .. }) => Notes::Marked,
             (RowLayout::ExpertMajor, Mode::Eager | Mode::Budget { .. }) => Notes::Weight,
@@ -60,6 +64,7 @@ impl Notes {
             Notes::Weight => 1,
             Notes::Marked => 2,
             Notes::Choices => 2 * top_k,
+            Notes::Indexed => 2 * top_k + 1,
         }
     }
 
@@ -67,7 +72,7 @@ impl Notes {
     pub const fn layout(self) -> RowLayout {
         match self {
             Notes::Weight | Notes::Marked => RowLayout::ExpertMajor,
-            Notes::Choices => RowLayout::RankMajor,
+            Notes::Choices | Notes::Indexed => RowLayout::RankMajor,
         }
     }
 }

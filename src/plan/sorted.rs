@@ -75,7 +75,7 @@ impl Sorted {
         self.count(map, notes, routing)?;
         self.dropped.resize(routing.experts().len(), false);
         match notes {
-            Notes::Choices => self.place_ranks(routing),
+            Notes::Choices | Notes::Indexed => self.place_ranks(routing),
             Notes::Weight | Notes::Marked => self.place(routing),
         }
         Ok(())
@@ -115,6 +115,29 @@ impl Sorted {
         refill(&mut self.token_starts, 1, 0);
     }
 
+    /// Notes at each entry of a bin which row it is in visible order, from row `first` on.
+    pub(super) fn number(&mut self, bin: u32, first: u32) {
+        let words = self.words;
+        let entries = self.starts[bin as usize] as usize..self.starts[bin as usize + 1] as usize;
+        let notes = self.notes[entries.start * words..entries.end * words].chunks_exact_mut(words);
+        for (note, row) in notes.zip(first..) {
+            note[words - 1] = row + 1;
+        }
+    }
+
+    /// Puts the entries of a bin in another order: the nth becomes what entry `from[n]` of the bin was.
+    pub(super) fn permute(&mut self, bin: u32, from: &[u32], spare: &mut Vec<u32>) {
+        let first = self.starts[bin as usize] as usize;
+        for (table, words) in [(&mut self.tokens, 1), (&mut self.choices, 1), (&mut self.notes, self.words)] {
+            let entries = &mut table[first * words..][..from.len() * words];
+            spare.clear();
+            spare.extend_from_slice(entries);
+            for (to, &entry) in entries.chunks_exact_mut(words).zip(from) {
+                to.copy_from_slice(&spare[entry as usize * words..][..words]);
+            }
+        }
+    }
+
     fn count(&mut self, map: &ExpertMap, notes: Notes, routing: &Routing) -> Result<(), PlanError> {
         let k = routing.top_k() as usize;
         let (mut entries, mut token) = (0, 0);
@@ -132,7 +155,7 @@ impl Sorted {
                 if std::mem::replace(&mut expert.named, token + 1) == token + 1 {
                     return Err(PlanError::ExpertTwice { token, expert: id });
                 }
-                if notes == Notes::Choices {
+                if notes.layout() == RowLayout::RankMajor {
                     let latest = &mut self.latest[expert.bin as usize].0;
                     if std::mem::replace(latest, token + 1) == token + 1 {
                         continue;

@@ -36,6 +36,8 @@ pub struct Traffic {
     pub put: Hops,
     /// Rows that it hands on to the ranks of its node, itself among them, those of zeros included.
     pub handed_on: u64,
+    /// Copies in which it does that: one for each row or, in spans, for each span. Zeros are not copied.
+    pub copies: u64,
     /// Bytes of a row that goes out.
     pub row_bytes: u64,
     /// Bytes of a row that comes home.
@@ -86,6 +88,7 @@ impl Traffic {
             let blocks = forward.map_or(&[][..], |forward| &forward.blocks);
             let segments = blocks.iter().flat_map(|block| &block.segments);
             traffic.handed_on = segments.map(|to| u64::from(to.count) + u64::from(to.pad)).sum();
+            traffic.copies = forward.map_or(0, Forward::copies);
         }
         traffic
     }

@@ -24,6 +24,7 @@ pub struct Group {
     pub layout: RowLayout,
     pub mode: Mode,
     pub order: Order,
+    pub spans: bool,
 }
 
 /// In how many parts blocks go.
@@ -56,7 +57,18 @@ impl Group {
         let some = (0..ranks).map(|_| scattered(2 * ranks, &mut rng)).collect();
         let (route, relays) = (Route::Direct, Relays::Away);
         let (layout, mode, order) = Default::default();
-        Group { nodes, map, align, routings: vec![all, some], route, relays, layout, mode, order }
+        Group {
+            nodes,
+            map,
+            align,
+            routings: vec![all, some],
+            route,
+            relays,
+            layout,
+            mode,
+            order,
+            spans: false,
+        }
     }
 
     /// Ranks of a sample send to everybody, all others only to the sample.
@@ -85,6 +97,11 @@ impl Group {
         Group { route, relays, ..self }
     }
 
+    /// The same group, whose relays hand rows on in spans.
+    pub fn in_spans(self) -> Self {
+        Group { spans: true, ..self }
+    }
+
     pub fn script<'a>(&'a self, calls: &'a [Call], slip: Option<Slip>) -> Script<'a> {
         Script {
             nodes: &self.nodes,
@@ -94,6 +111,7 @@ impl Group {
             map: &self.map,
             align: self.align,
             layout: self.layout,
+            spans: self.spans,
             mode: self.mode,
             order: self.order,
             row_bytes: 32,

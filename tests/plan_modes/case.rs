@@ -68,6 +68,14 @@ pub fn plays() -> impl Strategy<Value = Play> {
     })
 }
 
+/// The same, in spans.
+pub fn plays_in_spans() -> impl Strategy<Value = Play> {
+    plays().prop_map(|play| {
+        let (layout, route, spans) = (RowLayout::RankMajor, Route::Pxn, true);
+        Play { case: Case { layout, route, spans, ..play.case }, ..play }
+    })
+}
+
 /// The weight of a choice: another for each.
 pub fn weight(source: usize, choice: usize) -> f32 {
     (source * 1000 + choice + 1) as f32

@@ -5,12 +5,14 @@ mod placed;
 #[path = "../support/mod.rs"]
 mod support;
 
-use case::{Play, plays, weight};
+use case::{Play, plays, plays_in_spans, weight};
 use placed::{Placed, Rank, routing};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use sidelane::dtype::PARTIAL;
-use sidelane::plan::{Bins, Counts, Frame, Layout, Mode, Notes, RowLayout, RowRun, Sizes, Sorted, Term};
+use sidelane::plan::{
+    Bins, Counts, Frame, Layout, Mode, Notes, RankSets, RelayOrder, RowLayout, RowRun, Sizes, Sorted, Term,
+};
 use sidelane::topology::{NodeMap, Paths, Route};
 use support::visible::{Row, Visible};
 
@@ -77,8 +79,9 @@ fn land(play: &Play, placed: &Placed, rank: usize, rows: usize) -> Landed {
                 assert_eq!(run.to_row as usize, tokens.len());
                 tokens.extend_from_slice(&layout.rows[run.first as usize..][..run.count as usize]);
                 for &run in part(&forward.runs, forward.runs_of(nth, chunk, member)) {
-                    let token = |entry: u32| tokens[forward.rows[entry as usize] as usize] as usize;
-                    landed.write(run, |entry| (source as usize, token(entry)));
+                    let rows: Vec<u32> = forward.rows_of(run).collect();
+                    let token = |nth: u32| tokens[rows[(nth - run.first) as usize] as usize] as usize;
+                    landed.write(run, |nth| (source as usize, token(nth)));
                 }
             }
             for &run in part(&forward.runs, forward.runs_of(nth, 0, member)) {
@@ -99,24 +102,64 @@ fn note_of(play: &Play, notes: Notes, seen: &Visible, rank: usize, at: usize) ->
     match notes {
         Notes::Weight => vec![bits(choices[0])],
         Notes::Marked => vec![bits(choices[0]), 1],
-        Notes::Choices => {
+        Notes::Choices | Notes::Indexed => {
             let experts = seen.local_experts(&play.case, &play.ids, rank, at);
             let mut words: Vec<u32> = experts.iter().map(|&expert| (expert + 1) as u32).collect();
             words.resize(2 * k, 0);
             choices.iter().for_each(|&choice| words[k + choice % k] = bits(choice));
+            words.extend((notes == Notes::Indexed).then_some(at as u32 + 1));
             words
         }
     }
 }
 
-fn rows_and_notes_land_once_each(play: &Play, seen: &Visible, placed: &Placed) {
-    for (rank, rows) in seen.rows.iter().enumerate() {
+/// Per rank: which row in visible order each row is.
+type Index = Vec<Vec<usize>>;
+
+fn rows_and_notes_land_once_each(play: &Play, seen: &Visible, placed: &Placed) -> Index {
+    let of_rank = |(rank, rows): (usize, &Vec<Option<Row>>)| {
         let landed = land(play, placed, rank, rows.len());
-        for (at, row) in rows.iter().enumerate() {
-            let written = row.as_ref().map(|row| (row.source, row.token));
+        let visible = |at: usize| match landed.notes[at].as_ref().and_then(|note| note.last()) {
+            Some(&row) if play.case.spans && row > 0 => row as usize - 1,
+            _ => at,
+        };
+        let index: Vec<usize> = (0..rows.len()).map(visible).collect();
+        for (at, &visible) in index.iter().enumerate() {
+            let written = rows[visible].as_ref().map(|row| (row.source, row.token));
             assert_eq!(landed.rows[at], Some(written), "row {at} of rank {rank}");
-            assert_eq!(landed.notes[at], Some(note_of(play, placed.notes, seen, rank, at)), "of row {at}");
+            let note = note_of(play, placed.notes, seen, rank, visible);
+            assert_eq!(landed.notes[at], Some(note), "of row {at}");
         }
+        let mut rows = index.clone();
+        rows.sort_unstable();
+        assert!(rows.into_iter().eq(0..index.len()), "every row lies somewhere");
+        index
+    };
+    seen.rows.iter().enumerate().map(of_rank).collect()
+}
+
+/// Relays make as many copies as the sets of ranks, in relay order, have spans.
+fn copies_are_those_of_relay_order(play: &Play, seen: &Visible, placed: &Placed) {
+    for (me, Rank { forward, .. }) in placed.ranks.iter().enumerate() {
+        let paths = placed.paths(play, me);
+        let served = paths.served_by(me as u32);
+        let copies = paths.sources().map(|source| {
+            let goes = |token: usize, rank: &u32| {
+                let rows = seen.rows[*rank as usize].iter().flatten();
+                rows.filter(|row| (row.source, row.token) == (source as usize, token)).count() > 0
+            };
+            let (mut sets, mut order) = (RankSets::new(served.len() as u32), RelayOrder::default());
+            for token in 0..play.case.counts[source as usize] as usize {
+                let set = (0..).zip(served).filter(|(_, rank)| goes(token, rank)).map(|(member, _)| member);
+                let set: Vec<u32> = set.collect();
+                if !set.is_empty() {
+                    sets.push(set);
+                }
+            }
+            order.fill(&sets);
+            order.copies(play.chunks)
+        });
+        assert_eq!(forward.copies(), copies.sum::<u64>(), "at rank {me}");
     }
 }
 
@@ -223,14 +266,15 @@ fn sum_of(play: &Play, placed: &Placed, me: usize, token: usize) -> Vec<Vec<(usi
 /// A partial has no choice of its own: its relay weighs by the notes.
 const NO_CHOICE: usize = usize::MAX;
 
-fn sums_find_their_rows(play: &Play, seen: &Visible, placed: &Placed) {
+fn sums_find_their_rows(play: &Play, seen: &Visible, placed: &Placed, index: &Index) {
     for me in 0..play.ids.len() {
         for token in 0..play.case.counts[me] as usize {
             let expected = seen.terms(&play.case, &play.ids, me, token);
             let sum = sum_of(play, placed, me, token);
             assert_eq!(sum.len(), expected.len(), "token {token} of rank {me}");
             for (found, wanted) in sum.iter().flatten().zip(expected.iter().flatten()) {
-                assert_eq!((found.0, found.1), (wanted.0, wanted.1), "token {token} of rank {me}");
+                let row = index[found.0][found.1];
+                assert_eq!((found.0, row), (wanted.0, wanted.1), "token {token} of rank {me}");
                 assert!(found.2 == wanted.2 || found.2 == NO_CHOICE);
             }
             assert!(sum.iter().map(Vec::len).eq(expected.iter().map(Vec::len)));
@@ -238,7 +282,7 @@ fn sums_find_their_rows(play: &Play, seen: &Visible, placed: &Placed) {
     }
 }
 
-fn fetches_find_their_words(play: &Play, seen: &Visible, placed: &Placed) {
+fn fetches_find_their_words(play: &Play, seen: &Visible, placed: &Placed, index: &Index) {
     let (k, words) = (play.case.top_k as usize, placed.sizing.words_home);
     for (me, Rank { layout, .. }) in placed.ranks.iter().enumerate() {
         let (fetched, places) = layout.fetches();
@@ -246,7 +290,7 @@ fn fetches_find_their_words(play: &Play, seen: &Visible, placed: &Placed) {
         for (term, &place) in fetched.iter().zip(places) {
             assert!(u64::from(term.row) < layout.chunks[term.owner as usize].notes);
             let (rank, row) = resolve(play, placed, me, Term { row: term.row / words, ..*term });
-            let word = (rank, row, (term.row % words) as usize);
+            let word = (rank, index[rank][row], (term.row % words) as usize);
             assert_eq!(home[place as usize].replace(word), None, "a word comes home once");
         }
         for (choice, word) in home.into_iter().enumerate() {
@@ -255,6 +299,17 @@ fn fetches_find_their_words(play: &Play, seen: &Visible, placed: &Placed) {
             assert_eq!(word, expected, "choice {choice} of rank {me}");
         }
     }
+}
+
+fn holds(play: &Play) -> (Visible, Placed) {
+    let seen = Visible::new(&play.case, &play.ids);
+    let placed = Placed::new(play);
+    sizes_are_told(play, &seen, &placed);
+    let index = rows_and_notes_land_once_each(play, &seen, &placed);
+    staged_rows_lie_apart(play, &placed);
+    sums_find_their_rows(play, &seen, &placed, &index);
+    fetches_find_their_words(play, &seen, &placed, &index);
+    (seen, placed)
 }
 
 fn config(cases: u32, seed: u64) -> ProptestConfig {
@@ -271,13 +326,13 @@ proptest! {
 
     #[test]
     fn everything_is_where_everybody_looks_for_it(play in plays()) {
-        let seen = Visible::new(&play.case, &play.ids);
-        let placed = Placed::new(&play);
-        sizes_are_told(&play, &seen, &placed);
-        rows_and_notes_land_once_each(&play, &seen, &placed);
-        staged_rows_lie_apart(&play, &placed);
-        sums_find_their_rows(&play, &seen, &placed);
-        fetches_find_their_words(&play, &seen, &placed);
+        holds(&play);
+    }
+
+    #[test]
+    fn in_spans_everything_is_where_the_index_says(play in plays_in_spans()) {
+        let (seen, placed) = holds(&play);
+        copies_are_those_of_relay_order(&play, &seen, &placed);
     }
 }
 

@@ -2,7 +2,7 @@
 
 use sidelane::gate::Routing;
 use sidelane::plan::{
-    Bins, Counts, Crossing, Forward, Frame, Layout, Notes, Order, RowLayout, Sizes, Sizing, Sorted,
+    Bins, Counts, Crossing, Forward, Frame, Layout, Notes, Order, RowLayout, Sizes, Sizing, Sorted, Spans,
 };
 use sidelane::topology::{NodeMap, Paths, Route};
 
@@ -37,7 +37,7 @@ impl Placed {
         let case = &play.case;
         let nodes = NodeMap::from_labels(&case.nodes);
         let bins = Bins::of_layout(case.layout, &case.map, case.order, &nodes);
-        let notes = Notes::of(case.layout, case.mode);
+        let notes = Notes::of(case.layout, case.mode, case.spans);
         let sums = case.order != Order::Expert && case.route == Route::Pxn && nodes.nodes() > 1;
         let sizing = Sizing {
             row_bytes: 48,
@@ -100,6 +100,9 @@ impl Placed {
             }
             let (align, chunks, sizing, mode) = (case.align, play.chunks, *sizing, case.mode);
             let frame = Frame { bins, paths, align, chunks, sizing, mode };
+            if case.spans {
+                Spans::default().arrange(&frame, (&mut *sorted, &mut *crossing), counts, sizes);
+            }
             layout.fill(&frame, (sorted, crossing), case.top_k, counts, sizes);
         }
     }
@@ -109,6 +112,7 @@ impl Placed {
         for me in 0..self.ranks.len() {
             let paths = self.paths(play, me);
             let mut forward = Forward::default();
+            forward.spans = play.case.spans;
             for source in paths.sources() {
                 let nth = paths.of(source).relays().position(|relay| relay == me as u32).unwrap();
                 let mut block = self.ranks[source as usize].layout.blocks[nth].clone();

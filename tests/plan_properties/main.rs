@@ -41,7 +41,7 @@ fn placed(case: &Case) -> Placed {
     let map = ExpertMap::from_slots(case.experts, &case.held).unwrap();
     let nodes = NodeMap::from_labels(&case.labels);
     let bins = Bins::of_layout(case.layout, &map, case.order, &nodes);
-    let notes = Notes::of(case.layout, case.mode);
+    let notes = Notes::of(case.layout, case.mode, false);
     let sums = case.order != Order::Expert && case.route == Route::Pxn && nodes.nodes() > 1;
     let sizing = Sizing {
         row_bytes: 48,

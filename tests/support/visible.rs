@@ -20,6 +20,8 @@ pub struct Case {
     pub order: Order,
     pub wire: Wire,
     pub weighted: bool,
+    /// Relays hand rows on in spans: rows land in another order than the visible one, and an index says in which.
+    pub spans: bool,
 }
 
 impl Case {
@@ -38,6 +40,7 @@ impl Case {
             order: Order::Expert,
             wire: Wire::F32,
             weighted: false,
+            spans: false,
         }
     }
 

@@ -53,8 +53,8 @@ impl RelayTables {
         }
     }
 
-    /// Stage "forward": rows of all blocks to all ranks served, from staging. With `noted`, what goes with them, too: it
-    /// lies in the headers.
+    /// Stage "forward": rows of all blocks to all ranks served, from staging, by list or in spans. With `noted`, what goes
+    /// with them, too: it lies in the headers.
     pub fn forward(&mut self, at: &Setting, forward: &Forward, noted: bool) {
         self.clear();
         let paths = at.paths;
@@ -62,6 +62,7 @@ impl RelayTables {
             return;
         }
         let (relay, served) = (Relay::new(paths, at.chunks), paths.served_by(paths.me()));
+        let of_rows = if forward.spans { Index::Straight } else { Index::Listed };
         for ((nth, source), block) in (0..).zip(paths.sources()).zip(&forward.blocks) {
             let landed = served.iter().position(|&rank| rank == paths.me()).map_or(0, |at| block.landed[at]);
             let staging = self.bases[paths.me() as usize]
@@ -73,7 +74,7 @@ impl RelayTables {
                     let runs = forward.runs_of(nth as usize, chunk, member as usize);
                     let (window, from_offset, index) = match chunk {
                         0 => (WindowId::CONTROL, header + at.control.notes(block.entries()), Index::Straight),
-                        _ => (WindowId::POOL, staging, Index::Listed),
+                        _ => (WindowId::POOL, staging, of_rows),
                     };
                     let (behind, row_bytes) = match chunk {
                         0 => (

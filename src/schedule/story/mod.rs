@@ -57,6 +57,8 @@ pub struct Script<'a> {
     pub order: Order,
     /// In which order a rank sees its rows.
     pub layout: RowLayout,
+    /// Rows cross in relay order, and relays hand them on in spans: rank-major, over [`Route::Pxn`].
+    pub spans: bool,
     /// How much a rank receives; what does not fit is dropped.
     pub mode: Mode,
     /// Bytes of one row: a multiple of 16.

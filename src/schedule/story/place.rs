@@ -5,7 +5,7 @@ use std::rc::Rc;
 use super::tell::{Teller, bad};
 use super::{Script, Slip};
 use crate::error::PlanError;
-use crate::plan::{Counts, Crossing, Forward, Frame, Layout, Notes, Sizes, Sorted};
+use crate::plan::{Counts, Crossing, Forward, Frame, Layout, Notes, Sizes, Sorted, Spans};
 
 /// Where the rows of one dispatch go.
 pub(super) struct Placed {
@@ -16,7 +16,7 @@ pub(super) struct Placed {
 impl Teller<'_> {
     /// Where everything goes, if all ranks dispatch this set of routings.
     pub(super) fn place(&self, routing: usize) -> Result<Placed, PlanError> {
-        let Script { routings, map, align, chunks, layout, mode, .. } = *self.script;
+        let Script { routings, map, align, chunks, layout, mode, spans, .. } = *self.script;
         let set = routings.get(routing).filter(|set| set.len() == self.members.len()).ok_or(bad(
             "set of routings",
             routing,
@@ -27,7 +27,7 @@ impl Teller<'_> {
         counts.clear(self.control.words());
         for ((me, routing), (sorted, crossing, words)) in (0..).zip(set).zip(&mut all) {
             let paths = self.paths(me);
-            sorted.fill(map, &self.bins, Notes::of(layout, mode), me, routing)?;
+            sorted.fill(map, &self.bins, Notes::of(layout, mode, spans), me, routing)?;
             if let Some(slots) = mode.slots() {
                 sorted.keep(routing.top_k(), |_| slots);
             }
@@ -55,6 +55,9 @@ impl Teller<'_> {
             }
             let (bins, sizing) = (&self.bins, self.sizing);
             let frame = Frame { bins, paths, align, chunks, sizing, mode };
+            if spans {
+                Spans::default().arrange(&frame, (&mut *sorted, &mut *crossing), &counts, &sizes);
+            }
             let mut layout = Layout::default();
             layout.fill(&frame, (sorted, crossing), routing.top_k(), &counts, &sizes);
             layouts.push(Rc::new(layout));
@@ -73,6 +76,7 @@ impl Teller<'_> {
             nth.map(|nth| layouts[source as usize].blocks[nth].clone())
         };
         let mut forward = Forward::default();
+        forward.spans = self.script.spans;
         forward.blocks.extend(paths.sources().filter_map(block));
         if self.script.route == crate::topology::Route::Direct {
             // Headers list no rows where every entry is one.

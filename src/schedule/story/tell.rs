@@ -112,7 +112,7 @@ impl<'a> Teller<'a> {
         let sizing = Sizing {
             row_bytes: script.row_bytes,
             home_bytes: script.row_bytes,
-            words_out: Notes::of(script.layout, script.mode).words(top_k),
+            words_out: Notes::of(script.layout, script.mode, script.spans).words(top_k),
             words_home: if script.layout == RowLayout::RankMajor { top_k } else { 1 },
             // As if rows were bf16 and partials f32.
             partial_bytes: sums.then_some(2 * script.row_bytes),

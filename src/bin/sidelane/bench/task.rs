@@ -88,7 +88,7 @@ impl Sizes {
             Route::Direct => 0,
         };
         let own = tokens * u64::from(config.top_k);
-        let note_bytes = u64::from(Notes::of(config.layout, config.room.mode()).words(config.top_k))
+        let note_bytes = u64::from(Notes::of(config.layout, config.room.mode(), false).words(config.top_k))
             * size_of::<u32>() as u64;
         // Rows of a chunk have words behind them; rows alone have not. Alive together at most: rows and output of the
         // first dispatch, rows and output of the round, own rows that come home and, of each rank that is relayed, the
