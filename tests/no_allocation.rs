@@ -99,13 +99,14 @@ fn calls_of_known_shapes_do_not_allocate() {
 fn calls_that_drop_rows_do_not_allocate() {
     let overflow = Overflow::Drop;
     let modes = [Mode::Eager, Mode::Budget { rows: 7, overflow }, Mode::Slots { rows: 2, overflow }];
-    for (route, layout) in Route::ALL.into_iter().flat_map(|route| RowLayout::ALL.map(|l| (route, l))) {
+    let ways = Route::ALL.into_iter().flat_map(|route| RowLayout::ALL.map(|l| (route, l, false)));
+    for (route, layout, spans) in ways.chain([(Route::Pxn, RowLayout::RankMajor, true)]) {
         for mode in modes {
             on_ranks(&[0, 1, 1, 1], &small(), |world| {
                 let group = world.all().unwrap();
                 let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K);
                 let builder = builder.hidden(HIDDEN).dtype(Dtype::Bf16).route(route).layout(layout);
-                let mut ep = builder.mode(mode).build().unwrap();
+                let mut ep = builder.mode(mode).spans(spans).build().unwrap();
                 let mine = tokens::<bf16>(u64::from(world.rank()), 9, HIDDEN, TOP_K, EXPERTS);
                 let (mut out, mut weights) = (vec![bf16::ZERO; mine.x.len()], vec![0.0; mine.ids.len()]);
                 round(&mut ep, &mine, &mut out, &mut weights);
@@ -114,7 +115,7 @@ fn calls_that_drop_rows_do_not_allocate() {
                     round(&mut ep, &mine, &mut out, &mut weights);
                 }
                 let seen = allocations() - before;
-                assert_eq!(seen, 0, "at rank {}, {mode:?}, {route:?}, {layout:?}", world.rank());
+                assert_eq!(seen, 0, "at rank {}, {mode:?}, {route:?}, {layout:?}, {spans}", world.rank());
             });
         }
     }

@@ -2,7 +2,7 @@
 
 use sidelane::ep::ExpertParallelBuilder;
 use sidelane::error::{CallError, Error, MemoryError, PlanError};
-use sidelane::plan::{ExpertMap, Order};
+use sidelane::plan::{ExpertMap, Order, RowLayout};
 use sidelane::topology::Route;
 use sidelane::{Dtype, ExpertParallel, Group};
 
@@ -59,7 +59,9 @@ fn every_rank_hears_what_differs_and_where() {
 
 #[test]
 fn a_rank_with_unusable_settings_says_which_and_the_others_hear_of_it() {
-    let unusable: [Quirk; 8] = [
+    let unusable: [Quirk; 10] = [
+        (|b| b.spans(true).route(Route::Pxn), "spans"),
+        (|b| b.spans(true).layout(RowLayout::RankMajor).route(Route::Direct), "spans"),
         (|b| b.top_k(0), "top_k"),
         (|b| b.top_k(EXPERTS + 1), "top_k"),
         (|b| b.experts(0), "experts"),

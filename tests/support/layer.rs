@@ -1,6 +1,6 @@
 //! All calls of a layer, bit for bit against what everybody must see.
 
-use sidelane::ep::{ExpertParallelBuilder, ExpertRows, Handle};
+use sidelane::ep::{ExpertParallelBuilder, ExpertRows, Handle, RowIndex};
 use sidelane::gate::Routing;
 use sidelane::plan::RowLayout;
 use sidelane::{Element, ExpertParallel, Group, Options, World};
@@ -52,6 +52,20 @@ fn dot<E: Real>(a: &[E], b: &[E]) -> f32 {
     lanes[0]
 }
 
+/// Rows of `columns` elements: the nth is row `landing[n]` of the tensor.
+fn gather<T: Copy>(tensor: &[T], columns: usize, landing: &[usize]) -> Vec<T> {
+    landing.iter().flat_map(|&at| tensor[at * columns..][..columns].iter().copied()).collect()
+}
+
+/// The other way round: row `landing[n]` is the nth.
+fn scatter<T: Copy>(tensor: &[T], columns: usize, landing: &[usize]) -> Vec<T> {
+    let mut rows = tensor.to_vec();
+    for (row, &at) in tensor.chunks_exact(columns).zip(landing) {
+        rows[at * columns..][..columns].copy_from_slice(row);
+    }
+    rows
+}
+
 impl<E: Real> Expected<E>
 where
     f32: To<E>,
@@ -80,7 +94,7 @@ where
         let builder = ExpertParallel::builder(group).unwrap().expert_map(case.map.clone()).top_k(case.top_k);
         let builder = builder.hidden(case.hidden).dtype(E::DTYPE).align(case.align).wire(case.wire);
         let builder = builder.layout(case.layout).mode(case.mode).route(case.route).order(case.order);
-        builder.weighted(case.weighted).max_tokens(case.max_tokens())
+        builder.weighted(case.weighted).spans(case.spans).max_tokens(case.max_tokens())
     }
 
     /// A layer with them.
@@ -104,6 +118,18 @@ where
         (0..rows).flat_map(row).collect()
     }
 
+    /// For each row of this rank in visible order: where it lies.
+    fn landing(&self, me: usize, index: Option<&RowIndex>) -> Vec<usize> {
+        let rows = self.seen.rows[me].len();
+        assert_eq!(index.is_some(), self.case.spans);
+        let Some(index) = index else { return (0..rows).collect() };
+        assert_eq!((index.landing().len(), index.visible().len()), (rows, rows));
+        for (row, &at) in (0..).zip(index.landing()) {
+            assert_eq!(index.visible()[at as usize], row, "there and back");
+        }
+        index.landing().iter().map(|&at| at as usize).collect()
+    }
+
     /// Holds what landed against everybody's `x`.
     fn landed(&self, me: usize, rows: &ExpertRows, x: impl Fn(usize) -> Vec<E>) {
         let hidden = self.case.hidden;
@@ -117,7 +143,8 @@ where
             }
         }
         assert_eq!(rows.len() as usize, self.seen.rows[me].len(), "rows of rank {me}, {:?}", self.case);
-        assert!(bits(rows.rows::<E>().unwrap()) == bits(&expected), "rows of rank {me}, {:?}", self.case);
+        let landed = gather(rows.rows::<E>().unwrap(), hidden, &self.landing(me, rows.index()));
+        assert!(bits(&landed) == bits(&expected), "rows of rank {me}, {:?}", self.case);
     }
 
     /// Holds rows and handle of a dispatch against what this rank must see.
@@ -138,8 +165,15 @@ where
                 }
             }
         }
-        assert_eq!(bits(handle.row_weights()), bits(&weights), "weights at rank {me}, {case:?}");
-        assert_eq!(handle.row_experts(), experts, "experts at rank {me}, {case:?}");
+        assert_eq!(rows.index(), handle.index());
+        let landing = self.landing(me, handle.index());
+        let of_row = |all: usize| all / landing.len().max(1);
+        let row_weights = gather(handle.row_weights(), of_row(weights.len()), &landing);
+        let row_experts = gather(handle.row_experts(), of_row(experts.len()), &landing);
+        assert_eq!(handle.row_weights().len(), weights.len());
+        assert_eq!(bits(&row_weights), bits(&weights), "weights at rank {me}, {case:?}");
+        assert_eq!(handle.row_experts().len(), experts.len());
+        assert_eq!(row_experts, experts, "experts at rank {me}, {case:?}");
         assert_eq!(handle.dropped(), seen.dropped[me], "dropped at rank {me}, {case:?}");
         assert_eq!(handle.required_rows(), seen.required, "at rank {me}, {case:?}");
         assert_eq!(handle.tokens_per_expert(), seen.per_expert[me], "at rank {me}, {case:?}");
@@ -149,14 +183,14 @@ where
     }
 
     /// What this rank's experts make, as an output to combine: what no sum may read is NaN.
-    fn made(&self, me: usize, number: u32) -> Vec<E> {
+    fn made(&self, me: usize, number: u32, handle: &Handle) -> Vec<E> {
         let mut y = self.tensor(number, me, self.seen.rows[me].len());
         for (row, y) in self.seen.rows[me].iter().zip(y.chunks_exact_mut(self.case.hidden)) {
             if row.is_none() {
                 y.fill(f32::NAN.to());
             }
         }
-        y
+        scatter(&y, self.case.hidden, &self.landing(me, handle.index()))
     }
 
     /// The rows of tensor `number` of all ranks, summed for the tokens of this one: from +0 in f32, in the order of the
@@ -195,7 +229,7 @@ where
     /// Combine, in place or in halves or of a copy; and both gradients.
     pub fn returns(&self, world: &World, ep: &mut ExpertParallel, handle: &Handle, round: u32) {
         let (me, case) = (ep.rank() as usize, &self.case);
-        let y = self.made(me, round);
+        let y = self.made(me, round, handle);
         let expected = self.summed(me, round, case.weighted);
         let mut out = vec![E::zeroed(); expected.len()];
         world.pool().poison(0xff);
@@ -217,10 +251,11 @@ where
         let (me, case) = (ep.rank() as usize, &self.case);
         let words = if case.layout == RowLayout::RankMajor { case.top_k as usize } else { 1 };
         let word = |rank: usize, row: usize, nth: usize| element::<f32>(70 + round, rank, row, nth);
-        let of_rows = self.made(me, 30 + round);
+        let of_rows = self.made(me, 30 + round, handle);
         let of_weights: Vec<f32> = (0..self.seen.rows[me].len())
             .flat_map(|row| (0..words).map(move |nth| word(me, row, nth)))
             .collect();
+        let of_weights = scatter(&of_weights, words, &self.landing(me, handle.index()));
         world.pool().poison(0xff);
         let (x, weights) = ep.dispatch_backward::<E>(&of_rows, Some(&of_weights), handle).unwrap();
         assert!(
@@ -274,24 +309,29 @@ where
     pub fn holds(&self, options: &Options) {
         on_ranks(&self.case.nodes, options, |world| {
             let group = world.all().unwrap();
-            let mut ep = self.layer(&group);
-            let me = world.rank() as usize;
-            for round in 0..3 {
-                world.pool().poison(0xff);
-                let routing = self.routing(me);
-                // In halves, relays work while their callers are away.
-                let (rows, handle) = match round {
-                    1 => ep.start_dispatch(&self.all[me].x, &routing).unwrap().finish().unwrap(),
-                    _ => self.dispatch(&mut ep),
-                };
-                self.arrived(me, &rows, &handle);
-                drop(rows);
-                self.returns(&world, &mut ep, &handle, round);
-                world.pool().poison(0xff);
-                self.again(&mut ep, &handle, 50 + round);
-            }
-            nothing_is_held(&world, &group);
+            self.rounds(&world, &group);
         });
+    }
+
+    /// This rank's part of them, in the group of the case.
+    pub fn rounds(&self, world: &World, group: &Group) {
+        let mut ep = self.layer(group);
+        let me = ep.rank() as usize;
+        for round in 0..3 {
+            world.pool().poison(0xff);
+            let routing = self.routing(me);
+            // In halves, relays work while their callers are away.
+            let (rows, handle) = match round {
+                1 => ep.start_dispatch(&self.all[me].x, &routing).unwrap().finish().unwrap(),
+                _ => self.dispatch(&mut ep),
+            };
+            self.arrived(me, &rows, &handle);
+            drop(rows);
+            self.returns(world, &mut ep, &handle, round);
+            world.pool().poison(0xff);
+            self.again(&mut ep, &handle, 50 + round);
+        }
+        nothing_is_held(world, group);
     }
 }
 

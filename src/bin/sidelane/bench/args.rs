@@ -76,6 +76,10 @@ pub struct ConditionArgs {
     #[arg(long, default_value = "pxn", value_parser = one_of(Route::ALL, Route::name))]
     pub route: Route,
 
+    /// Let relays copy spans of rows, not rows one by one, as a copy engine would: for --layout rank-major --route pxn
+    #[arg(long)]
+    pub spans: bool,
+
     /// Start and pad the rows of each expert to a multiple of this many rows
     #[arg(long, value_name = "ROWS", default_value_t = 1)]
     pub align: u32,

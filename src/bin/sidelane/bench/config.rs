@@ -45,6 +45,10 @@ pub enum ConfigError {
     #[error("{option} is for --mode {mode}")]
     OtherMode { option: &'static str, mode: &'static str },
 
+    /// Nothing is handed on, or not in one piece.
+    #[error("--spans is for --layout rank-major --route pxn")]
+    Spans,
+
     /// A budget that is none.
     #[error("--budget {factor} is not a positive number")]
     Budget { factor: f64 },
@@ -93,6 +97,7 @@ pub struct Config {
     pub layout: RowLayout,
     pub room: Room,
     pub route: Route,
+    pub spans: bool,
     pub align: u32,
     pub backward: bool,
     pub routing: Source,
@@ -137,6 +142,7 @@ impl Config {
             layout: args.layout,
             room: Room::default(),
             route: args.route,
+            spans: args.spans,
             align: args.align,
             backward,
             routing,
@@ -172,6 +178,9 @@ impl Config {
         }
         if !self.wire.carries(dtype) {
             return Err(ConfigError::Wire { wire: self.wire, dtype });
+        }
+        if self.spans && (self.layout, self.route) != (RowLayout::RankMajor, Route::Pxn) {
+            return Err(ConfigError::Spans);
         }
         Ok(())
     }

@@ -19,6 +19,9 @@ pub struct Crossing {
     /// What would cross with a row for each (token, expert), or for each (token, rank).
     pub expert_rows: u64,
     pub rank_rows: u64,
+    /// Rows that relays hand on, zeros included, and the copies in which they do.
+    pub relay_rows: u64,
+    pub relay_copies: u64,
     /// How many times less crosses; none if nothing does.
     pub dedup: Option<Dedup>,
     /// What comes home in a combine, for every order and wire that these rows can have.
@@ -45,12 +48,14 @@ pub struct Home {
 
 impl Crossing {
     /// What one rank says to the others; `choices` of its tokens are on other nodes.
-    pub fn words(traffic: &Traffic, choices: u64) -> [u64; 5] {
-        [traffic.put.rail, traffic.wanted.rail, traffic.remote_ranks, traffic.remote_nodes, choices]
+    pub fn words(traffic: &Traffic, choices: u64) -> [u64; 7] {
+        let Traffic { put, wanted, remote_ranks, remote_nodes, handed_on, copies, .. } = *traffic;
+        [put.rail, wanted.rail, remote_ranks, remote_nodes, choices, handed_on, copies]
     }
 
     /// From the sums of what all said.
-    pub fn new(config: &Config, [rows, wanted, rank_rows, remote_nodes, expert_rows]: [u64; 5]) -> Self {
+    pub fn new(config: &Config, words: [u64; 7]) -> Self {
+        let [rows, wanted, rank_rows, remote_nodes, expert_rows, relay_rows, relay_copies] = words;
         let all = Traffic {
             put: Hops { rail: rows, ..Hops::default() },
             wanted: Hops { rail: wanted, ..Hops::default() },
@@ -75,6 +80,8 @@ impl Crossing {
             rows,
             expert_rows,
             rank_rows,
+            relay_rows,
+            relay_copies,
             dedup: (rows > 0).then_some(dedup),
             combine: combine.collect(),
         }
@@ -97,6 +104,11 @@ impl Crossing {
             text,
             "dedup {expert:.1}x against a row per (token, expert), {rank:.1}x against one per (token, rank)"
         );
+        if config.route == Route::Pxn {
+            let (relayed, copies) = (self.relay_rows, self.relay_copies);
+            let how = if config.spans { "spans" } else { "row by row" };
+            let _ = writeln!(text, "relays hand on {relayed} rows in {copies} copies ({how})");
+        }
         if config.route == Route::Direct {
             let of = match config.layout {
                 RowLayout::ExpertMajor => "expert",
@@ -140,7 +152,8 @@ mod tests {
 
     #[test]
     fn every_order_and_wire_has_its_bytes() {
-        let crossing = Crossing::new(&config(Route::Pxn, Order::Node, RowType::Bf16), [20, 80, 50, 20, 80]);
+        let crossing =
+            Crossing::new(&config(Route::Pxn, Order::Node, RowType::Bf16), [20, 80, 50, 20, 80, 90, 90]);
         let bytes: Vec<u64> = crossing.combine.iter().map(|home| home.bytes / 1000).collect();
         assert_eq!(bytes, [80 * 2, 50 * 4, 50 * 2, 20 * 4, 20 * 2]);
         assert_eq!(crossing.dedup, Some(Dedup { expert: 4.0, rank: 2.5 }));
@@ -148,7 +161,8 @@ mod tests {
 
     #[test]
     fn rows_of_other_types_have_partials_in_f32_alone() {
-        let crossing = Crossing::new(&config(Route::Pxn, Order::Node, RowType::F16), [20, 80, 50, 20, 80]);
+        let crossing =
+            Crossing::new(&config(Route::Pxn, Order::Node, RowType::F16), [20, 80, 50, 20, 80, 90, 90]);
         let wires: Vec<_> = crossing.combine.iter().map(|home| home.wire).collect();
         assert_eq!(wires, [None, Some(Wire::F32), Some(Wire::F32)]);
     }
@@ -156,9 +170,10 @@ mod tests {
     #[test]
     fn the_text_marks_what_was_measured() {
         let config = config(Route::Pxn, Order::Node, RowType::Bf16);
-        let text = Crossing::new(&config, [20, 80, 50, 20, 80]).text(&config).unwrap();
+        let text = Crossing::new(&config, [20, 80, 50, 20, 80, 90, 90]).text(&config).unwrap();
         assert!(text.contains("20 rows, for 80 (token, expert) and 50 (token, rank)"), "{text}");
         assert!(text.contains("dedup 4.0x against a row per (token, expert), 2.5x against one"), "{text}");
+        assert!(text.contains("relays hand on 90 rows in 90 copies (row by row)"), "{text}");
         let marked: Vec<&str> = text.lines().filter(|line| line.ends_with("measured")).collect();
         assert_eq!(marked.len(), 1, "{text}");
         assert!(["node", "bf16", "40.0 kB"].iter().all(|word| marked[0].contains(word)), "{text}");
@@ -167,7 +182,7 @@ mod tests {
     #[test]
     fn rows_that_go_straight_save_nothing_and_come_home_as_they_are() {
         let config = config(Route::Direct, Order::Node, RowType::Bf16);
-        let crossing = Crossing::new(&config, [80, 80, 50, 20, 80]);
+        let crossing = Crossing::new(&config, [80, 80, 50, 20, 80, 0, 0]);
         assert!(crossing.combine.iter().all(|home| home.bytes == 80 * 2000));
         let text = crossing.text(&config).unwrap();
         assert!(text.contains("dedup 1.0x against a row per (token, expert), 0.6x against one"), "{text}");
@@ -177,7 +192,7 @@ mod tests {
     #[test]
     fn where_nothing_crosses_nothing_is_said() {
         let config = config(Route::Direct, Order::Expert, RowType::Bf16);
-        let crossing = Crossing::new(&config, [0; 5]);
+        let crossing = Crossing::new(&config, [0; 7]);
         assert_eq!((crossing.dedup, crossing.text(&config)), (None, None));
     }
 }

@@ -85,6 +85,7 @@ impl<'c, E: Number> Layer<'c, E> {
             .order(config.order)
             .wire(config.wire)
             .route(config.route)
+            .spans(config.spans)
             .build()?;
         let router = Router::open(&config.routing)?;
         let routing = router.routing(config, world.rank()).map_err(Error::from)?;
@@ -119,6 +120,7 @@ impl<'c, E: Number> Layer<'c, E> {
     pub fn dispatch_and_check(&mut self) -> Result<(ExpertRows, Handle), CliError> {
         self.world.pool().poison(0xff);
         let (rows, handle) = self.tokens.dispatch(&mut self.ep, &self.routing)?;
+        self.expected.arrange(rows.index());
         self.check_rows(&rows, &handle)?;
         Ok((rows, handle))
     }

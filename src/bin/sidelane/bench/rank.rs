@@ -124,7 +124,11 @@ fn moved_as_planned(rank: u32, handle: &Handle) -> bool {
     if seen != planned {
         eprintln!("sidelane: rank {rank} moved {seen:?} bytes on its node and over rails, not {planned:?}");
     }
-    seen == planned
+    let (copies, planned_copies) = (handle.report().relayed.copies, traffic.copies);
+    if copies != planned_copies {
+        eprintln!("sidelane: rank {rank} handed rows on in {copies} copies, not {planned_copies}");
+    }
+    seen == planned && copies == planned_copies
 }
 
 fn report<E: Number>(

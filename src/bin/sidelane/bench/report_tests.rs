@@ -36,6 +36,7 @@ pub fn sample() -> Report {
             overflow: Some(Overflow::Drop),
         },
         route: Route::Pxn,
+        spans: false,
         align: 1,
         backward: true,
         routing: "zipf:1.0".parse().unwrap(),
@@ -43,7 +44,7 @@ pub fn sample() -> Report {
         seed: 0,
     };
     Report {
-        crossing: Crossing::new(&config, [8192, 16384, 12288, 8192, 16384]),
+        crossing: Crossing::new(&config, [8192, 16384, 12288, 8192, 16384, 16384, 16384]),
         config: Conditions { config, cores: 2, huge_pages_granted: false },
         verified: true,
         rows_verified: 32768,

@@ -88,8 +88,9 @@ impl Sizes {
             Route::Direct => 0,
         };
         let own = tokens * u64::from(config.top_k);
-        let note_bytes = u64::from(Notes::of(config.layout, config.room.mode(), false).words(config.top_k))
-            * size_of::<u32>() as u64;
+        let note_bytes =
+            u64::from(Notes::of(config.layout, config.room.mode(), config.spans).words(config.top_k))
+                * size_of::<u32>() as u64;
         // Rows of a chunk have words behind them; rows alone have not. Alive together at most: rows and output of the
         // first dispatch, rows and output of the round, own rows that come home and, of each rank that is relayed, the
         // rows that wait to be handed on or the sums that wait to be brought home.

@@ -2,7 +2,7 @@
 
 use half::bf16;
 use sidelane::dtype::Wire;
-use sidelane::ep::Handle;
+use sidelane::ep::{Handle, RowIndex};
 use sidelane::error::PlanError;
 use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, Order, RowLayout};
@@ -24,6 +24,8 @@ pub struct Expected {
     local: Vec<i32>,
     /// Per row: the experts that it is for, ascending.
     experts: Vec<Vec<u32>>,
+    /// Which row in visible order each row is.
+    visible: Vec<u32>,
     /// Which of this rank's choices have no room.
     dropped: Vec<bool>,
     /// Rows that each rank needs.
@@ -85,7 +87,39 @@ impl Expected {
         let routing = Routing::new(config.top_k, kept.collect::<Vec<i32>>(), own.weights().to_vec())?;
         let (map, nodes) = (placement.map, config.node_map());
         let plain = Plain::new(config.dtype, config.hidden);
-        Ok(Expected { rows, weights, local, experts, dropped, required, routing, map, nodes, rank, plain })
+        let visible = (0..rows.len() as u32).collect();
+        Ok(Expected {
+            rows,
+            weights,
+            local,
+            experts,
+            visible,
+            dropped,
+            required,
+            routing,
+            map,
+            nodes,
+            rank,
+            plain,
+        })
+    }
+
+    /// Rows lie as the index says, or in visible order. One that is no permutation will not match what arrived.
+    pub fn arrange(&mut self, index: Option<&RowIndex>) {
+        let plain: Vec<u32> = (0..self.rows.len() as u32).collect();
+        let now = index.map_or(&plain[..], RowIndex::visible);
+        if now == self.visible || now.len() != self.visible.len() {
+            return;
+        }
+        let mut was = vec![0; plain.len()];
+        self.visible.iter().zip(0..).for_each(|(&row, at)| was[row as usize] = at);
+        let from: Vec<usize> = now.iter().map(|&row| was[row as usize]).collect();
+        let words = self.weights.len() / from.len();
+        self.rows = from.iter().map(|&at| self.rows[at]).collect();
+        self.experts = from.iter().map(|&at| self.experts[at].clone()).collect();
+        self.weights = from.iter().flat_map(|&at| self.weights[at * words..][..words].to_vec()).collect();
+        self.local = from.iter().flat_map(|&at| self.local[at * words..][..words].to_vec()).collect();
+        self.visible = now.to_vec();
     }
 
     /// Rows that should land here, pads counted.

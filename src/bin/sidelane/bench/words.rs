@@ -39,7 +39,8 @@ impl Words {
                 config.routing, config.experts, config.top_k, config.seed
             ),
             schedule: format!(
-                "route {route}, layout {layout}, order {order}, wire {wire}, align {}, {}",
+                "route {route}{}, layout {layout}, order {order}, wire {wire}, align {}, {}",
+                if config.spans { " in spans" } else { "" },
                 config.align,
                 config.room.words()
             ),
