@@ -171,8 +171,7 @@ struct Tally {
     example: String,
 }
 
-fn survivors(labels: &[u32], way: (Route, Relays), order: Order) -> Vec<String> {
-    let group = Group::new(labels, 4, 5).run(way).placed((RowLayout::ExpertMajor, Mode::Eager, order));
+fn survivors(title: &str, group: &Group) -> Vec<String> {
     let story = group.tell(&rounds(), None);
     prove(&story).expect("the real schedule has no fault");
     let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
@@ -180,7 +179,7 @@ fn survivors(labels: &[u32], way: (Route, Relays), order: Order) -> Vec<String> 
     for mutation in mutations(&story) {
         let tally = tallies.entry(class(&mutation)).or_default();
         tally.mutants += 1;
-        let mutant = Mutant::new(mutation, &group, &story);
+        let mutant = Mutant::new(mutation, group, &story);
         match (prove(&mutation.plant(&story)), mutant.harmless()) {
             (Ok(_), Some(_)) => tally.harmless += 1,
             (Err(fault), None) => {
@@ -193,7 +192,7 @@ fn survivors(labels: &[u32], way: (Route, Relays), order: Order) -> Vec<String> 
             }
         }
     }
-    report(&format!("{labels:?} {} {:?} {}", way.0.name(), way.1, order.name()), &tallies);
+    report(title, &tallies);
     wrong
 }
 
@@ -214,7 +213,9 @@ fn report(title: &str, tallies: &BTreeMap<String, Tally>) {
 }
 
 fn all_found(labels: &[u32], way: (Route, Relays), order: Order) {
-    assert_eq!(survivors(labels, way, order), Vec::<String>::new());
+    let group = Group::new(labels, 4, 5).run(way).placed((RowLayout::ExpertMajor, Mode::Eager, order));
+    let title = format!("{labels:?} {} {:?} {}", way.0.name(), way.1, order.name());
+    assert_eq!(survivors(&title, &group), Vec::<String>::new());
 }
 
 #[test]
@@ -226,6 +227,16 @@ fn every_mutant_of_two_nodes_of_two_is_found() {
 fn every_mutant_of_relays_that_sum_is_found() {
     Relays::ALL.into_iter().for_each(|relays| all_found(&[0, 1, 1, 0], (Route::Pxn, relays), Order::Node));
     all_found(&[0, 0, 0, 1], (Route::Pxn, Relays::Away), Order::Rank);
+}
+
+#[test]
+fn every_mutant_of_relays_that_copy_spans_is_found() {
+    for order in [Order::Expert, Order::Node] {
+        let placement = (RowLayout::RankMajor, Mode::Eager, order);
+        let group = Group::dense(&[0, 0, 1, 1], 4, 5).in_spans(Relays::Away, placement);
+        let title = format!("2 x 2 in spans, {}", order.name());
+        assert_eq!(survivors(&title, &group), Vec::<String>::new());
+    }
 }
 
 #[test]

@@ -6,7 +6,7 @@ mod groups;
 use std::collections::BTreeSet;
 use std::time::Instant;
 
-use groups::{Group, ROWS, copy, dispatch, placements, ret, rounds, ways};
+use groups::{Group, ROWS, copy, dispatch, placements, placements_in_spans, ret, rounds, ways};
 use sidelane::schedule::check::check;
 use sidelane::schedule::prove::{Fault, Proof, prove};
 use sidelane::schedule::story::{Call, Relays, Script, Slip, Story};
@@ -73,6 +73,25 @@ fn every_placement_is_proved_and_run_at_random() {
 }
 
 #[test]
+fn spans_are_proved_and_run_at_random_in_every_mode_and_order() {
+    let shapes: [(&str, &[u32]); 4] = [
+        ("2 x 2", &[0, 0, 1, 1]),
+        ("3 + 1", &[0, 0, 1, 0]),
+        ("3 + 5", &[0, 0, 0, 1, 1, 1, 1, 1]),
+        ("3, mixed", &[0, 1, 2, 0, 1]),
+    ];
+    for (name, labels) in shapes {
+        for (relays, placed) in Relays::ALL.iter().flat_map(|r| placements_in_spans().map(move |p| (*r, p))) {
+            let group = Group::new(labels, 2, 5).in_spans(relays, placed);
+            let story = group.tell(&rounds(), None);
+            let name = format!("{name} in spans, {relays:?} {placed:?}");
+            proved(&name, &story);
+            check(&story, 0..2).unwrap_or_else(|fault| panic!("{name}: {fault}"));
+        }
+    }
+}
+
+#[test]
 fn sixty_four_ranks_are_proved_in_seconds() {
     let one: Vec<u32> = vec![0; 64];
     let eight: Vec<u32> = (0..64).map(|rank| rank / 8).collect();
@@ -97,6 +116,10 @@ fn sixty_four_ranks_are_proved_in_seconds() {
     for (way, placement) in away.into_iter().flat_map(|way| placements().map(move |placed| (way, placed))) {
         let group = Group::new(&labels, 1, 3).run(way).placed(placement);
         proved(&format!("{} {placement:?}", titled("8 x 8", way)), &group.tell(&groups::pairs(2), None));
+    }
+    for placement in placements_in_spans() {
+        let group = Group::new(&labels, 1, 3).in_spans(Relays::Away, placement);
+        proved(&format!("8 x 8 in spans {placement:?}"), &group.tell(&groups::pairs(2), None));
     }
 }
 

@@ -43,6 +43,11 @@ pub fn placements() -> impl Iterator<Item = (RowLayout, Mode, Order)> {
     layouts.flat_map(|(layout, mode)| Order::ALL.map(|order| (layout, mode, order)))
 }
 
+/// Those in which relays may hand rows on in spans.
+pub fn placements_in_spans() -> impl Iterator<Item = (RowLayout, Mode, Order)> {
+    placements().filter(|(layout, ..)| *layout == RowLayout::RankMajor)
+}
+
 impl Group {
     /// Two experts a rank; every rank sends rows to every other in set 0, some choices are dropped in set 1.
     pub fn new(labels: &[u32], align: u32, seed: u64) -> Self {
@@ -87,6 +92,17 @@ impl Group {
         Group { nodes, map, routings, ..Group::new(&[0], 1, 0) }
     }
 
+    /// In set 0 every token goes to all ranks: so each chunk of a block has rows for every rank in relay order, too. In set
+    /// 1 some choices are dropped.
+    pub fn dense(labels: &[u32], align: u32, seed: u64) -> Self {
+        let group = Group::new(labels, align, seed);
+        let ranks = group.nodes.ranks();
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let all = (0..ranks).map(|_| to_all(ranks, || true)).collect();
+        let some = (0..ranks).map(|_| to_all(ranks, || rng.random_range(0..4) > 0)).collect();
+        Group { routings: vec![all, some], ..group }
+    }
+
     /// The same group, placed in another way.
     pub fn placed(self, (layout, mode, order): (RowLayout, Mode, Order)) -> Self {
         Group { layout, mode, order, ..self }
@@ -97,9 +113,9 @@ impl Group {
         Group { route, relays, ..self }
     }
 
-    /// The same group, whose relays hand rows on in spans.
-    pub fn in_spans(self) -> Self {
-        Group { spans: true, ..self }
+    /// The same group, over relays that hand rows on in spans.
+    pub fn in_spans(self, relays: Relays, placement: (RowLayout, Mode, Order)) -> Self {
+        Group { spans: true, ..self.run((Route::Pxn, relays)).placed(placement) }
     }
 
     pub fn script<'a>(&'a self, calls: &'a [Call], slip: Option<Slip>) -> Script<'a> {
@@ -134,6 +150,15 @@ fn everywhere(experts: u32) -> Routing<'static> {
     let ids: Vec<i32> = (0..tokens).map(|t| t % half).flat_map(|t| [t as i32, (t + half) as i32]).collect();
     let weights = vec![0.5; ids.len()];
     Routing::new(2, ids, weights).unwrap()
+}
+
+/// Two tokens for each chunk, each at an expert of every rank, unless that is dropped.
+fn to_all(ranks: u32, mut keep: impl FnMut() -> bool) -> Routing<'static> {
+    let tokens = 2 * u32::from(CHUNKS);
+    let experts = (0..tokens).flat_map(|token| (0..ranks).map(move |rank| 2 * rank + token % 2));
+    let ids: Vec<i32> = experts.map(|id| if keep() { id as i32 } else { -1 }).collect();
+    let weights = vec![0.5; ids.len()];
+    Routing::new(ranks, ids, weights).unwrap()
 }
 
 /// Up to four tokens at two random experts, some dropped.
