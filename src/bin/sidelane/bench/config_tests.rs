@@ -49,6 +49,14 @@ fn the_main_job_is_two_nodes_of_four_ranks_and_recorded_routing() {
 }
 
 #[test]
+fn spans_are_for_rank_major_rows_that_are_handed_on() {
+    assert!(resolve("--spans --layout rank-major").unwrap().spans);
+    for words in ["--spans", "--spans --layout rank-major --route direct"] {
+        assert!(matches!(resolve(words), Err(ConfigError::Spans)), "{words}");
+    }
+}
+
+#[test]
 fn there_are_as_many_nodes_as_said_or_listed_and_four_ranks_on_each_unless_said() {
     for (words, sizes) in [
         ("--nodes 3", &[4, 4, 4][..]),
