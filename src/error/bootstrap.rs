@@ -90,6 +90,16 @@ pub enum BootstrapError {
         /// What was expected.
         expected: String,
     },
+    /// Ranks of one job were started under different conditions ([`Options::conditions`](crate::Options::conditions)).
+    #[error("rank {rank} was started under other conditions than rank 0: {seen:?}, not {expected:?}")]
+    ConditionsDiffer {
+        /// The first rank that differs from rank 0.
+        rank: u32,
+        /// Its conditions.
+        seen: String,
+        /// Those of rank 0.
+        expected: String,
+    },
     /// A rank left the world in peace while a step needed it.
     #[error("rank {rank} left the world: step {step:?} cannot be completed")]
     Left {

@@ -5,6 +5,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use sha2::{Digest, Sha256};
+
 use super::Group;
 use crate::bootstrap::{self, Clocks, Health, Hub, Identity, Location, Secret};
 use crate::config::Config;
@@ -25,6 +27,9 @@ pub struct Options {
     /// Keep so many operations of each rank for a timeline, the first ones since the recorder was emptied; 0 keeps none
     /// and costs nothing.
     pub record: usize,
+    /// What all ranks must have in common beside these options, in the caller's words: for example the settings of a job
+    /// whose machines are started one by one. Ranks that differ do not become a world.
+    pub conditions: String,
 }
 
 impl Options {
@@ -33,7 +38,7 @@ impl Options {
     /// # Errors
     /// [`BootstrapError::BadVariable`].
     pub fn from_env() -> Result<Self, BootstrapError> {
-        Ok(Options { config: Config::from_env()?, clocks: Clocks::from_env()?, record: 0 })
+        Ok(Options { config: Config::from_env()?, clocks: Clocks::from_env()?, ..Options::default() })
     }
 }
 
@@ -139,6 +144,7 @@ impl World {
             .map(|(label, r)| Location::from_bytes(r, label))
             .collect::<Result<_, _>>()?;
         let nodes = NodeMap::from_labels(&machines);
+        Self::compare_conditions(hub.as_ref(), &options)?;
         Self::compare_sizes(hub.as_ref(), &options)?;
         let heap = Self::map_heaps(hub.as_ref(), &options, &nodes)?;
         let card = match nodes.nodes() {
@@ -155,6 +161,19 @@ impl World {
         let shared = Arc::new(shared);
         shared.tell_of_protocol_faults();
         Ok(World { shared, previous })
+    }
+
+    /// Digests go round; the words themselves only if these differ, and only of the two that are then named.
+    fn compare_conditions(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
+        let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
+        let mine = Sha256::digest(&options.conditions);
+        let digests = hub.gather("world/conditions", rank, size, mine.as_slice(), deadline)?;
+        let Some(differs) = digests.iter().position(|digest| *digest != digests[0]) else { return Ok(()) };
+        let named = [0, differs].contains(&(rank as usize));
+        let words = if named { options.conditions.as_bytes() } else { &[] };
+        let said = hub.gather("world/conditions/words", rank, size, words, deadline)?;
+        let [expected, seen] = [0, differs].map(|rank| String::from_utf8_lossy(&said[rank]).into_owned());
+        Err(BootstrapError::ConditionsDiffer { rank: differs as u32, seen, expected }.into())
     }
 
     /// Peers check offsets against sizes that they take to be their own.
@@ -327,6 +346,26 @@ fn crowded(machines: &[Location], rank: u32) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ranks_under_different_conditions_do_not_make_a_world_and_all_are_told_who_differs() {
+        let conditions = ["16 tokens", "16 tokens", "32 tokens"];
+        let hubs = bootstrap::threads(3, Clocks::default()).into_iter();
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = hubs
+                .zip(conditions)
+                .map(|(hub, conditions)| {
+                    let options = Options { conditions: conditions.to_owned(), ..Options::default() };
+                    scope.spawn(|| World::build(hub, options, &Location::here().unwrap(), None).unwrap_err())
+                })
+                .collect();
+            let (seen, expected) = ("32 tokens".to_owned(), "16 tokens".to_owned());
+            let error = BootstrapError::ConditionsDiffer { rank: 2, seen, expected };
+            for rank in ranks {
+                assert_eq!(rank.join().unwrap(), Error::Bootstrap(error.clone()));
+            }
+        });
+    }
 
     #[test]
     fn ranks_with_heaps_of_different_size_do_not_make_a_world() {
