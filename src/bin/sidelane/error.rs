@@ -19,6 +19,16 @@ pub enum CliError {
     #[error(transparent)]
     Config(Box<ConfigError>),
 
+    /// Machines without a secret in common would let in anybody.
+    #[error(
+        "ranks of other machines join at {master}: set the same SIDELANE_SECRET or SIDELANE_SECRET_FILE on each machine (or SIDELANE_INSECURE=1 on a trusted network)"
+    )]
+    NoSecret { master: String },
+
+    /// The machines of a job were not given the same options.
+    #[error("rank {rank} was started under other conditions than rank 0: {differences}")]
+    Conditions { rank: u32, differences: String },
+
     /// What this program hands to its ranks did not arrive whole.
     #[error("the task of a rank is not what `sidelane` writes: {0}")]
     Task(#[source] serde_json::Error),
@@ -59,7 +69,11 @@ impl CliError {
     /// cannot be run, as shells have it; 1 for everything else.
     pub fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
-            CliError::Shape(_) | CliError::Config(_) | CliError::Task(_) => 2,
+            CliError::Shape(_)
+            | CliError::Config(_)
+            | CliError::NoSecret { .. }
+            | CliError::Conditions { .. }
+            | CliError::Task(_) => 2,
             CliError::Spawn { source, .. } if source.kind() == io::ErrorKind::NotFound => 127,
             CliError::Spawn { .. } => 126,
             _ => 1,

@@ -2,10 +2,13 @@
 //! `doctor` says what the machine offers.
 
 mod bench;
+mod conditions;
 mod doctor;
 mod error;
 mod launch;
+mod machines;
 mod output;
+mod rail;
 mod table;
 mod trace;
 

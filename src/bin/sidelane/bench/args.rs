@@ -11,6 +11,7 @@ use sidelane::topology::Route;
 use super::room::RoomMode;
 use super::row_type::RowType;
 use super::source::Source;
+use crate::launch::MachineArgs;
 
 /// What dispatches and combines are made of.
 #[derive(Args)]
@@ -92,9 +93,12 @@ pub struct ConditionArgs {
     /// Draws rows and synthetic routing
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
+
+    #[command(flatten)]
+    pub machines: MachineArgs,
 }
 
-/// Time dispatch and combine between processes of this machine, verified and against a floor
+/// Time dispatch and combine between processes of one machine or several, verified and against a floor
 #[derive(Args)]
 pub struct BenchArgs {
     #[command(flatten)]
@@ -108,11 +112,11 @@ pub struct BenchArgs {
     #[arg(long, value_name = "N")]
     pub rounds: Option<u32>,
 
-    /// Write the report as JSON
+    /// Write the report as JSON, on the machine of rank 0
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 
-    /// Write one round as a Chrome trace
+    /// Write one round as a Chrome trace, on the machine of rank 0
     #[arg(long, value_name = "FILE")]
     pub trace_out: Option<PathBuf>,
 }

@@ -1,11 +1,12 @@
 //! Every condition of a measurement, resolved: what was given, what the routing file says, what is the default.
 //!
-//! The program resolves once and hands the result to every rank, so that no two ranks can differ.
+//! The program resolves once and hands the result to every rank that it starts; ranks of other machines are compared.
 
 use std::io;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use sidelane::dtype::{Dtype, Wire};
 use sidelane::error::PlanError;
 use sidelane::gate::RecordedError;
@@ -183,6 +184,13 @@ impl Config {
             return Err(ConfigError::Spans);
         }
         Ok(())
+    }
+
+    /// What all ranks must have in common: all this, and what the routing file holds.
+    pub fn conditions(&self) -> Result<Value, ConfigError> {
+        let mut conditions = serde_json::to_value(self).expect("strings, numbers and lists are always JSON");
+        conditions["routing_file"] = self.routing.digest()?.into();
+        Ok(conditions)
     }
 
     /// Number of ranks.

@@ -10,13 +10,16 @@ use super::source::Router;
 use super::task::Sizes;
 use super::tensor::{Number, fill};
 use super::verify::Expected;
+use crate::conditions;
 use crate::error::CliError;
+use crate::machines::Machines;
 
 /// Everything a rank calls with.
 pub struct Layer<'c, E> {
     pub config: &'c Config,
     pub world: World,
     pub group: Group,
+    pub machines: Machines,
     pub ep: ExpertParallel,
     pub routing: Routing<'static>,
     pub tokens: Tokens<E>,
@@ -63,14 +66,20 @@ pub struct Verdict {
 }
 
 impl<'c, E: Number> Layer<'c, E> {
-    /// Joins the job. A recorder keeps `record` operations, none if that is 0.
-    pub fn join(config: &'c Config, sizes: Sizes, record: usize) -> Result<Self, CliError> {
+    /// Joins the ranks that were started under the same conditions. A recorder keeps `record` operations, none if that is 0.
+    pub fn join(
+        config: &'c Config,
+        sizes: Sizes,
+        conditions: String,
+        record: usize,
+    ) -> Result<Self, CliError> {
         let mut options = Options::from_env().map_err(Error::from)?;
         options.config.heap = options.config.heap.max(sizes.heap);
         options.config.symmetric = options.config.symmetric.max(sizes.symmetric);
-        options.record = record;
-        let world = World::from_env_with(options)?;
+        (options.record, options.conditions) = (record, conditions);
+        let world = World::from_env_with(options).map_err(conditions::explain)?;
         let group = world.all()?;
+        let machines = Machines::of(&group)?;
         let ep = ExpertParallel::builder(&group)
             .map_err(Error::from)?
             .experts(config.experts)
@@ -106,6 +115,7 @@ impl<'c, E: Number> Layer<'c, E> {
             config,
             world,
             group,
+            machines,
             ep,
             routing,
             tokens,

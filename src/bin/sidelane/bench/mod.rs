@@ -61,7 +61,7 @@ pub fn main(args: &BenchArgs) -> Result<ExitCode, CliError> {
             task.config.routing
         );
     }
-    start_ranks("bench-rank", &task.config, &task)
+    start_ranks("bench-rank", &task.config.ranks_per_node, &args.conditions.machines, &task)
 }
 
 /// Runs one rank.

@@ -5,12 +5,13 @@
 
 use sidelane::ep::{Handle, Yardstick};
 use sidelane::rows::{Arithmetic, Stores};
-use sidelane::{Error, ExpertParallel, Group, Window, World};
+use sidelane::{Error, ExpertParallel, Group, Window};
 
 use super::clock::Laps;
 use super::config::Config;
-use super::layer::Tokens;
+use super::layer::{Layer, Tokens};
 use super::tensor::Number;
+use crate::machines::Machines;
 
 /// One kind of call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +47,7 @@ pub struct Pair {
 pub struct Track<'a, E> {
     pub ep: &'a mut ExpertParallel,
     pub barrier: &'a mut Window,
+    pub machines: &'a Machines,
     pub config: &'a Config,
     pub routing: &'a sidelane::gate::Routing<'static>,
     pub tokens: &'a Tokens<E>,
@@ -141,7 +143,7 @@ impl<E: Number> Track<'_, E> {
                 for _ in 0..ROUNDS {
                     self.lap(kind, &mut pair, false)?;
                 }
-                let mut rounds = Laps::rounds_us(&group.gather(pair.floor.to_bytes())?);
+                let mut rounds = Laps::rounds_us(&group.gather(pair.floor.to_bytes())?, self.machines);
                 rounds.sort_unstable_by(f64::total_cmp);
                 if rounds[ROUNDS / 2] < best {
                     best = rounds[ROUNDS / 2];
@@ -156,9 +158,10 @@ impl<E: Number> Track<'_, E> {
 
 /// Speed of memcpy, all ranks at once, from private memory to where rows land, as much as the cache does not hold: 10^9
 /// bytes per second.
-pub fn memcpy_gbps(world: &World, group: &Group, barrier: &mut Window) -> Result<f64, Error> {
+pub fn memcpy_gbps<E>(layer: &Layer<'_, E>, barrier: &mut Window) -> Result<f64, Error> {
     const MOST: u64 = 32 << 20;
     const ROUNDS: usize = 7;
+    let Layer { world, group, .. } = layer;
     let bytes = world.pool().report().largest_free.min(MOST);
     let mut extent = world.pool().take(bytes)?;
     let to = extent.slice_mut::<u8>(0, bytes as usize)?;
@@ -168,7 +171,7 @@ pub fn memcpy_gbps(world: &World, group: &Group, barrier: &mut Window) -> Result
         barrier.barrier()?;
         laps.time(|| std::hint::black_box(&mut *to).copy_from_slice(std::hint::black_box(&from)));
     }
-    let mut rounds = Laps::rounds_us(&group.gather(laps.to_bytes())?);
+    let mut rounds = Laps::rounds_us(&group.gather(laps.to_bytes())?, &layer.machines);
     rounds.sort_unstable_by(f64::total_cmp);
     let sizes = group.gather(&bytes.to_le_bytes())?;
     let total: u64 =

@@ -11,13 +11,14 @@ use sidelane::rows::Stores;
 use super::crossing::Crossing;
 use super::layer::Layer;
 use super::passes::{Kind, Pair, Track, memcpy_gbps};
-use super::recording::{EVENTS, record, write_trace};
+use super::recording::{self, EVENTS, write_trace};
 use super::report::{Conditions, Lanes, Pass, Report, Volume};
 use super::task::Task;
 use super::tensor::Number;
 use super::{clock::Laps, progress, table};
 use crate::error::CliError;
 use crate::output;
+use crate::rail::Rail;
 
 /// Runs this rank's part.
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {
@@ -37,8 +38,8 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
 
 /// The report, on rank 0.
 fn run<E: Number>(task: &Task) -> Result<Option<Report>, CliError> {
-    let mut layer: Layer<'_, E> =
-        Layer::join(&task.config, task.sizes, if task.trace_out.is_some() { EVENTS } else { 0 })?;
+    let record = if task.trace_out.is_some() { EVENTS } else { 0 };
+    let mut layer: Layer<'_, E> = Layer::join(&task.config, task.sizes, task.conditions()?, record)?;
     let (rows, handle) = layer.dispatch_and_check()?;
     let y = layer.experts(&rows)?;
     drop(rows);
@@ -50,7 +51,7 @@ fn run<E: Number>(task: &Task) -> Result<Option<Report>, CliError> {
     // whenever these are dropped, the next dispatch lands in the same place.
     layer.group.gather(&[])?;
     let mut barrier = layer.group.window(0)?;
-    let memcpy = memcpy_gbps(&layer.world, &layer.group, &mut barrier)?;
+    let memcpy = memcpy_gbps(&layer, &mut barrier)?;
     let mut output = Layer::output(&y, &handle)?;
     let mut passes = Vec::new();
     for kinds in Kind::phases(task.config.backward) {
@@ -73,7 +74,7 @@ fn run<E: Number>(task: &Task) -> Result<Option<Report>, CliError> {
     drop(output);
     layer.combine_and_check(&y, &handle)?;
     if let Some(path) = &task.trace_out {
-        let timelines = record(&mut layer, &y)?;
+        let timelines = recording::record(&mut layer, &y)?;
         if layer.world.rank() == 0 {
             write_trace(path, layer.world.nodes(), &timelines)?;
         }
@@ -93,6 +94,7 @@ fn time<E: Number>(
     let mut track = Track {
         ep: &mut layer.ep,
         barrier,
+        machines: &layer.machines,
         config,
         routing: &layer.routing,
         tokens: &layer.tokens,
@@ -162,8 +164,8 @@ fn report<E: Number>(
             },
             rail_logical: crossing.expert_rows * row_bytes,
         };
-        let real = Laps::rounds_us(&layer.group.gather(pair.real.to_bytes())?);
-        let floor = Laps::rounds_us(&layer.group.gather(pair.floor.to_bytes())?);
+        let real = Laps::rounds_us(&layer.group.gather(pair.real.to_bytes())?, &layer.machines);
+        let floor = Laps::rounds_us(&layer.group.gather(pair.floor.to_bytes())?, &layer.machines);
         passes.push(Pass::of_rounds(&real, &floor, volume));
     }
     if layer.world.rank() != 0 {
@@ -172,17 +174,19 @@ fn report<E: Number>(
     if returned != came_home {
         eprintln!("sidelane: a combine moved {returned} bytes over rails, not {came_home}");
     }
-    let lane = |name: &str| layer.ep.lanes().iter().any(|used| used.lane == name).then(|| name.to_owned());
+    let local = layer.ep.lanes().iter().any(|used| used.lane == "shm").then(|| "shm".to_owned());
+    let (rail, rail_reason) = Rail::of(&layer.world).map(|rail| (rail.lane, rail.reason)).unzip();
+    let machines = layer.machines.count();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let huge_pages_granted = layer.world.pages().huge.is_some_and(|bytes| bytes > 0);
     Ok(Some(Report {
-        config: Conditions { config: config.clone(), cores, huge_pages_granted },
+        config: Conditions { config: config.clone(), machines, cores, huge_pages_granted },
         verified: verdict.verified && strays == 0 && returned == came_home,
         rows_verified: verdict.right,
         required_rows: handle.required_rows().iter().copied().max().unwrap_or(0),
         dropped_choices,
         memcpy_gbps,
-        lanes: Lanes { local: lane("shm"), rail: lane("loop") },
+        lanes: Lanes { local, rail, rail_reason },
         crossing,
         dispatch: passes[0],
         combine: passes[1],

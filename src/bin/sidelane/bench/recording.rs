@@ -4,6 +4,8 @@
 //!   barrier | dispatch | experts | combine |     experts: their outputs are known, so they are only copied
 //! ```
 //!
+//! Times of all ranks are on the clock of rank 0's machine.
+//!
 //! Rounds differ, most of all where ranks share cores. Several are recorded and the one of median length is kept, so that
 //! a timeline shows what is usual.
 
@@ -16,7 +18,7 @@ use sidelane::ep::{ExpertRows, Handle};
 use sidelane::exec::{Recorder, Timeline, write_chrome_trace};
 use sidelane::topology::NodeMap;
 
-use super::clock::Laps;
+use super::clock::{Laps, now};
 use super::layer::Layer;
 use super::tensor::Number;
 use crate::error::CliError;
@@ -35,6 +37,7 @@ pub fn record<E: Number>(layer: &mut Layer<'_, E>, y: &[E]) -> Result<Vec<Timeli
         return Ok(vec![Timeline::default(); layer.config.ranks() as usize]);
     };
     let mut barrier = layer.group.window(0)?;
+    let offset = layer.machines.clock_offset(&layer.group, now)?;
     let (mut laps, mut timelines) = (Laps::default(), Vec::new());
     for number in 1..=ROUNDS {
         barrier.barrier()?;
@@ -46,13 +49,22 @@ pub fn record<E: Number>(layer: &mut Layer<'_, E>, y: &[E]) -> Result<Vec<Timeli
             layer.check_tokens();
         }
     }
-    let lengths = Laps::rounds_us(&layer.group.gather(laps.to_bytes())?);
+    let lengths = Laps::rounds_us(&layer.group.gather(laps.to_bytes())?, &layer.machines);
     let mut order: Vec<usize> = (0..ROUNDS).collect();
     order.sort_by(|&a, &b| lengths[a].total_cmp(&lengths[b]));
-    let usual = &timelines[order[ROUNDS / 2]];
-    let json = serde_json::to_vec(usual).expect("names and numbers are always JSON");
+    let usual = moved(timelines.swap_remove(order[ROUNDS / 2]), offset);
+    let json = serde_json::to_vec(&usual).expect("names and numbers are always JSON");
     let all = layer.group.gather(&json)?;
     all.iter().map(|blob| serde_json::from_slice(blob).map_err(CliError::Timeline)).collect()
+}
+
+/// A timeline on another clock.
+fn moved(mut timeline: Timeline, offset: i64) -> Timeline {
+    let calls = timeline.calls.iter_mut().map(|call| &mut call.start_ns);
+    for start in calls.chain(timeline.events.iter_mut().map(|event| &mut event.start_ns)) {
+        *start = start.wrapping_add_signed(offset);
+    }
+    timeline
 }
 
 fn round<E: Number>(

@@ -32,8 +32,11 @@ pub struct Report {
 pub struct Conditions {
     #[serde(flatten)]
     pub config: Config,
+    /// How many machines the nodes are.
+    pub machines: usize,
+    /// Of the machine of rank 0.
     pub cores: usize,
-    /// Read from the mapping: what the kernel granted, not what was asked for.
+    /// On the machine of rank 0. Read from the mapping: what the kernel granted, not what was asked for.
     pub huge_pages_granted: bool,
 }
 
@@ -42,6 +45,8 @@ pub struct Conditions {
 pub struct Lanes {
     pub local: Option<String>,
     pub rail: Option<String>,
+    /// Why it is this one.
+    pub rail_reason: Option<String>,
 }
 
 /// One kind of call.

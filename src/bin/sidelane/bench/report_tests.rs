@@ -45,13 +45,17 @@ pub fn sample() -> Report {
     };
     Report {
         crossing: Crossing::new(&config, [8192, 16384, 12288, 8192, 16384, 16384, 16384]),
-        config: Conditions { config, cores: 2, huge_pages_granted: false },
+        config: Conditions { config, machines: 1, cores: 2, huge_pages_granted: false },
         verified: true,
         rows_verified: 32768,
         required_rows: 6000,
         dropped_choices: 880,
         memcpy_gbps: 9.1,
-        lanes: Lanes { local: Some("shm".into()), rail: Some("loop".into()) },
+        lanes: Lanes {
+            local: Some("shm".into()),
+            rail: Some("loop".into()),
+            rail_reason: Some("all nodes are on one machine".into()),
+        },
         dispatch: pass,
         combine: pass,
         dispatch_backward: Some(pass),

@@ -3,10 +3,11 @@
 
 use std::borrow::Cow;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 use sidelane::error::PlanError;
 use sidelane::gate::{Pattern, PatternError, Recorded, Routing, synthetic};
 
@@ -29,6 +30,15 @@ impl Source {
         let fits = experts.is_none_or(|experts| experts == trained::EXPERTS)
             && top_k.is_none_or(|top_k| top_k == trained::TOP_K);
         if fits { Source::Recorded } else { Source::Pattern(Pattern::Zipf(1.0)) }
+    }
+}
+
+impl Source {
+    /// Of the file's content, if it is one.
+    pub fn digest(&self) -> Result<Option<String>, ConfigError> {
+        let Source::File(path) = self else { return Ok(None) };
+        let digest = Sha256::digest(read(path)?);
+        Ok(Some(digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect()))
     }
 }
 
@@ -84,10 +94,7 @@ impl Router {
         let text = match routing {
             Source::Pattern(pattern) => return Ok(Router::Drawn(*pattern)),
             Source::Recorded => Cow::Borrowed(trained::TEXT),
-            Source::File(path) => Cow::Owned(
-                std::fs::read_to_string(path)
-                    .map_err(|source| ConfigError::Unreadable { path: path.clone(), source })?,
-            ),
+            Source::File(path) => Cow::Owned(read(path)?),
         };
         let recorded = Recorded::parse(&text)
             .map_err(|source| ConfigError::Recorded { routing: routing.clone(), source })?;
@@ -105,6 +112,10 @@ impl Router {
             }
         }
     }
+}
+
+fn read(path: &Path) -> Result<String, ConfigError> {
+    std::fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { path: path.to_owned(), source })
 }
 
 #[cfg(test)]

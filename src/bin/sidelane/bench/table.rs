@@ -5,6 +5,7 @@ use std::fmt::Write;
 use super::report::{Pass, Report};
 use super::room::RoomMode;
 use super::words::Words;
+use crate::machines;
 use crate::table::{self, time, volume};
 
 /// Conditions, verdict, figures, and the speed of memcpy beside them.
@@ -20,7 +21,8 @@ pub fn text(report: &Report) -> String {
             report.dropped_choices, report.required_rows
         ),
     };
-    let memcpy = format!("memcpy: {:.1} GB/s on the same machine", report.memcpy_gbps);
+    let place = if report.config.machines == 1 { "on the same machine" } else { "on all machines together" };
+    let memcpy = format!("memcpy: {:.1} GB/s {place}", report.memcpy_gbps);
     let crossing = report.crossing.text(&report.config.config).map_or(String::new(), |text| text + "\n\n");
     format!("{}\n{verdict}{room}\n\n{}\n\n{crossing}{memcpy}", conditions(report), figures(report))
 }
@@ -30,13 +32,19 @@ fn conditions(report: &Report) -> String {
     let Words { ranks, rows, routing, schedule } = Words::of(&conditions.config);
     let huge =
         if conditions.huge_pages_granted { "huge pages" } else { "small pages (huge ones not granted)" };
+    let machine = match conditions.machines {
+        1 => format!("{}, {} cores, {huge}", machines::words(1), conditions.cores),
+        count => format!("{}; that of rank 0: {} cores, {huge}", machines::words(count), conditions.cores),
+    };
+    let lanes = &report.lanes;
     let lane = |lane: &Option<String>| lane.clone().unwrap_or_else(|| "none".into());
+    let reason = lanes.rail_reason.as_ref().map_or(String::new(), |reason| format!(" ({reason})"));
     let lines = [
-        ("ranks", format!("{ranks}, {} cores, {huge}", conditions.cores)),
+        ("ranks", format!("{ranks}, {machine}")),
         ("rows", rows),
         ("routing", routing),
         ("schedule", schedule),
-        ("lanes", format!("local {}, rail {}", lane(&report.lanes.local), lane(&report.lanes.rail))),
+        ("lanes", format!("local {}, rail {}{reason}", lane(&lanes.local), lane(&lanes.rail))),
         ("rounds", conditions.config.rounds.to_string()),
     ];
     lines.iter().fold(String::new(), |mut text, (key, value)| {
@@ -85,10 +93,10 @@ mod tests {
     fn the_text_holds_conditions_verdict_figures_and_memcpy() {
         let text = text(&sample());
         for words in [
-            "8 on 2 nodes (4 + 4), 2 cores, small pages",
+            "8 on 2 nodes (4 + 4), 1 machine, 2 cores, small pages",
             "zipf:1.0, 64 experts, top-8, seed 0",
             "route pxn, layout expert-major, order node, wire bf16, align 1",
-            "local shm, rail loop",
+            "local shm, rail loop (all nodes are on one machine)",
             "verified: 32768 rows bit-exact",
             "6.20 ms",
             "6.40 ms",

@@ -15,18 +15,25 @@ use super::args::BenchArgs;
 use super::config::{Config, ConfigError};
 use super::placement::Placement;
 use super::source::Router;
+use crate::conditions;
 use crate::error::CliError;
-use crate::launch::Job;
+use crate::launch::{Job, MachineArgs};
 
-/// Runs this program once per rank, as the given subcommand with the given task, until the last one has ended.
-pub fn start_ranks(subcommand: &str, config: &Config, task: &impl Serialize) -> Result<ExitCode, CliError> {
+/// Runs this program once per rank of this machine, as the given subcommand with the given task, until the last one has ended.
+pub fn start_ranks(
+    subcommand: &str,
+    ranks_per_node: &[u32],
+    machines: &MachineArgs,
+    task: &impl Serialize,
+) -> Result<ExitCode, CliError> {
     let program =
         std::env::current_exe().map_err(|source| CliError::Prepare { what: "find this program", source })?;
     let json = serde_json::to_string(task).expect("numbers, names and paths are always JSON");
     let job = Job {
-        nodes: config.ranks_per_node.clone(),
+        nodes: ranks_per_node.to_vec(),
+        part: machines.part(ranks_per_node)?,
         command: vec![program.into(), subcommand.into(), json.into()],
-        env: Vec::new(),
+        env: machines.variables(),
         grace: Duration::from_secs(5),
         tag: false,
     };
@@ -69,6 +76,13 @@ impl Task {
         let config = Config::resolve(&args.conditions, args.backward, args.rounds)?;
         let sizes = Sizes::of(&config)?;
         Ok(Task { config, json: args.json.clone(), trace_out: args.trace_out.clone(), sizes })
+    }
+
+    /// What all ranks must have in common. Only rank 0 writes files, but all record what it writes.
+    pub fn conditions(&self) -> Result<String, ConfigError> {
+        let mut conditions = self.config.conditions()?;
+        conditions["trace_out"] = self.trace_out.is_some().into();
+        Ok(conditions::words("bench", &conditions))
     }
 }
 

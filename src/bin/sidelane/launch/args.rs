@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::{Job, node_sizes};
+use super::{Job, MachineArgs, node_sizes};
 use crate::error::CliError;
 
 const EXAMPLES: &str = "\
@@ -15,14 +15,20 @@ and Sidelane's own:
   SIDELANE_NODE          node of this rank: splits one machine into load domains
   SIDELANE_PORT          where the ranks meet
   SIDELANE_SECRET        proves membership, drawn anew for each job
+  SIDELANE_JOB           name of a job across machines
+  SIDELANE_RAIL          what --rail says
   SIDELANE_LAUNCHER_FD   read end of a pipe that ends when the launcher does
   SIDELANE_LAUNCHER_PID  process id of the launcher
 
+Across machines (--node-rank, --master) SIDELANE_PORT and SIDELANE_JOB are yours to set, and the secret has to be:
+the same SIDELANE_SECRET or SIDELANE_SECRET_FILE on each machine, or SIDELANE_INSECURE=1 on a trusted network.
+
 Examples:
   sidelane launch --nodes 2 --ranks-per-node 4 -- ./train --steps 100
-  sidelane launch --ranks-per-node 3,5 --tag -- python train.py";
+  sidelane launch --ranks-per-node 3,5 --tag -- python train.py
+  sidelane launch --nodes 2 --ranks-per-node 4 --master node0 --node-rank 1 -- ./train    # the other machine: 0";
 
-/// Start ranks as processes of this machine
+/// Start ranks as processes of this machine, or of one machine of several
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct LaunchArgs {
@@ -42,6 +48,9 @@ pub struct LaunchArgs {
     #[arg(long)]
     tag: bool,
 
+    #[command(flatten)]
+    machines: MachineArgs,
+
     /// What each rank runs
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<OsString>,
@@ -51,7 +60,8 @@ impl LaunchArgs {
     /// The job that this command line describes.
     pub fn job(self) -> Result<Job, CliError> {
         let nodes = node_sizes(self.nodes, &self.ranks_per_node)?;
-        Ok(Job { nodes, command: self.command, env: Vec::new(), grace: self.grace, tag: self.tag })
+        let (part, env) = (self.machines.part(&nodes)?, self.machines.variables());
+        Ok(Job { nodes, part, command: self.command, env, grace: self.grace, tag: self.tag })
     }
 }
 

@@ -3,19 +3,17 @@
 use std::io;
 use std::net::TcpListener;
 
+use sidelane::Error;
+use sidelane::bootstrap::{Identity, Secret};
+
 use super::lifeline::Lifeline;
+use super::machines::Master;
 use crate::error::CliError;
 
 const LOOPBACK: &str = "127.0.0.1";
 
 /// The part of the environment that all ranks share.
-pub struct Meeting {
-    master_port: u16,
-    port: u16,
-    job: String,
-    secret: String,
-    lifeline: i32,
-}
+pub struct Meeting(Vec<(&'static str, String)>);
 
 /// Where one rank stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,33 +26,66 @@ pub struct Place {
 }
 
 impl Meeting {
-    /// Draws a name and a secret, and finds two free ports.
+    /// All ranks on this machine. Draws a name and a secret, and finds two free ports.
     ///
     /// The ports are free now; the handshake of the ranks notices if somebody else took one meanwhile.
-    pub fn new(lifeline: &Lifeline) -> Result<Self, CliError> {
+    pub fn here(lifeline: &Lifeline) -> Result<Self, CliError> {
         let (master_port, port) =
             free_ports().map_err(|source| CliError::Prepare { what: "find a free port", source })?;
         let job = format!("sidelane-{}", random_hex::<4>()?);
-        Ok(Meeting { master_port, port, job, secret: random_hex::<32>()?, lifeline: lifeline.number() })
+        let master = Master { host: LOOPBACK.to_owned(), port: master_port };
+        let mut meeting = Meeting::shared(&master, job, lifeline);
+        meeting.0.push(("SIDELANE_PORT", port.to_string()));
+        meeting.0.push(("SIDELANE_SECRET", random_hex::<32>()?));
+        Ok(meeting)
+    }
+
+    /// Ranks on several machines, these of them here. What all machines must say alike is given, or follows from the
+    /// port; the secret is in the environment.
+    ///
+    /// # Errors
+    /// [`CliError::NoSecret`] where the ranks would refuse to meet without one.
+    pub fn at(master: &Master, here: &[Place], lifeline: &Lifeline) -> Result<Self, CliError> {
+        let variable = |name: &str| std::env::var(name).ok();
+        let named = variable("SIDELANE_JOB").filter(|name| !name.trim().is_empty());
+        let job = named.unwrap_or_else(|| format!("sidelane-{}", master.port));
+        let mut meeting = Meeting::shared(master, job.clone(), lifeline);
+        meeting.0.push(("SIDELANE_JOB", job));
+        for &place in here {
+            let own = meeting.variables(place);
+            let lookup = |name: &str| {
+                own.iter().find(|(own, _)| *own == name).map(|(_, value)| value.clone()).or(variable(name))
+            };
+            let identity = Identity::from_vars(&lookup).map_err(Error::from)?;
+            let secret = Secret::from_vars(&lookup).map_err(Error::from)?;
+            if secret.is_none() && !identity.is_local() && !identity.insecure {
+                return Err(CliError::NoSecret { master: master.to_string() });
+            }
+        }
+        Ok(meeting)
+    }
+
+    fn shared(master: &Master, job: String, lifeline: &Lifeline) -> Self {
+        Meeting(vec![
+            ("MASTER_ADDR", master.host.clone()),
+            ("MASTER_PORT", master.port.to_string()),
+            ("TORCHELASTIC_RUN_ID", job),
+            ("SIDELANE_LAUNCHER_FD", lifeline.number().to_string()),
+            ("SIDELANE_LAUNCHER_PID", std::process::id().to_string()),
+        ])
     }
 
     /// The variables of one rank.
-    pub fn variables(&self, place: Place) -> [(&'static str, String); 13] {
-        [
-            ("RANK", place.rank.to_string()),
-            ("WORLD_SIZE", place.world.to_string()),
-            ("LOCAL_RANK", place.local.to_string()),
-            ("LOCAL_WORLD_SIZE", place.local_world.to_string()),
-            ("GROUP_RANK", place.node.to_string()),
-            ("MASTER_ADDR", LOOPBACK.to_owned()),
-            ("MASTER_PORT", self.master_port.to_string()),
-            ("TORCHELASTIC_RUN_ID", self.job.clone()),
-            ("SIDELANE_NODE", place.node.to_string()),
-            ("SIDELANE_PORT", self.port.to_string()),
-            ("SIDELANE_SECRET", self.secret.clone()),
-            ("SIDELANE_LAUNCHER_FD", self.lifeline.to_string()),
-            ("SIDELANE_LAUNCHER_PID", std::process::id().to_string()),
-        ]
+    pub fn variables(&self, place: Place) -> Vec<(&'static str, String)> {
+        let own = [
+            ("RANK", place.rank),
+            ("WORLD_SIZE", place.world),
+            ("LOCAL_RANK", place.local),
+            ("LOCAL_WORLD_SIZE", place.local_world),
+            ("GROUP_RANK", place.node),
+            ("SIDELANE_NODE", place.node),
+        ];
+        own.map(|(name, number)| (name, number.to_string())).into_iter().chain(self.0.clone()).collect()
     }
 }
 
@@ -98,10 +129,14 @@ mod tests {
     #[test]
     fn every_job_has_a_secret_and_ports_of_its_own() {
         let lifeline = Lifeline::new().unwrap();
-        let (a, b) = (Meeting::new(&lifeline).unwrap(), Meeting::new(&lifeline).unwrap());
-        assert_eq!(a.secret.len(), 64);
-        assert_ne!(a.secret, b.secret);
-        assert_ne!(a.job, b.job);
-        assert_ne!(a.master_port, a.port);
+        let [a, b] = [(); 2].map(|()| Meeting::here(&lifeline).unwrap());
+        let value = |meeting: &Meeting, name| {
+            meeting.0.iter().find(|(own, _)| *own == name).map(|(_, value)| value.clone()).unwrap()
+        };
+        assert_eq!(value(&a, "SIDELANE_SECRET").len(), 64);
+        for name in ["SIDELANE_SECRET", "TORCHELASTIC_RUN_ID"] {
+            assert_ne!(value(&a, name), value(&b, name));
+        }
+        assert_ne!(value(&a, "MASTER_PORT"), value(&a, "SIDELANE_PORT"));
     }
 }

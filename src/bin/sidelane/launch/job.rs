@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use super::environment::{Meeting, places};
+use super::environment::{Meeting, Place, places};
 use super::lifeline::Lifeline;
+use super::machines::Part;
 use super::ranks::{End, Ranks};
 use super::signals::{Event, Inbox};
 use super::tag::Taggers;
@@ -16,6 +17,8 @@ use crate::error::CliError;
 pub struct Job {
     /// Number of ranks of each node.
     pub nodes: Vec<u32>,
+    /// What this machine runs of it, if not all.
+    pub part: Option<Part>,
     /// Program and arguments of every rank.
     pub command: Vec<OsString>,
     /// Variables beside those that the launcher sets; they win.
@@ -52,14 +55,22 @@ impl Job {
         let prepare = |what| move |source| CliError::Prepare { what, source };
         let inbox = Inbox::open().map_err(prepare("listen for signals"))?;
         let lifeline = Lifeline::new().map_err(prepare("open a pipe to the ranks"))?;
-        let meeting = Meeting::new(&lifeline)?;
+        let (meeting, places) = self.meeting(&lifeline)?;
         let taggers = self.tag.then(Taggers::new);
-        let ranks = Ranks::start(&places(&self.nodes), &meeting, &self.command, &self.env, taggers.as_ref())?;
+        let ranks = Ranks::start(&places, &meeting, &self.command, &self.env, taggers.as_ref())?;
         let outcome = self.watch(ranks, &inbox);
         if let Some(taggers) = taggers {
             taggers.finish(self.grace);
         }
         Ok(outcome)
+    }
+
+    /// Where the ranks meet, and which of them this machine starts.
+    fn meeting(&self, lifeline: &Lifeline) -> Result<(Meeting, Vec<Place>), CliError> {
+        let mut places = places(&self.nodes);
+        let Some(part) = &self.part else { return Ok((Meeting::here(lifeline)?, places)) };
+        places.retain(|place| place.node == part.node);
+        Ok((Meeting::at(&part.master, &places, lifeline)?, places))
     }
 
     fn watch(&self, mut ranks: Ranks, inbox: &Inbox) -> Outcome {

@@ -1,4 +1,4 @@
-//! `sidelane launch`: ranks as processes of this machine.
+//! `sidelane launch`: ranks as processes of this machine, which may be one of several ([`machines`]).
 //!
 //! Programs find each other through torchrun's variable names, so what runs here runs under torchrun as well.
 //! The launcher stays only to pass signals on, to say which rank failed and how, and to leave nobody behind. It
@@ -9,6 +9,7 @@ mod args;
 mod environment;
 mod job;
 mod lifeline;
+mod machines;
 mod ranks;
 mod shape;
 mod signals;
@@ -16,6 +17,7 @@ mod tag;
 
 pub use args::LaunchArgs;
 pub use job::{Job, Outcome};
+pub use machines::MachineArgs;
 pub use shape::{ShapeError, node_sizes};
 
 use std::process::ExitCode;

@@ -11,6 +11,10 @@ pub enum ShapeError {
     #[error("{option} must be at least 1")]
     Zero { option: &'static str },
 
+    /// This machine is none of the job's nodes.
+    #[error("--node-rank is {node}, but the job has {nodes} nodes, counted from 0")]
+    NoSuchNode { node: u32, nodes: usize },
+
     /// More ranks than one machine can sensibly run.
     #[error("{ranks} ranks are too many: at most {max}")]
     TooManyRanks { ranks: u64, max: u32 },

@@ -6,6 +6,7 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use crate::bench::{ConditionArgs, Config, ConfigError, Sizes};
+use crate::conditions;
 
 /// Record a dispatch and a combine of all ranks as a timeline that opens in Perfetto
 #[derive(Args)]
@@ -13,7 +14,7 @@ pub struct TraceArgs {
     #[command(flatten)]
     pub conditions: ConditionArgs,
 
-    /// Write the timeline as a Chrome trace: open it in https://ui.perfetto.dev
+    /// Write the timeline as a Chrome trace, on the machine of rank 0: open it in https://ui.perfetto.dev
     #[arg(long, value_name = "FILE")]
     pub out: PathBuf,
 
@@ -42,5 +43,10 @@ impl Task {
         let config = Config::resolve(&args.conditions, false, Some(1))?;
         let sizes = Sizes::of(&config)?;
         Ok(Task { config, out: args.out.clone(), svg: args.svg.clone(), json: args.json.clone(), sizes })
+    }
+
+    /// What all ranks must have in common. Only rank 0 writes files.
+    pub fn conditions(&self) -> Result<String, ConfigError> {
+        Ok(conditions::words("trace", &self.config.conditions()?))
     }
 }

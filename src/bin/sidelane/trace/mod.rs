@@ -26,7 +26,7 @@ use args::Task;
 /// Starts the ranks and waits for what rank 0 writes.
 pub fn main(args: &TraceArgs) -> Result<ExitCode, CliError> {
     let task = Task::resolve(args)?;
-    start_ranks("trace-rank", &task.config, &task)
+    start_ranks("trace-rank", &task.config.ranks_per_node, &args.conditions.machines, &task)
 }
 
 /// Runs one rank.

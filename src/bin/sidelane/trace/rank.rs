@@ -23,7 +23,7 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
 }
 
 fn run<E: Number>(task: &Task) -> Result<ExitCode, CliError> {
-    let mut layer: Layer<'_, E> = Layer::join(&task.config, task.sizes, EVENTS)?;
+    let mut layer: Layer<'_, E> = Layer::join(&task.config, task.sizes, task.conditions()?, EVENTS)?;
     let (rows, handle) = layer.dispatch_and_check()?;
     let y = layer.experts(&rows)?;
     drop(rows);
@@ -34,7 +34,7 @@ fn run<E: Number>(task: &Task) -> Result<ExitCode, CliError> {
         return Ok(ExitCode::SUCCESS);
     }
     let nodes = layer.world.nodes();
-    let report = Report::new(&task.config, &verdict, nodes, &timelines);
+    let report = Report::new(&task.config, &layer.machines, &verdict, nodes, &timelines);
     write_trace(&task.out, nodes, &timelines)?;
     if let Some(path) = &task.svg {
         write(path, &picture::draw(&task.config, nodes, &timelines))?;

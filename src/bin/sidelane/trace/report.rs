@@ -8,12 +8,14 @@ use sidelane::exec::{Kind, Timeline};
 use sidelane::topology::NodeMap;
 
 use crate::bench::{CALLS, Config, Verdict, Words};
+use crate::machines::{self, Machines};
 use crate::table::{self, time, volume};
 
 /// Everything that is known after a round.
 #[derive(Debug, Serialize)]
 pub struct Report {
     pub config: Config,
+    pub machines: usize,
     pub verified: bool,
     pub rows_verified: u64,
     pub ranks: Vec<RankSums>,
@@ -58,10 +60,17 @@ impl RankSums {
 
 impl Report {
     /// Of the round that was recorded on these ranks.
-    pub fn new(config: &Config, verdict: &Verdict, nodes: &NodeMap, timelines: &[Timeline]) -> Self {
+    pub fn new(
+        config: &Config,
+        machines: &Machines,
+        verdict: &Verdict,
+        nodes: &NodeMap,
+        timelines: &[Timeline],
+    ) -> Self {
         let ranks = (0..).zip(timelines);
         Report {
             config: config.clone(),
+            machines: machines.count(),
             verified: verdict.verified,
             rows_verified: verdict.right,
             ranks: ranks.map(|(rank, timeline)| RankSums::of(rank, nodes.node_of(rank), timeline)).collect(),
@@ -80,8 +89,9 @@ impl Report {
             true => format!("verified: {} rows bit-exact", self.rows_verified),
             false => format!("NOT VERIFIED: only {} rows are bit-exact", self.rows_verified),
         };
+        let machines = machines::words(self.machines);
         format!(
-            "ranks: {ranks}\nrows: {rows}\nrouting: {routing}\nschedule: {schedule}\n{verdict}\n\n{}\n\n\
+            "ranks: {ranks}, {machines}\nrows: {rows}\nrouting: {routing}\nschedule: {schedule}\n{verdict}\n\n{}\n\n\
              {}: open it in https://ui.perfetto.dev",
             self.sums(),
             trace.display(),
@@ -143,7 +153,7 @@ pub mod tests {
         ];
         let timelines = [Timeline { calls: calls.into(), events }, Timeline::default()];
         let verdict = Verdict { verified: true, right: 7 };
-        Report::new(&config(), &verdict, &NodeMap::from_labels(&["b", "a"]), &timelines)
+        Report::new(&config(), &vec![0, 0].into(), &verdict, &NodeMap::from_labels(&["b", "a"]), &timelines)
     }
 
     #[test]
@@ -153,9 +163,14 @@ pub mod tests {
         assert_eq!(report.ranks[0].operations[&Kind::Wait], Sum::default());
         assert_eq!((report.ranks[1].node, report.ranks[1].operations[&Kind::PutRows]), (1, Sum::default()));
         let text = report.text(Path::new("some/trace.json"));
-        for words in
-            ["8 on 2 nodes (4 + 4)", "1.50 ms", "2.50 us", "3.0 MB", "7 rows bit-exact", "some/trace.json"]
-        {
+        for words in [
+            "8 on 2 nodes (4 + 4), 1 machine\n",
+            "1.50 ms",
+            "2.50 us",
+            "3.0 MB",
+            "7 rows bit-exact",
+            "some/trace.json",
+        ] {
             assert!(text.contains(words), "{words:?} in\n{text}");
         }
     }
