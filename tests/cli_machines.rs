@@ -65,6 +65,26 @@ fn two_launchers_run_one_bench_that_rank_0_reports() {
 }
 
 #[test]
+fn perf_and_trace_run_across_launchers_too() {
+    let [a, b] =
+        run_nodes("perf", &["put-lat", "--nodes", "2", "--sizes", "8,1M", "--iterations", "20"], [&[], &[]]);
+    assert!(a.status.success() && b.status.success(), "{}{}", text(&a.stderr), text(&b.stderr));
+    let told = text(&a.stdout);
+    assert!(told.contains("rank 0 (node 0) and rank 1 (node 1)") && told.contains("verified: "), "{told}");
+
+    let out = std::env::temp_dir().join(format!("sidelane-machines-{}-trace.json", std::process::id()));
+    let [a, b] =
+        run_nodes("trace", &SMALL[..8], [&["--out", out.to_str().unwrap()], &["--out", "elsewhere"]]);
+    assert!(a.status.success() && b.status.success(), "{}{}", text(&a.stderr), text(&b.stderr));
+    let trace: Value = serde_json::from_slice(&std::fs::read(&out).unwrap()).unwrap();
+    std::fs::remove_file(&out).unwrap();
+    let ranks =
+        trace["traceEvents"].as_array().unwrap().iter().filter(|event| event["name"] == "process_name");
+    assert_eq!(ranks.count(), 4);
+    assert_eq!((text(&b.stdout), std::env::temp_dir().join("elsewhere").exists()), (String::new(), false));
+}
+
+#[test]
 fn nodes_under_different_conditions_are_told_which_rank_differs_in_what() {
     let nodes = run_nodes("bench", &SMALL[..4], [&["--tokens", "16"], &["--tokens", "32"]]);
     for node in nodes {

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 
 use crate::bench::ConfigError;
 use crate::launch::ShapeError;
+use crate::perf::PerfError;
 
 /// Any error that ends the program.
 #[derive(Debug, thiserror::Error)]
@@ -29,13 +30,17 @@ pub enum CliError {
     #[error("rank {rank} was started under other conditions than rank 0: {differences}")]
     Conditions { rank: u32, differences: String },
 
+    /// The ranks or sizes of `perf` are none.
+    #[error(transparent)]
+    Perf(#[from] PerfError),
+
     /// What this program hands to its ranks did not arrive whole.
     #[error("the task of a rank is not what `sidelane` writes: {0}")]
     Task(#[source] serde_json::Error),
 
-    /// What a rank recorded did not arrive whole.
-    #[error("the timeline of a rank is not what a recorder writes: {0}")]
-    Timeline(#[source] serde_json::Error),
+    /// What a rank recorded or found did not arrive whole.
+    #[error("what a rank tells is not what `sidelane` writes: {0}")]
+    Told(#[source] serde_json::Error),
 
     /// The library reports an error.
     #[error(transparent)]
@@ -71,6 +76,7 @@ impl CliError {
         ExitCode::from(match self {
             CliError::Shape(_)
             | CliError::Config(_)
+            | CliError::Perf(_)
             | CliError::NoSecret { .. }
             | CliError::Conditions { .. }
             | CliError::Task(_) => 2,

@@ -81,6 +81,14 @@ impl Machines {
     }
 }
 
+/// How many machines, and what is to be said of that of rank 0.
+pub fn with_host(count: usize, host: &str) -> String {
+    match count {
+        1 => format!("{}, {host}", words(1)),
+        _ => format!("{}; that of rank 0: {host}", words(count)),
+    }
+}
+
 /// "1 machine", "2 machines".
 pub fn words(count: usize) -> String {
     format!("{count} machine{}", if count == 1 { "" } else { "s" })

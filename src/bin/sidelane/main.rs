@@ -1,5 +1,5 @@
-//! The `sidelane` program: `bench` measures, `trace` shows what ranks do and when, `launch` starts ranks on this machine,
-//! `doctor` says what the machine offers.
+//! The `sidelane` program: `bench` measures dispatch and combine, `perf` what they are made of, `trace` shows what ranks do
+//! and when, `launch` starts ranks, `doctor` says what the machine offers.
 
 mod bench;
 mod conditions;
@@ -8,7 +8,12 @@ mod error;
 mod launch;
 mod machines;
 mod output;
+mod perf;
+mod progress;
 mod rail;
+mod ranks;
+mod stats;
+mod svg;
 mod table;
 mod trace;
 
@@ -28,10 +33,13 @@ struct Cli {
 enum Command {
     Bench(bench::BenchArgs),
     #[command(hide = true)]
-    BenchRank(bench::RankArgs),
+    BenchRank(ranks::RankArgs),
     Trace(trace::TraceArgs),
     #[command(hide = true)]
-    TraceRank(bench::RankArgs),
+    TraceRank(ranks::RankArgs),
+    Perf(perf::PerfArgs),
+    #[command(hide = true)]
+    PerfRank(ranks::RankArgs),
     Launch(launch::LaunchArgs),
     Doctor(doctor::DoctorArgs),
 }
@@ -42,6 +50,8 @@ fn main() -> ExitCode {
         Command::BenchRank(args) => bench::rank(&args),
         Command::Trace(args) => trace::main(&args),
         Command::TraceRank(args) => trace::rank(&args),
+        Command::Perf(args) => perf::main(&args),
+        Command::PerfRank(args) => perf::rank(&args),
         Command::Launch(args) => launch::main(args),
         Command::Doctor(args) => doctor::main(&args),
     };

@@ -3,16 +3,15 @@
 
 use sidelane::ep::{ExpertOutput, ExpertRows, Handle};
 use sidelane::gate::Routing;
-use sidelane::{Error, ExpertParallel, Group, Options, World};
+use sidelane::{Error, ExpertParallel, Group, World};
 
 use super::config::Config;
 use super::source::Router;
-use super::task::Sizes;
 use super::tensor::{Number, fill};
 use super::verify::Expected;
-use crate::conditions;
 use crate::error::CliError;
 use crate::machines::Machines;
+use crate::ranks::{self, Sizes};
 
 /// Everything a rank calls with.
 pub struct Layer<'c, E> {
@@ -73,11 +72,7 @@ impl<'c, E: Number> Layer<'c, E> {
         conditions: String,
         record: usize,
     ) -> Result<Self, CliError> {
-        let mut options = Options::from_env().map_err(Error::from)?;
-        options.config.heap = options.config.heap.max(sizes.heap);
-        options.config.symmetric = options.config.symmetric.max(sizes.symmetric);
-        (options.record, options.conditions) = (record, conditions);
-        let world = World::from_env_with(options).map_err(conditions::explain)?;
+        let world = ranks::join(sizes, conditions, record)?;
         let group = world.all()?;
         let machines = Machines::of(&group)?;
         let ep = ExpertParallel::builder(&group)

@@ -2,7 +2,7 @@
 //!
 //! A figure without its conditions is worth nothing, so everything that decides it is resolved once
 //! ([`config::Config`]), handed to every rank, and printed with the result ([`report::Report`]). The floor is
-//! measured round by round beside the real thing, so that both see the same machine ([`stats`]).
+//! measured round by round beside the real thing, so that both see the same machine ([`stats`](crate::stats)).
 //!
 //! ```text
 //!   bench --> Task --launch--> rank 0 .. n-1:  dispatch, check | combine, check | rounds: real, floor, real, ... | check
@@ -19,14 +19,12 @@ mod crossing;
 mod layer;
 mod passes;
 mod placement;
-mod progress;
 mod rank;
 mod recording;
 mod report;
 mod room;
 mod row_type;
 mod source;
-mod stats;
 mod table;
 mod task;
 mod tensor;
@@ -38,7 +36,7 @@ pub use args::{BenchArgs, ConditionArgs};
 pub use config::{Config, ConfigError};
 pub use layer::{Layer, Verdict};
 pub use recording::{CALLS, EVENTS, record, write_trace};
-pub use task::{RankArgs, Sizes, start_ranks};
+pub use task::sizes;
 pub use tensor::Number;
 pub use words::Words;
 
@@ -48,6 +46,7 @@ pub use report::tests::sample;
 use std::process::ExitCode;
 
 use crate::error::CliError;
+use crate::ranks::{self, RankArgs};
 use source::Source;
 use task::Task;
 
@@ -61,7 +60,7 @@ pub fn main(args: &BenchArgs) -> Result<ExitCode, CliError> {
             task.config.routing
         );
     }
-    start_ranks("bench-rank", &task.config.ranks_per_node, &args.conditions.machines, &task)
+    ranks::start("bench-rank", &task.config.ranks_per_node, &args.conditions.machines, &task)
 }
 
 /// Runs one rank.

@@ -15,9 +15,10 @@ use super::recording::{self, EVENTS, write_trace};
 use super::report::{Conditions, Lanes, Pass, Report, Volume};
 use super::task::Task;
 use super::tensor::Number;
-use super::{clock::Laps, progress, table};
+use super::{clock::Laps, table};
 use crate::error::CliError;
 use crate::output;
+use crate::progress;
 use crate::rail::Rail;
 
 /// Runs this rank's part.
@@ -106,8 +107,7 @@ fn time<E: Number>(
     };
     track.choose_stores(&layer.group, kinds)?;
     let mut pairs = vec![Pair::default(); kinds.len()];
-    let bar =
-        if layer.world.rank() == 0 { progress::bar(config.rounds) } else { indicatif::ProgressBar::hidden() };
+    let bar = progress::bar(layer.world.rank(), config.rounds.into());
     for round in 0..config.rounds {
         track.round(kinds, &mut pairs, round % 2 == 1)?;
         bar.inc(1);

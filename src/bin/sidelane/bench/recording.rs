@@ -55,7 +55,7 @@ pub fn record<E: Number>(layer: &mut Layer<'_, E>, y: &[E]) -> Result<Vec<Timeli
     let usual = moved(timelines.swap_remove(order[ROUNDS / 2]), offset);
     let json = serde_json::to_vec(&usual).expect("names and numbers are always JSON");
     let all = layer.group.gather(&json)?;
-    all.iter().map(|blob| serde_json::from_slice(blob).map_err(CliError::Timeline)).collect()
+    all.iter().map(|blob| serde_json::from_slice(blob).map_err(CliError::Told)).collect()
 }
 
 /// A timeline on another clock.

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::config::Config;
 use super::crossing::Crossing;
-use super::stats::{ratio_of_medians, summary};
+use crate::stats::{ratio_of_medians, summary};
 
 /// Everything that is known after a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

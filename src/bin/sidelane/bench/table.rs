@@ -32,15 +32,12 @@ fn conditions(report: &Report) -> String {
     let Words { ranks, rows, routing, schedule } = Words::of(&conditions.config);
     let huge =
         if conditions.huge_pages_granted { "huge pages" } else { "small pages (huge ones not granted)" };
-    let machine = match conditions.machines {
-        1 => format!("{}, {} cores, {huge}", machines::words(1), conditions.cores),
-        count => format!("{}; that of rank 0: {} cores, {huge}", machines::words(count), conditions.cores),
-    };
+    let host = machines::with_host(conditions.machines, &format!("{} cores, {huge}", conditions.cores));
     let lanes = &report.lanes;
     let lane = |lane: &Option<String>| lane.clone().unwrap_or_else(|| "none".into());
     let reason = lanes.rail_reason.as_ref().map_or(String::new(), |reason| format!(" ({reason})"));
     let lines = [
-        ("ranks", format!("{ranks}, {machine}")),
+        ("ranks", format!("{ranks}, {host}")),
         ("rows", rows),
         ("routing", routing),
         ("schedule", schedule),

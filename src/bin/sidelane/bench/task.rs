@@ -1,11 +1,7 @@
 //! What the program hands to its ranks.
 
 use std::path::PathBuf;
-use std::process::ExitCode;
-use std::time::Duration;
 
-use clap::Args;
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use sidelane::plan::{Bins, Notes};
 use sidelane::schedule::Control;
@@ -16,43 +12,7 @@ use super::config::{Config, ConfigError};
 use super::placement::Placement;
 use super::source::Router;
 use crate::conditions;
-use crate::error::CliError;
-use crate::launch::{Job, MachineArgs};
-
-/// Runs this program once per rank of this machine, as the given subcommand with the given task, until the last one has ended.
-pub fn start_ranks(
-    subcommand: &str,
-    ranks_per_node: &[u32],
-    machines: &MachineArgs,
-    task: &impl Serialize,
-) -> Result<ExitCode, CliError> {
-    let program =
-        std::env::current_exe().map_err(|source| CliError::Prepare { what: "find this program", source })?;
-    let json = serde_json::to_string(task).expect("numbers, names and paths are always JSON");
-    let job = Job {
-        nodes: ranks_per_node.to_vec(),
-        part: machines.part(ranks_per_node)?,
-        command: vec![program.into(), subcommand.into(), json.into()],
-        env: machines.variables(),
-        grace: Duration::from_secs(5),
-        tag: false,
-    };
-    Ok(ExitCode::from(job.run()?.exit_code()))
-}
-
-/// One rank of a job that this program started.
-#[derive(Args)]
-pub struct RankArgs {
-    /// What to do, as JSON
-    task: String,
-}
-
-impl RankArgs {
-    /// What to do.
-    pub fn task<T: DeserializeOwned>(&self) -> Result<T, CliError> {
-        serde_json::from_str(&self.task).map_err(CliError::Task)
-    }
-}
+use crate::ranks::Sizes;
 
 /// Everything a rank of a measurement needs to know, and every rank the same.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -63,18 +23,11 @@ pub struct Task {
     pub sizes: Sizes,
 }
 
-/// Bytes of each rank's heap, and of its symmetric part.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Sizes {
-    pub heap: u64,
-    pub symmetric: u64,
-}
-
 impl Task {
     /// From the command line.
     pub fn resolve(args: &BenchArgs) -> Result<Self, ConfigError> {
         let config = Config::resolve(&args.conditions, args.backward, args.rounds)?;
-        let sizes = Sizes::of(&config)?;
+        let sizes = sizes(&config)?;
         Ok(Task { config, json: args.json.clone(), trace_out: args.trace_out.clone(), sizes })
     }
 
@@ -86,33 +39,30 @@ impl Task {
     }
 }
 
-impl Sizes {
-    /// Room for the calls of a round beside a dispatch that stays alive, for the busiest rank.
-    pub fn of(config: &Config) -> Result<Self, ConfigError> {
-        let router = Router::open(&config.routing)?;
-        let placement = Placement::new(config, &router, config.room.mode())?;
-        let rows = (0..config.ranks()).map(|rank| placement.at(rank, drop).rows.len() as u64);
-        let busiest = rows.max().unwrap_or(0);
-        let (nodes, tokens) = (config.node_map(), u64::from(config.tokens));
-        let paths = Paths::new(&nodes, config.route, 0);
-        let relayed = match config.route {
-            Route::Pxn => {
-                (0..config.ranks()).map(|rank| paths.of(rank).sources().count() as u64).max().unwrap_or(0)
-            }
-            Route::Direct => 0,
-        };
-        let own = tokens * u64::from(config.top_k);
-        let note_bytes =
-            u64::from(Notes::of(config.layout, config.room.mode(), config.spans).words(config.top_k))
-                * size_of::<u32>() as u64;
-        // Rows of a chunk have words behind them; rows alone have not. Alive together at most: rows and output of the
-        // first dispatch, rows and output of the round, own rows that come home and, of each rank that is relayed, the
-        // rows that wait to be handed on or the sums that wait to be brought home.
-        let partial = u64::from(config.hidden) * config.wire.size() as u64;
-        let row = config.row_bytes().max(config.sent_bytes()).max(partial) + note_bytes;
-        let pool = (5 * busiest + 3 * own + relayed * (tokens + own)) * row + (16 << 20);
-        let bins = Bins::of_layout(config.layout, &placement.map, config.order, &nodes);
-        let symmetric = Control::new(&paths, &bins, own, note_bytes).bytes() + (4 << 20);
-        Ok(Sizes { heap: (pool + symmetric).next_multiple_of(2 << 20), symmetric })
-    }
+/// Room for the calls of a round beside a dispatch that stays alive, for the busiest rank.
+pub fn sizes(config: &Config) -> Result<Sizes, ConfigError> {
+    let router = Router::open(&config.routing)?;
+    let placement = Placement::new(config, &router, config.room.mode())?;
+    let rows = (0..config.ranks()).map(|rank| placement.at(rank, drop).rows.len() as u64);
+    let busiest = rows.max().unwrap_or(0);
+    let (nodes, tokens) = (config.node_map(), u64::from(config.tokens));
+    let paths = Paths::new(&nodes, config.route, 0);
+    let relayed = match config.route {
+        Route::Pxn => {
+            (0..config.ranks()).map(|rank| paths.of(rank).sources().count() as u64).max().unwrap_or(0)
+        }
+        Route::Direct => 0,
+    };
+    let own = tokens * u64::from(config.top_k);
+    let notes = Notes::of(config.layout, config.room.mode(), config.spans);
+    let note_bytes = u64::from(notes.words(config.top_k)) * size_of::<u32>() as u64;
+    // Rows of a chunk have words behind them; rows alone have not. Alive together at most: rows and output of the
+    // first dispatch, rows and output of the round, own rows that come home and, of each rank that is relayed, the
+    // rows that wait to be handed on or the sums that wait to be brought home.
+    let partial = u64::from(config.hidden) * config.wire.size() as u64;
+    let row = config.row_bytes().max(config.sent_bytes()).max(partial) + note_bytes;
+    let pool = (5 * busiest + 3 * own + relayed * (tokens + own)) * row + (16 << 20);
+    let bins = Bins::of_layout(config.layout, &placement.map, config.order, &nodes);
+    let symmetric = Control::new(&paths, &bins, own, note_bytes).bytes() + (4 << 20);
+    Ok(Sizes { heap: (pool + symmetric).next_multiple_of(2 << 20), symmetric })
 }

@@ -3,6 +3,7 @@
 use sidelane::dtype::Wire;
 
 use super::config::Config;
+use crate::launch::shape_words;
 
 /// The same words wherever conditions are shown.
 pub struct Words {
@@ -19,15 +20,10 @@ pub struct Words {
 impl Words {
     /// Of these conditions.
     pub fn of(config: &Config) -> Self {
-        let sizes: Vec<String> = config.ranks_per_node.iter().map(u32::to_string).collect();
-        let ranks = match config.ranks_per_node.as_slice() {
-            [ranks] => format!("{ranks} on one node"),
-            _ => format!("{} on {} nodes ({})", config.ranks(), config.nodes, sizes.join(" + ")),
-        };
         let (order, route) = (config.order.name(), config.route.name());
         let (layout, wire) = (config.layout.name(), config.partials().map_or("none", Wire::name));
         Words {
-            ranks,
+            ranks: shape_words(&config.ranks_per_node),
             rows: format!(
                 "{} tokens per rank, hidden {}, {}",
                 config.tokens,

@@ -18,7 +18,7 @@ mod tag;
 pub use args::LaunchArgs;
 pub use job::{Job, Outcome};
 pub use machines::MachineArgs;
-pub use shape::{ShapeError, node_sizes};
+pub use shape::{ShapeError, node_sizes, shape_words};
 
 use std::process::ExitCode;
 

@@ -40,6 +40,15 @@ pub fn node_sizes(nodes: Option<u32>, ranks_per_node: &[u32]) -> Result<Vec<u32>
     Ok(sizes)
 }
 
+/// "4 on one node", "8 on 2 nodes (3 + 5)".
+pub fn shape_words(nodes: &[u32]) -> String {
+    let sizes: Vec<String> = nodes.iter().map(u32::to_string).collect();
+    match nodes {
+        [ranks] => format!("{ranks} on one node"),
+        _ => format!("{} on {} nodes ({})", nodes.iter().sum::<u32>(), nodes.len(), sizes.join(" + ")),
+    }
+}
+
 fn within_rank_numbers(ranks: u64) -> Result<(), ShapeError> {
     const MAX: u32 = 1 << 16;
     if ranks > MAX.into() { Err(ShapeError::TooManyRanks { ranks, max: MAX }) } else { Ok(()) }

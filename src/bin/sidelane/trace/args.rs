@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use crate::bench::{ConditionArgs, Config, ConfigError, Sizes};
+use crate::bench::{ConditionArgs, Config, ConfigError, sizes};
 use crate::conditions;
+use crate::ranks::Sizes;
 
 /// Record a dispatch and a combine of all ranks as a timeline that opens in Perfetto
 #[derive(Args)]
@@ -41,7 +42,7 @@ impl Task {
     /// From the command line. One round is recorded.
     pub fn resolve(args: &TraceArgs) -> Result<Self, ConfigError> {
         let config = Config::resolve(&args.conditions, false, Some(1))?;
-        let sizes = Sizes::of(&config)?;
+        let sizes = sizes(&config)?;
         Ok(Task { config, out: args.out.clone(), svg: args.svg.clone(), json: args.json.clone(), sizes })
     }
 

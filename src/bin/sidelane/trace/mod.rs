@@ -13,20 +13,19 @@ mod args;
 mod picture;
 mod rank;
 mod report;
-mod svg;
 
 pub use args::TraceArgs;
 
 use std::process::ExitCode;
 
-use crate::bench::{RankArgs, start_ranks};
 use crate::error::CliError;
+use crate::ranks::{self, RankArgs};
 use args::Task;
 
 /// Starts the ranks and waits for what rank 0 writes.
 pub fn main(args: &TraceArgs) -> Result<ExitCode, CliError> {
     let task = Task::resolve(args)?;
-    start_ranks("trace-rank", &task.config.ranks_per_node, &args.conditions.machines, &task)
+    ranks::start("trace-rank", &task.config.ranks_per_node, &args.conditions.machines, &task)
 }
 
 /// Runs one rank.

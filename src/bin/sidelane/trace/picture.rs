@@ -16,8 +16,8 @@
 use sidelane::exec::{Event, Kind, Timeline};
 use sidelane::topology::NodeMap;
 
-use super::svg::Svg;
 use crate::bench::{Config, Words};
+use crate::svg::{self, Attribute, Style, Svg, round};
 use crate::table::{time, volume};
 
 const WIDTH: f64 = 900.0;
@@ -34,28 +34,21 @@ const NODES: f64 = 8.0;
 /// Boxes are drawn at least as wide as this; narrower neighbours of one kind are drawn as one.
 const NARROW: f64 = 0.7;
 
-/// Light unless the reader prefers dark.
-const STYLE: &str = "
-text { font: 11px system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif; fill: #1f2328; }
-.title { font-size: 15px; font-weight: 600; }
-.quiet { fill: #59636e; }
+const STYLE: Style = Style {
+    light: "\
 .call { font-size: 9.5px; fill: #59636e; }
 .peer { font-size: 10px; fill: #ffffff; }
-.end { text-anchor: end; } .middle { text-anchor: middle; }
-.paper { fill: #ffffff; stroke: #d1d9e0; }
-.line { stroke: #d1d9e0; stroke-width: 1; fill: none; }
 .span { fill: #eff2f5; }
 .wide, .span { stroke: #ffffff; stroke-width: 0.5; }
 .put { fill: #0f8a86; } .put-rows { fill: #2166c2; } .signal { fill: #c2307f; }
-.wait { fill: #ccd3da; } .reduce { fill: #d9820f; }
-@media (prefers-color-scheme: dark) {
-text { fill: #e6edf3; } .quiet, .call { fill: #9198a1; } .peer { fill: #ffffff; }
-.paper { fill: #0d1117; stroke: #3d444d; } .line { stroke: #3d444d; } .span { fill: #1b2129; }
+.wait { fill: #ccd3da; } .reduce { fill: #d9820f; }",
+    dark: "\
+.call { fill: #9198a1; } .peer { fill: #ffffff; }
+.span { fill: #1b2129; }
 .wide, .span { stroke: #0d1117; }
 .put { fill: #1f9e99; } .put-rows { fill: #3f83dd; } .signal { fill: #e0579f; }
-.wait { fill: #414a55; } .reduce { fill: #e0962f; }
-}
-";
+.wait { fill: #414a55; } .reduce { fill: #e0962f; }",
+};
 
 /// The picture of one round.
 pub fn draw(config: &Config, nodes: &NodeMap, timelines: &[Timeline]) -> String {
@@ -63,17 +56,7 @@ pub fn draw(config: &Config, nodes: &NodeMap, timelines: &[Timeline]) -> String 
     let rows = rows(nodes, timelines);
     let bottom = rows.last().map_or(TOP, |row| row.y + row.height());
     let height = bottom + 72.0;
-    let view = format!("0 0 {WIDTH} {height}");
-    Svg::document(&[("viewBox", &view), ("width", &WIDTH), ("height", &height), ("role", &"img")], |svg| {
-        svg.element("title", &[], |svg| svg.text("One dispatch and combine, operation by operation"));
-        svg.element("style", &[], |svg| svg.text(STYLE));
-        let (w, h) = (WIDTH - 1.0, height - 1.0);
-        let paper = ("class", &"paper" as _);
-        svg.element(
-            "rect",
-            &[paper, ("x", &0.5), ("y", &0.5), ("width", &w), ("height", &h), ("rx", &6)],
-            |_| {},
-        );
+    svg::picture((WIDTH, height), "One dispatch and combine, operation by operation", STYLE, |svg| {
         head(svg, config);
         axis(svg, &scale, bottom);
         for row in &rows {
@@ -85,9 +68,8 @@ pub fn draw(config: &Config, nodes: &NodeMap, timelines: &[Timeline]) -> String 
 
 fn head(svg: &mut Svg, config: &Config) {
     let Words { ranks, rows, routing, schedule } = Words::of(config);
-    write(svg, "title", 16.0, 25.0, "One dispatch and combine, operation by operation");
-    write(svg, "quiet", 16.0, 43.0, &format!("ranks: {ranks} · {rows}"));
-    write(svg, "quiet", 16.0, 59.0, &format!("{routing} · {schedule}"));
+    svg.label("quiet", 16.0, 43.0, &format!("ranks: {ranks} · {rows}"));
+    svg.label("quiet", 16.0, 59.0, &format!("{routing} · {schedule}"));
 }
 
 /// Which time lies where.
@@ -119,11 +101,10 @@ impl Scale {
 fn axis(svg: &mut Svg, scale: &Scale, bottom: f64) {
     let step = scale.step_ns();
     for mark in 0..=scale.span_ns / step {
-        let x = round(scale.x(scale.begin_ns + mark * step));
+        let x = scale.x(scale.begin_ns + mark * step);
         let (top, bottom) = (TOP - 4.0, bottom + 4.0);
-        let line = ("class", &"line" as _);
-        svg.element("line", &[line, ("x1", &x), ("x2", &x), ("y1", &top), ("y2", &bottom)], |_| {});
-        write(svg, "quiet middle", x, bottom + 14.0, &mark_text(mark * step, step));
+        svg.line("line", (x, top), (x, bottom));
+        svg.label("quiet middle", x, bottom + 14.0, &mark_text(mark * step, step));
     }
 }
 
@@ -190,16 +171,16 @@ impl Row<'_> {
 
     fn draw(&self, svg: &mut Svg, scale: &Scale) {
         let middle = self.y + CALLS + BOXES / 2.0 + 4.0;
-        write(svg, "end", LEFT - 12.0, middle, &format!("rank {}", self.rank));
+        svg.label("end", LEFT - 12.0, middle, &format!("rank {}", self.rank));
         if let Some(node) = self.node {
-            write(svg, "quiet", 16.0, middle, &format!("node {node}"));
+            svg.label("quiet", 16.0, middle, &format!("node {node}"));
         }
         for call in &self.timeline.calls {
             let (from, to) = (scale.x(call.start_ns), scale.x(call.start_ns + call.nanos));
             let place = (from, self.y, to - from, self.height());
             rect(svg, "span", place, &format!("{}: {}", call.name, time(call.nanos as f64 / 1e3)));
             if to - from > 6.0 * call.name.len() as f64 {
-                write(svg, "call", from + 4.0, self.y + 9.5, &call.name);
+                svg.label("call", from + 4.0, self.y + 9.5, &call.name);
             }
         }
         for (line, index) in self.lines.iter().zip(0..) {
@@ -257,7 +238,7 @@ impl Drawn<'_> {
         let moves = matches!(kind, Kind::Put | Kind::PutRows);
         let peer = self.event.peer.to_string();
         if moves && self.count == 1 && width > 5.0 + 6.0 * peer.len() as f64 {
-            write(svg, "peer middle", self.x + width / 2.0, y + BOXES / 2.0 + 3.5, &peer);
+            svg.label("peer middle", self.x + width / 2.0, y + BOXES / 2.0 + 3.5, &peer);
         }
     }
 }
@@ -277,7 +258,7 @@ fn legend(svg: &mut Svg, timelines: &[Timeline], y: f64) {
             Kind::Signal | Kind::Wait => kind.name(),
         };
         rect(svg, &class(kind, SIDE), (x, y - 9.0, SIDE, SIDE), kind.name());
-        write(svg, "quiet", x + 16.0, y, said);
+        svg.label("quiet", x + 16.0, y, said);
         x += 38.0 + 6.0 * said.len() as f64;
     }
 }
@@ -291,19 +272,9 @@ fn class(kind: Kind, width: f64) -> String {
 /// A rectangle (x, y, width, height) that says what it is when the mouse is over it.
 fn rect(svg: &mut Svg, class: &str, (x, y, width, height): (f64, f64, f64, f64), said: &str) {
     let (x, width) = (round(x), round(width));
-    let place: [super::svg::Attribute<'_>; 5] =
+    let place: [Attribute<'_>; 5] =
         [("class", &class), ("x", &x), ("y", &y), ("width", &width), ("height", &height)];
     svg.element("rect", &place, |svg| svg.element("title", &[], |svg| svg.text(said)));
-}
-
-fn write(svg: &mut Svg, class: &str, x: f64, y: f64, text: &str) {
-    let x = round(x);
-    svg.element("text", &[("class", &class), ("x", &x), ("y", &y)], |svg| svg.text(text));
-}
-
-/// Hundredths of a pixel are enough.
-fn round(x: f64) -> f64 {
-    (x * 100.0).round() / 100.0
 }
 
 #[cfg(test)]

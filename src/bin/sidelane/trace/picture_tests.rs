@@ -3,8 +3,8 @@ use sidelane::exec::Call;
 use sidelane::schedule::Flag;
 
 use super::super::report::tests::config;
-use super::super::svg::tests::elements;
 use super::*;
+use crate::svg::tests::elements;
 
 /// One millisecond of a rank: what it does, where it begins, and how long it takes, in microseconds.
 fn timeline(events: &[(Kind, u64, u64)]) -> Timeline {

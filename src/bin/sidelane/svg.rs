@@ -1,6 +1,55 @@
-//! A writer of SVG: whatever is written with it is well-formed.
+//! A writer of SVG: whatever is written with it is well-formed. And the one look of all pictures: a sheet of paper, light
+//! or dark as the reader prefers.
 
 use std::fmt::{Display, Write};
+
+/// Light unless the reader prefers dark.
+const LIGHT: &str = "
+text { font: 11px system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif; fill: #1f2328; }
+.title { font-size: 15px; font-weight: 600; }
+.quiet { fill: #59636e; }
+.end { text-anchor: end; } .middle { text-anchor: middle; }
+.paper { fill: #ffffff; stroke: #d1d9e0; }
+.line { stroke: #d1d9e0; stroke-width: 1; fill: none; }";
+const DARK: &str = "text { fill: #e6edf3; } .quiet { fill: #9198a1; }
+.paper { fill: #0d1117; stroke: #3d444d; } .line { stroke: #3d444d; }";
+
+/// Rules of a picture of its own, and those that differ on a dark background.
+#[derive(Clone, Copy, Debug)]
+pub struct Style {
+    pub light: &'static str,
+    pub dark: &'static str,
+}
+
+/// A picture of this size on its paper.
+pub fn picture(
+    (width, height): (f64, f64),
+    title: &str,
+    style: Style,
+    inside: impl FnOnce(&mut Svg),
+) -> String {
+    let view = format!("0 0 {width} {height}");
+    Svg::document(&[("viewBox", &view), ("width", &width), ("height", &height), ("role", &"img")], |svg| {
+        svg.element("title", &[], |svg| svg.text(title));
+        let Style { light, dark } = style;
+        let dark = format!("@media (prefers-color-scheme: dark) {{\n{DARK}\n{dark}\n}}");
+        svg.element("style", &[], |svg| svg.text(format!("{LIGHT}\n{light}\n{dark}\n")));
+        let (w, h) = (width - 1.0, height - 1.0);
+        let paper = ("class", &"paper" as _);
+        svg.element(
+            "rect",
+            &[paper, ("x", &0.5), ("y", &0.5), ("width", &w), ("height", &h), ("rx", &6)],
+            |_| {},
+        );
+        svg.label("title", 16.0, 25.0, title);
+        inside(svg);
+    })
+}
+
+/// Hundredths of a pixel are enough.
+pub fn round(x: f64) -> f64 {
+    (x * 100.0).round() / 100.0
+}
 
 /// A document, or the inside of an element.
 #[derive(Debug, Default)]
@@ -33,6 +82,20 @@ impl Svg {
         } else {
             let _ = writeln!(self.0, "</{name}>");
         }
+    }
+
+    /// Words that begin, end or have their middle at x, as their class says.
+    pub fn label(&mut self, class: &str, x: f64, y: f64, text: &str) {
+        let (x, y) = (round(x), round(y));
+        self.element("text", &[("class", &class), ("x", &x), ("y", &y)], |svg| svg.text(text));
+    }
+
+    /// A straight line.
+    pub fn line(&mut self, class: &str, (x1, y1): (f64, f64), (x2, y2): (f64, f64)) {
+        let [x1, y1, x2, y2] = [x1, y1, x2, y2].map(round);
+        let place: [Attribute<'_>; 5] =
+            [("class", &class), ("x1", &x1), ("x2", &x2), ("y1", &y1), ("y2", &y2)];
+        self.element("line", &place, |_| {});
     }
 
     /// Characters, escaped.

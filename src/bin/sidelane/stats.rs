@@ -10,9 +10,11 @@ use rand_chacha::ChaCha8Rng;
 /// From this many rounds on a 99th percentile rests on at least ten rounds beyond it.
 pub const ROUNDS_FOR_P99: usize = 1000;
 
-/// What one kind of round took.
+/// What rounds of one kind took.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Summary {
+    pub min: f64,
+    pub mean: f64,
     pub p50: f64,
     /// Only from [`ROUNDS_FOR_P99`] on.
     pub p99: Option<f64>,
@@ -27,15 +29,18 @@ pub struct Ratio {
     pub high: f64,
 }
 
-/// Median, p99 and maximum of at least one sample.
+/// Of at least one sample.
 pub fn summary(samples: &[f64]) -> Summary {
     let mut sorted = samples.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
     let rank = (sorted.len() * 99).div_ceil(100);
     Summary {
-        p50: median(&mut sorted),
+        min: sorted[0],
+        mean: sorted.iter().sum::<f64>() / sorted.len() as f64,
         p99: (sorted.len() >= ROUNDS_FOR_P99).then(|| sorted[rank - 1]),
         max: sorted[sorted.len() - 1],
+        // The last, as it reorders them.
+        p50: median(&mut sorted),
     }
 }
 
@@ -79,8 +84,14 @@ mod tests {
     }
 
     #[test]
+    fn figures_come_from_all_samples() {
+        let seen = summary(&counted(1000));
+        assert_eq!(seen, Summary { min: 1.0, mean: 500.5, p50: 500.5, p99: Some(990.0), max: 1000.0 });
+    }
+
+    #[test]
     fn the_median_of_an_even_number_lies_between_the_middle_two() {
-        assert_eq!(summary(&[7.0]), Summary { p50: 7.0, p99: None, max: 7.0 });
+        assert_eq!(summary(&[7.0]).p50, 7.0);
         assert_eq!(summary(&[4.0, 1.0]).p50, 2.5);
         assert_eq!(summary(&counted(5)).p50, 3.0);
         assert_eq!(summary(&counted(6)).p50, 3.5);
@@ -89,7 +100,7 @@ mod tests {
     #[test]
     fn p99_needs_a_thousand_rounds() {
         assert_eq!(summary(&counted(999)).p99, None);
-        assert_eq!(summary(&counted(1000)), Summary { p50: 500.5, p99: Some(990.0), max: 1000.0 });
+        assert_eq!(summary(&counted(1000)).p99, Some(990.0));
     }
 
     #[test]
@@ -116,7 +127,8 @@ mod tests {
         let (mut spiked, floor) = (vec![10.0; 99], vec![5.0; 99]);
         spiked[7] = 1e6;
         assert_eq!(ratio_of_medians(&floor, &spiked), Ratio { value: 0.5, low: 0.5, high: 0.5 });
-        assert_eq!(summary(&spiked), Summary { p50: 10.0, p99: None, max: 1e6 });
+        let seen = summary(&spiked);
+        assert_eq!((seen.min, seen.p50, seen.p99, seen.max), (10.0, 10.0, None, 1e6));
     }
 
     #[test]

@@ -1,0 +1,219 @@
+//! The loops that are timed.
+//!
+//! ```text
+//!   put-lat, signal   a: put n, signal n ----> b: waits for n        a times both ways and halves
+//!                     a: waits for n <-------- b: put n, signal n
+//!   put-bw            a: put put put ... quiet | put put put ... quiet | ...        a times each window
+//!   exchange          both: put put put ... signal k, wait for k of the other, quiet | ...
+//! ```
+//!
+//! All puts of a window have the same bytes and go to the same place, so it does not matter which of them lands last;
+//! windows are numbered. Before a run the receiver's memory is poisoned, and after it compared: neither is timed.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+use sidelane::{Error, Window, World};
+
+use super::args::Test;
+use super::pattern::{fill, is_put, poison, stamp};
+use super::report::{Bandwidth, Latency};
+use super::task::Run;
+
+/// A stream is cut into so many windows, each ended by a quiet: the fastest is the peak.
+const WINDOWS: u32 = 5;
+
+/// What one rank of a pair has found in a run.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Found {
+    pub latency: Option<Latency>,
+    pub bandwidth: Option<Bandwidth>,
+    /// Whether what it received last is what the other put last.
+    pub verified: bool,
+}
+
+/// Two ranks that are measured: the first one times.
+pub struct Pair<'w> {
+    world: &'w World,
+    window: Window,
+    /// This rank's position of the two.
+    me: u32,
+    /// The number of the last signal in either direction.
+    said: u64,
+}
+
+impl<'w> Pair<'w> {
+    /// Collective between the two.
+    pub fn open(world: &'w World, (from, to): (u32, u32), bytes: u64) -> Result<Self, Error> {
+        let group = world.group(&[from, to])?;
+        Ok(Pair { world, window: group.window(bytes)?, me: group.rank(), said: 0 })
+    }
+
+    /// One run. With `memcpy`, a stream is followed by as many copies of the same bytes within the first rank.
+    pub fn run(&mut self, test: Test, run: Run, memcpy: bool) -> Result<Found, Error> {
+        let Run { bytes, iterations, warmup } = run;
+        let mut source = fill(self.me, bytes);
+        let last = match test.is_latency() {
+            true => self.said + u64::from(warmup) + u64::from(iterations),
+            false => u64::from(WINDOWS),
+        };
+        self.window.write(0, &poison(1 - self.me, bytes, last))?;
+        self.window.barrier()?;
+        let mut found = Found::default();
+        if test.is_latency() {
+            self.round_trips(&mut source, warmup)?;
+            let halves = self.round_trips(&mut source, iterations)?;
+            found.latency = (self.me == 0).then(|| Latency::of(&halves));
+        } else {
+            let windows = self.streams(test, &mut source, run)?;
+            if self.me == 0 {
+                let floor = if memcpy { Some(self.copies(&source, iterations)?) } else { None };
+                let directions = if test == Test::Exchange { 2 } else { 1 };
+                found.bandwidth = Some(Bandwidth::of(bytes * directions, &windows, floor));
+            }
+        }
+        let mut seen = vec![0; bytes as usize];
+        self.window.read(0, &mut seen)?;
+        let receives = test != Test::PutBw || self.me == 1;
+        found.verified = !receives || is_put(&seen, 1 - self.me, last);
+        Ok(found)
+    }
+
+    /// Half of each round trip, in microseconds; of the second rank the time is that in between, and nobody asks.
+    fn round_trips(&mut self, source: &mut [u8], count: u32) -> Result<Vec<f64>, Error> {
+        let mut halves = Vec::with_capacity(count as usize);
+        for _ in 0..count {
+            self.said += 1;
+            stamp(source, self.said);
+            let begin = Instant::now();
+            if self.me == 0 {
+                self.say(source)?;
+                self.window.wait_until(1, self.said)?;
+            } else {
+                self.window.wait_until(0, self.said)?;
+                self.say(source)?;
+            }
+            halves.push(begin.elapsed().as_secs_f64() * 1e6 / 2.0);
+        }
+        Ok(halves)
+    }
+
+    /// A put and its signal, or a signal if there is nothing to put.
+    fn say(&mut self, source: &[u8]) -> Result<(), Error> {
+        let other = 1 - self.me;
+        match source {
+            [] => self.window.signal(other, self.said),
+            source => self.window.put_signal(other, 0, source, self.said),
+        }
+    }
+
+    /// Puts of each timed window, and its microseconds. The windows are numbered from 1; what warms up is number 0.
+    fn streams(&mut self, test: Test, source: &mut [u8], run: Run) -> Result<Vec<(u32, f64)>, Error> {
+        let mut windows = Vec::new();
+        let counts = [run.warmup].into_iter().chain(shares(run.iterations));
+        for (number, count) in counts.enumerate() {
+            stamp(source, number as u64);
+            let begin = Instant::now();
+            match test {
+                Test::Exchange => self.exchange(source, count)?,
+                _ if self.me == 0 => self.stream(source, count)?,
+                _ => {}
+            }
+            windows.push((count, begin.elapsed().as_secs_f64() * 1e6));
+        }
+        if test == Test::PutBw {
+            self.said += 1;
+            match self.me {
+                0 => self.window.signal(1, self.said)?,
+                _ => self.window.wait_until(0, self.said)?,
+            }
+        }
+        Ok(windows.split_off(1))
+    }
+
+    fn stream(&mut self, source: &[u8], count: u32) -> Result<(), Error> {
+        for _ in 0..count {
+            self.window.put(1 - self.me, 0, source)?;
+        }
+        self.window.quiet()
+    }
+
+    fn exchange(&mut self, source: &[u8], count: u32) -> Result<(), Error> {
+        let other = 1 - self.me;
+        for _ in 0..count {
+            self.window.put(other, 0, source)?;
+        }
+        self.said += 1;
+        self.window.signal(other, self.said)?;
+        self.window.wait_until(other, self.said)?;
+        self.window.quiet()
+    }
+
+    /// Copies and their microseconds, to memory of the same kind.
+    fn copies(&self, source: &[u8], count: u32) -> Result<(u32, f64), Error> {
+        let mut extent = self.world.pool().take(source.len() as u64)?;
+        let to = extent.slice_mut::<u8>(0, source.len())?;
+        let mut copy = |count| {
+            for _ in 0..count {
+                black_box(&mut *to).copy_from_slice(black_box(source));
+            }
+        };
+        copy(count.div_ceil(10));
+        let begin = Instant::now();
+        copy(count);
+        Ok((count, begin.elapsed().as_secs_f64() * 1e6))
+    }
+}
+
+/// Equal shares of a number of puts; fewer if there are not enough.
+fn shares(count: u32) -> impl Iterator<Item = u32> {
+    let upto = move |window: u32| (u64::from(count) * u64::from(window) / u64::from(WINDOWS)) as u32;
+    (0..WINDOWS).map(move |window| upto(window + 1) - upto(window))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_put_is_in_one_window() {
+        assert_eq!(shares(5000).collect::<Vec<_>>(), [1000; 5]);
+        assert_eq!(shares(7).collect::<Vec<_>>(), [1, 1, 2, 1, 2]);
+        assert_eq!(shares(1).collect::<Vec<_>>(), [0, 0, 0, 0, 1]);
+        assert_eq!(shares(u32::MAX).map(u64::from).sum::<u64>(), u64::from(u32::MAX));
+    }
+
+    /// Both ranks of a pair, as threads.
+    fn on_two(test: Test, runs: &[Run]) -> Vec<Vec<Found>> {
+        let worlds = World::threads(2).unwrap();
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = worlds
+                .into_iter()
+                .map(|world| {
+                    scope.spawn(move || {
+                        let mut pair = Pair::open(&world, (0, 1), 4096).unwrap();
+                        runs.iter().map(|&run| pair.run(test, run, true).unwrap()).collect()
+                    })
+                })
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn every_test_finds_its_figures_and_verifies_what_came() {
+        let run = |bytes, iterations, warmup| Run { bytes, iterations, warmup };
+        for test in [Test::PutLat, Test::PutBw, Test::Exchange, Test::Signal] {
+            let bytes = if test == Test::Signal { [0; 3] } else { [8, 1, 4096] };
+            let runs = [run(bytes[0], 20, 3), run(bytes[1], 1, 0), run(bytes[2], 7, 1)];
+            let found = on_two(test, &runs);
+            for (nth, first) in found[0].iter().enumerate() {
+                let latency = first.latency.is_some();
+                assert_eq!((latency, first.bandwidth.is_some()), (test.is_latency(), !test.is_latency()));
+                assert!(first.verified && found[1][nth].verified, "{test:?} {nth}");
+                assert_eq!((found[1][nth].latency, found[1][nth].bandwidth), (None, None));
+            }
+        }
+    }
+}

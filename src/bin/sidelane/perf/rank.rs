@@ -1,0 +1,80 @@
+//! What every rank does: measure where it is one of the pair, and wait for the figures where it is not.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use sidelane::World;
+use sidelane::topology::Route;
+
+use super::args::Test;
+use super::measure::{Found, Pair};
+use super::report::{Conditions, End, PairReport, Report, RunReport};
+use super::task::Task;
+use super::{plot, table};
+use crate::error::CliError;
+use crate::machines::Machines;
+use crate::rail::Rail;
+use crate::{output, progress, ranks};
+
+/// Runs this rank's part.
+pub fn main(task: &Task) -> Result<ExitCode, CliError> {
+    let world = ranks::join(task.sizes(), task.conditions(), 0)?;
+    let Some(report) = measure(task, &world)? else { return Ok(ExitCode::SUCCESS) };
+    output::print(&table::text(&report))?;
+    if let Some(path) = &task.json {
+        write(path, &(report.json() + "\n"))?;
+    }
+    if let Some(path) = &task.svg {
+        write(path, &plot::draw(&report))?;
+    }
+    Ok(if report.verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// The report, on rank 0.
+fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
+    let all = world.all()?;
+    let machines = Machines::of(&all)?;
+    let bar = progress::bar(world.rank(), (task.pairs.len() * task.runs.len()) as u64);
+    let mut pairs = Vec::new();
+    for &ends in &task.pairs {
+        let mut report = describe(world, ends);
+        let copied = ["shm", "loop"].contains(&report.lane.as_str()) && task.test == Test::PutBw;
+        let own = [ends.0, ends.1].contains(&world.rank());
+        let mut pair = if own { Some(Pair::open(world, ends, task.most())?) } else { None };
+        for &run in &task.runs {
+            let found = pair.as_mut().map(|pair| pair.run(task.test, run, copied)).transpose()?;
+            let found = found.map(|found| serde_json::to_vec(&found).expect("numbers are always JSON"));
+            let all = all.gather(&found.unwrap_or_default())?;
+            let told = |rank: u32| serde_json::from_slice(&all[rank as usize]).map_err(CliError::Told);
+            let (first, second): (Found, Found) = (told(ends.0)?, told(ends.1)?);
+            report.runs.push(RunReport::new(run, first, &second));
+            bar.inc(1);
+        }
+        pairs.push(report);
+    }
+    bar.finish_and_clear();
+    let verified = pairs.iter().flat_map(|pair| &pair.runs).all(|run| run.verified);
+    let config = Conditions {
+        test: task.test,
+        nodes: task.ranks_per_node.len(),
+        ranks_per_node: task.ranks_per_node.clone(),
+        machines: machines.count(),
+        cores: std::thread::available_parallelism().map_or(1, usize::from),
+        route: Route::Direct.name().to_owned(),
+        matrix: task.matrix,
+    };
+    Ok((world.rank() == 0).then_some(Report { config, verified, pairs }))
+}
+
+/// A pair without figures.
+fn describe(world: &World, (from, to): (u32, u32)) -> PairReport {
+    let nodes = world.nodes();
+    let end = |rank| End { rank, node: nodes.node_of(rank) };
+    let rail = if nodes.same_node(from, to) { None } else { Rail::of(world) };
+    let (lane, lane_reason) = rail.map_or(("shm".into(), None), |rail| (rail.lane, Some(rail.reason)));
+    PairReport { from: end(from), to: end(to), lane, lane_reason, runs: Vec::new() }
+}
+
+fn write(path: &Path, text: &str) -> Result<(), CliError> {
+    std::fs::write(path, text).map_err(|source| CliError::Write { path: path.to_owned(), source })
+}
