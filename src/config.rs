@@ -12,9 +12,89 @@
 //! | `SIDELANE_INSECURE` | `1`: listen beyond this machine without a secret | 0 |
 //! | `SIDELANE_PORT` | the rendezvous port | `MASTER_PORT` + 1 upwards |
 //! | `SIDELANE_JOB`, `SIDELANE_LAUNCHER_FD`, `SIDELANE_LAUNCHER_PID` | a launcher's: the job's name, and the pipe that ends with it | none |
+//! | `SIDELANE_RAIL` | what joins nodes: `auto`, `verbs`, `tcp`, `loop` ([`RailChoice`]) | auto |
+//! | `SIDELANE_VERBS_*`, `SIDELANE_IBVERBS` | cards, ports, addresses, timeouts: see `docs/verbs.md` | found out |
+//! | `SIDELANE_TCP_ADDRESS` | where partners connect to this rank: an address of this machine, or an interface | all addresses; loopback, if the ranks meet there |
 //! | `SIDELANE_NODE` | splits one machine into load domains: ranks with equal values share memory | empty |
 
+use std::net::IpAddr;
+
 use crate::error::BootstrapError;
+
+/// What joins nodes (`SIDELANE_RAIL`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RailChoice {
+    /// Loop if all ranks are on one machine; otherwise verbs if all ranks have cards, and tcp if not.
+    #[default]
+    Auto,
+    /// Shared segments between ranks of one machine that act as different nodes.
+    Loop,
+    /// Network cards, by libibverbs.
+    Verbs,
+    /// Connections between any machines.
+    Tcp,
+}
+
+impl RailChoice {
+    /// All choices.
+    pub const ALL: [RailChoice; 4] = [RailChoice::Auto, RailChoice::Verbs, RailChoice::Tcp, RailChoice::Loop];
+
+    /// Its name in the environment and on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            RailChoice::Auto => "auto",
+            RailChoice::Loop => "loop",
+            RailChoice::Verbs => "verbs",
+            RailChoice::Tcp => "tcp",
+        }
+    }
+
+    /// From this process's environment.
+    ///
+    /// # Errors
+    /// [`BootstrapError::BadVariable`].
+    pub fn from_env() -> Result<Self, BootstrapError> {
+        let Ok(value) = std::env::var("SIDELANE_RAIL") else { return Ok(RailChoice::Auto) };
+        let found = Self::ALL.into_iter().find(|choice| choice.name() == value);
+        let (name, expected) = ("SIDELANE_RAIL", "auto, verbs, tcp, loop");
+        found.ok_or(BootstrapError::BadVariable { name, value, expected })
+    }
+}
+
+/// Where partners connect to this rank over the tcp lane (`SIDELANE_TCP_ADDRESS`).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum TcpAddress {
+    /// At all addresses of this machine; at loopback, if the ranks meet there.
+    #[default]
+    Any,
+    /// At this address.
+    Ip(IpAddr),
+    /// At the address of this interface.
+    Interface(String),
+}
+
+impl TcpAddress {
+    /// From this process's environment. Whether there is such an address or interface is seen when it is used.
+    pub fn from_env() -> Self {
+        let value = std::env::var("SIDELANE_TCP_ADDRESS").unwrap_or_default();
+        match value.parse() {
+            Ok(ip) => TcpAddress::Ip(ip),
+            Err(_) if value.is_empty() => TcpAddress::Any,
+            Err(_) => TcpAddress::Interface(value),
+        }
+    }
+}
+
+impl std::fmt::Display for TcpAddress {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            TcpAddress::Any => Ok(()),
+            TcpAddress::Ip(ip) => ip.fmt(f),
+            TcpAddress::Interface(name) => name.fmt(f),
+        }
+    }
+}
 
 /// Sizes of a world's memory, in bytes. Heap and symmetric part must be equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -67,7 +147,8 @@ impl Config {
     }
 }
 
-fn parse_bytes(text: &str) -> Option<u64> {
+/// Reads a number of bytes with an optional suffix K, M or G.
+pub(crate) fn parse_bytes(text: &str) -> Option<u64> {
     let text = text.trim();
     let (digits, shift) = match text.as_bytes().last()? {
         b'K' | b'k' => (&text[..text.len() - 1], 10),

@@ -14,7 +14,7 @@
 //! | [`bootstrap`] | meeting, authentication, liveness, descriptors, rebuild |
 //! | [`memory`] | heaps, windows, the receive pool |
 //! | [`rows`] | the vector loops |
-//! | `lane` (private) | shm and loop: how bytes and signals move |
+//! | `lane` (private) | shm, loop, verbs and tcp: how bytes and signals move |
 //! | [`exec`] | the stepper, and timelines |
 //! | [`world`] | worlds, groups, windows |
 //! | [`ep`] | dispatch, combine, gradients |

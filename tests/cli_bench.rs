@@ -66,3 +66,23 @@ fn a_budget_that_is_too_small_is_refused_before_anything_starts() {
     let told = String::from_utf8_lossy(&output.stderr);
     assert!(told.contains("has room for all") && told.contains("--on-overflow drop"), "{told}");
 }
+
+#[test]
+fn a_lane_that_was_asked_for_and_cannot_be_had_is_an_error_that_says_what_is_missing() {
+    let run = |rail: &str, name: &str, value: &str| {
+        let output = Command::new(env!("CARGO_BIN_EXE_sidelane"))
+            .args(["bench", "--nodes", "2", "--ranks-per-node", "1", "--tokens", "16", "--hidden", "64"])
+            .args(["--rounds", "2", "--rail", rail])
+            .env(name, value)
+            .output()
+            .unwrap();
+        assert!(!output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let missing = run("verbs", "SIDELANE_IBVERBS", "/nowhere/libibverbs.so");
+    assert!(missing.contains("cannot load /nowhere/libibverbs.so"), "{missing}");
+    let wrong = run("verbs", "SIDELANE_VERBS_CHUNK", "banana");
+    assert!(wrong.contains("SIDELANE_VERBS_CHUNK") && wrong.contains("banana"), "{wrong}");
+    let nowhere = run("tcp", "SIDELANE_TCP_ADDRESS", "no-such-interface");
+    assert!(nowhere.contains("SIDELANE_TCP_ADDRESS"), "{nowhere}");
+}

@@ -1,22 +1,41 @@
-//! What is moved is what was planned, to the byte.
+//! What is moved is what was planned, to the byte, and the same over every rail.
 
 mod support;
 
 use half::bf16;
+use sidelane::config::RailChoice;
 use sidelane::dtype::Wire;
 use sidelane::gate::Routing;
 use sidelane::plan::Order;
 use sidelane::topology::Route;
-use sidelane::{Dtype, ExpertParallel};
+use sidelane::{Dtype, ExpertParallel, Options};
 use support::{on_ranks, small, tokens};
 
 const HIDDEN: usize = 24;
 const TOP_K: u32 = 4;
 const EXPERTS: u32 = 13;
 
-/// Rail bytes of a dispatch and of a combine on all ranks, once every rank has moved what it planned.
+/// What came of rounds on all ranks.
+#[derive(Debug, PartialEq)]
+struct Moved {
+    /// Rail bytes of a dispatch and of a combine.
+    bytes: (u64, u64),
+    /// Rows that landed at each rank, and sums that came home.
+    bits: Vec<Vec<bf16>>,
+}
+
+/// Rounds over the loop lane and over tcp, which carry the same bytes and bring the same bits.
 fn rail_bytes(nodes: &[u32], route: Route, order: Order, wire: Wire) -> (u64, u64) {
-    let ranks = on_ranks(nodes, &small(), |world| {
+    let [over_loop, over_tcp] =
+        [RailChoice::Loop, RailChoice::Tcp].map(|rail| rounds(rail, nodes, route, order, wire));
+    assert!(over_loop == over_tcp, "{nodes:?}, {route:?}, {order:?}, {wire:?}");
+    over_loop.bytes
+}
+
+/// Rounds in which every rank moves what it planned.
+fn rounds(rail: RailChoice, nodes: &[u32], route: Route, order: Order, wire: Wire) -> Moved {
+    let ranks = on_ranks(nodes, &Options { rail, ..small() }, |world| {
+        assert_eq!(world.rail().map(|rail| rail.lane), nodes.contains(&1).then_some(rail.name()));
         let group = world.all().unwrap();
         let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
         let mut ep =
@@ -43,14 +62,16 @@ fn rail_bytes(nodes: &[u32], route: Route, order: Order, wire: Wire) -> (u64, u6
                 true => ep.start_combine(&y, &handle).unwrap().finish(&mut out).unwrap(),
             }
             let home = traffic.home_bytes(order, (HIDDEN * wire.size()) as u64);
-            [moved.rail_bytes, handle.returned().rail_bytes, home]
+            ([moved.rail_bytes, handle.returned().rail_bytes, home], [y, out].concat())
         });
-        assert_eq!(rounds[0], rounds[1], "{case}");
-        rounds[0]
+        assert!(rounds[0] == rounds[1], "{case}");
+        let [first, _] = rounds;
+        first
     });
-    let [there, back, home] = std::array::from_fn(|nth| ranks.iter().map(|bytes| bytes[nth]).sum::<u64>());
+    let [there, back, home] =
+        std::array::from_fn(|nth| ranks.iter().map(|(bytes, _)| bytes[nth]).sum::<u64>());
     assert_eq!(back, home, "what is sent comes home: {nodes:?}, {route:?}, {order:?}, {wire:?}");
-    (there, back)
+    Moved { bytes: (there, back), bits: ranks.into_iter().map(|(_, bits)| bits).collect() }
 }
 
 #[test]

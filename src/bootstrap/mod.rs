@@ -7,7 +7,8 @@
 //!                            Hub ── set, get, gather, barrier       a rendezvous, not a data path
 //!                             ├──── health: one word, one cause     every wait of the library looks at it
 //!                             ├──── cancel                          ends the world everywhere
-//!                             └──── rebuild                         the survivors, in the next epoch
+//!                             ├──── rebuild                         the survivors, in the next epoch
+//!                             └──── pass                            proves to other ranks, on any stream, who this one is
 //!                 exchange_fds (hub, members)                       descriptors within one machine
 //! ```
 //!
@@ -47,5 +48,5 @@ mod wire;
 pub use descriptors::{Location, exchange_fds};
 pub use hub::{Hub, threads};
 pub use identity::{Identity, Launcher, LauncherPipe, Secret};
-pub use meet::connect;
+pub use meet::{Pass, Reception, connect};
 pub use watch::{Clocks, Health};

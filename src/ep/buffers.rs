@@ -64,6 +64,54 @@ impl ExpertRows {
     }
 }
 
+/// Rows to be dispatched, `[tokens, hidden]`, in registered memory: network cards read them where they lie, while those of any
+/// other memory are copied first. To ranks of the node it makes no difference.
+///
+/// ```
+/// # use sidelane::{World, gate::Routing};
+/// # let world = World::threads(1)?.remove(0);
+/// let mut ep = sidelane::ExpertParallel::builder(&world.all()?)?.experts(2).top_k(1).hidden(8).build()?;
+/// let mut x = ep.token_buffer(3)?;
+/// x.rows_mut::<half::bf16>()?.fill(half::bf16::ONE);
+/// let (rows, _) = ep.dispatch(x.rows::<half::bf16>()?, &Routing::new(1, vec![0, 1, 1], vec![1.0; 3])?)?;
+/// assert_eq!(rows.len(), 3);
+/// # Ok::<(), sidelane::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct TokenBuffer {
+    pub(super) extent: Extent,
+    pub(super) tokens: u32,
+    pub(super) row_bytes: u64,
+}
+
+impl TokenBuffer {
+    /// Number of tokens.
+    pub fn len(&self) -> u32 {
+        self.tokens
+    }
+
+    /// Whether there is no token.
+    pub fn is_empty(&self) -> bool {
+        self.tokens == 0
+    }
+
+    /// The rows, `[len, hidden]`; of fp8, `[len, record]`.
+    ///
+    /// # Errors
+    /// As [`ExpertRows::rows`].
+    pub fn rows<E: Element>(&self) -> Result<&[E], MemoryError> {
+        self.extent.slice(0, elements::<E>(self.tokens, self.row_bytes))
+    }
+
+    /// The rows, to write to. Their contents are undefined at first.
+    ///
+    /// # Errors
+    /// As [`ExpertRows::rows`].
+    pub fn rows_mut<E: Element>(&mut self) -> Result<&mut [E], MemoryError> {
+        self.extent.slice_mut(0, elements::<E>(self.tokens, self.row_bytes))
+    }
+}
+
 /// What experts write: one row per received row, and, where a gradient asks for it, one `f32` per row behind them.
 ///
 /// It lies where peers can read it, so combine copies nothing.

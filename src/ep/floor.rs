@@ -2,10 +2,10 @@
 
 use super::{ExpertOutput, ExpertParallel, ExpertRows, Handle};
 use crate::error::{BootstrapError, Error};
-use crate::lane::{Floor, Moves};
+use crate::lane::{Floor, Moves, RAW};
 use crate::plan::Forward;
 use crate::rows::{Arithmetic, Stores};
-use crate::world::Group;
+use crate::world::{Group, SymmetricRange};
 
 /// The bare moves of a dispatch and of the combine that belongs to it, and the memory they go to.
 ///
@@ -16,6 +16,8 @@ pub struct Yardstick {
     floor: Floor,
     rows: Lent<ExpertRows>,
     output: Lent<ExpertOutput>,
+    /// What goes to other machines is written there.
+    _scratch: SymmetricRange,
 }
 
 /// Memory that belongs at an offset, and is there or lent.
@@ -93,6 +95,9 @@ impl ExpertParallel {
         handle: &Handle,
     ) -> Result<Yardstick, Error> {
         let inner = handle.inner();
+        // Only what goes to other machines needs a place there; of it all ranks have the same idea.
+        let away = group.shared.rails.as_ref().is_some_and(|rails| rails.report.lane != "loop");
+        let scratch = group.take_symmetric(if away { RAW } else { 0 })?;
         let (mut landing, mut bases) = (Vec::new(), Vec::new());
         let mine = [rows.extent.offset(), output.extent.offset()];
         for (blob, peer) in group.gather(bytemuck::cast_slice(&mine))?.iter().zip(0..) {
@@ -110,11 +115,12 @@ impl ExpertParallel {
             partial_bytes: self.fixed.partial_bytes(),
             landing: &landing,
             sum: inner.sum(&bases, false),
+            scratch: &scratch.window(),
         })?;
         // Nobody writes before all have learnt what they hand on.
         group.gather(&[])?;
         let rows = Lent { home: rows.extent.offset(), kept: Some(rows) };
         let output = Lent { home: output.extent.offset(), kept: Some(output) };
-        Ok(Yardstick { floor, rows, output })
+        Ok(Yardstick { floor, rows, output, _scratch: scratch })
     }
 }

@@ -39,7 +39,7 @@ mod records;
 mod relay;
 mod remap;
 
-pub use buffers::{Contribution, ExpertOutput, ExpertRows};
+pub use buffers::{Contribution, ExpertOutput, ExpertRows, TokenBuffer};
 pub use builder::ExpertParallelBuilder;
 pub use combine::PendingCombine;
 pub use dispatch::PendingDispatch;

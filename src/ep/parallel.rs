@@ -9,7 +9,7 @@ use super::builder::Spec;
 use super::handle::Inner;
 use super::meeting::{Meeting, Numbers};
 use super::relay::{Relay, Seat};
-use super::{ExpertParallelBuilder, Handle, LaneUse};
+use super::{ExpertParallelBuilder, Handle, LaneUse, TokenBuffer};
 use crate::error::{CallKind, Cause, Error, LaneError, PlanError};
 use crate::exec::Host;
 use crate::lane::{Lanes, Part, Port, Window};
@@ -235,6 +235,16 @@ impl ExpertParallel {
     /// Choices per token.
     pub fn top_k(&self) -> u32 {
         self.fixed.spec.top_k
+    }
+
+    /// A buffer for rows to be dispatched, which network cards read in place.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError).
+    pub fn token_buffer(&self, tokens: u32) -> Result<TokenBuffer, Error> {
+        let row_bytes = self.spec().sizing(CallKind::Dispatch, None).row_bytes;
+        let extent = self.pool().take(u64::from(tokens) * row_bytes)?;
+        Ok(TokenBuffer { extent, tokens, row_bytes })
     }
 
     /// The pool rows are received in.

@@ -130,8 +130,8 @@ pub enum BootstrapError {
         /// Ours.
         expected: u32,
     },
-    /// A rank sits on another machine, and no lane of this build reaches it.
-    #[error("rank {rank} is on another machine than rank {me}: no lane reaches it")]
+    /// A rank sits on another machine, which the lane that was asked for does not reach.
+    #[error("rank {rank} is on another machine than rank {me}: the loop lane does not reach it")]
     Unreachable {
         /// This rank.
         me: u32,

@@ -62,6 +62,20 @@ pub enum Cause {
         /// Who cancelled.
         by: u32,
     },
+    /// A wire between two ranks broke, although both may live.
+    #[error("the wire from rank {by} to rank {rank} broke")]
+    Wire {
+        /// The rank at its other end.
+        rank: u32,
+        /// The rank that noticed.
+        by: u32,
+    },
+    /// The network card of a rank failed, although the rank lives.
+    #[error("the network card of rank {by} failed")]
+    Card {
+        /// The rank.
+        by: u32,
+    },
     /// A peer sent something over a lane that no correct peer sends.
     #[error("rank {rank} broke the lane's protocol")]
     Protocol {

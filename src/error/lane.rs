@@ -2,6 +2,11 @@
 
 use std::time::Duration;
 
+use super::{BootstrapError, VerbsError};
+
+/// What to look at where no connection came about.
+const REACH: &str = "can these addresses be reached (SIDELANE_TCP_ADDRESS)?";
+
 /// Bytes or signals could not be moved, or did not come.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum LaneError {
@@ -36,6 +41,65 @@ pub enum LaneError {
         /// What is missing.
         missing: &'static str,
     },
+    /// The lane that was chosen is not there on another rank.
+    #[error("rank {rank} cannot use the {lane} lane: {reason}")]
+    PeerLacks {
+        /// The rank (in the world).
+        rank: u32,
+        /// The lane.
+        lane: &'static str,
+        /// What it says.
+        reason: String,
+    },
+    /// Two ranks did not get a connection to each other.
+    #[error(
+        "no {lane} connection between rank {rank} and rank {peer} at {addresses:?} within {} ms: {}",
+        waited.as_millis(),
+        reason.as_ref().map_or_else(|| REACH.to_owned(), |reason| format!("{reason}; {REACH}"))
+    )]
+    NoConnection {
+        /// This rank (in the world).
+        rank: u32,
+        /// The other.
+        peer: u32,
+        /// The lane.
+        lane: &'static str,
+        /// Where the one with the lower rank listens.
+        addresses: Vec<std::net::SocketAddr>,
+        /// How long it was tried.
+        waited: Duration,
+        /// Why the rank that connects was not let in, as far as it knows.
+        reason: Option<Box<BootstrapError>>,
+    },
+    /// A wire broke although its other end is not known to be gone.
+    #[error(
+        "rank {rank}: the {lane} wire to rank {peer} broke: {}",
+        if *errno == 0 { "the other end closed it".to_owned() } else { std::io::Error::from_raw_os_error(*errno).to_string() }
+    )]
+    Wire {
+        /// This rank (in the world).
+        rank: u32,
+        /// The rank at the other end.
+        peer: u32,
+        /// The lane.
+        lane: &'static str,
+        /// The errno of its socket; 0 if the other end closed it.
+        errno: i32,
+    },
+    /// Ranks ask for different lanes.
+    #[error(
+        "rank {rank} asks for the {mine} lane between nodes, rank {peer} for {theirs}: set SIDELANE_RAIL alike"
+    )]
+    ChoicesDiffer {
+        /// This rank (in the world).
+        rank: u32,
+        /// The other.
+        peer: u32,
+        /// What this rank asks for.
+        mine: &'static str,
+        /// What the other asks for.
+        theirs: &'static str,
+    },
     /// The source of a put is not as long as the operand says.
     #[error("a put reads {len} bytes at {offset} of a source of {size}")]
     SourceBounds {
@@ -46,6 +110,9 @@ pub enum LaneError {
         /// Bytes there.
         size: u64,
     },
+    /// A network card could not do its part.
+    #[error(transparent)]
+    Verbs(#[from] VerbsError),
     /// A system call failed.
     #[error("{call} failed: {}", std::io::Error::from_raw_os_error(*errno))]
     System {

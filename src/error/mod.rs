@@ -9,24 +9,29 @@
 //! | [`MemoryError`] | heap, pool, windows |
 //! | [`SimdError`] | an instruction set that was forced and is missing |
 //! | [`LaneError`] | puts, signals and waits |
+//! | [`VerbsError`] | network cards: the library, devices, work requests |
 //! | [`PlanError`] | routing and placement: bad input of a call |
 //! | [`CallError`] | dispatch and combine as collective calls |
 
 mod bootstrap;
 mod call;
 mod cause;
+mod completion;
 mod lane;
 mod memory;
 mod plan;
 mod simd;
+mod verbs;
 
 pub use bootstrap::BootstrapError;
 pub use call::{CallError, CallKind};
 pub use cause::{Cause, Loss};
+pub use completion::{CompletionStatus, Operation};
 pub use lane::LaneError;
 pub use memory::MemoryError;
 pub use plan::PlanError;
 pub use simd::SimdError;
+pub use verbs::VerbsError;
 
 /// Any error of the library.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -52,6 +57,12 @@ pub enum Error {
     /// Ranks disagree about a call, or a call is used wrongly.
     #[error(transparent)]
     Call(#[from] CallError),
+}
+
+impl From<VerbsError> for Error {
+    fn from(error: VerbsError) -> Self {
+        Error::Lane(error.into())
+    }
 }
 
 /// Result with the library's [`Error`].

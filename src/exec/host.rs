@@ -88,7 +88,7 @@ impl Host {
         if stores == Stores::Streaming {
             Rows::fence();
         }
-        Ok(())
+        port.settle()
     }
 
     /// Runs one operation; returns the bytes it moved or read.

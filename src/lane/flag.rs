@@ -60,6 +60,11 @@ impl<'a> FlagLine<'a> {
         Tag::from_words(std::array::from_fn(|i| self.words[at + i].load(Ordering::Relaxed)))
     }
 
+    /// First byte of the tag that comes with this value.
+    pub(super) fn tag_offset(value: u64) -> u64 {
+        tag_at(value) as u64 * 8
+    }
+
     /// Sleeps until the value is no longer `seen`, or for `slice`.
     pub fn sleep(self, seen: u64, slice: Duration) {
         self.sleepers().fetch_add(1, Ordering::Relaxed);

@@ -9,11 +9,13 @@
 //! ```
 //!
 //! What crosses to other nodes is written to scratch of this rank, and what is made of what came from there is read from
-//! scratch: so each byte of the plan is written once, on one side of the rail.
+//! scratch: so each byte of the plan is written once, on one side of the rail. Between machines as many bytes are sent
+//! instead, in bare writes ([`Raw`]).
 
 use std::sync::Arc;
 
-use super::Port;
+use super::raw::Raw;
+use super::{Port, Window};
 use crate::dtype::Wire;
 use crate::error::{Error, LaneError};
 use crate::plan::{Bins, Chunk, Forward, Layout, RowRun, Term};
@@ -40,6 +42,8 @@ pub struct Moves<'a> {
     pub landing: &'a [u64],
     /// The sum of what comes back, each chunk where its owner offers it.
     pub sum: Sum<'a>,
+    /// [`RAW`](super::RAW) bytes at each rank, for what goes to other machines.
+    pub scratch: &'a Window,
 }
 
 /// A call's moves, ready to run. It keeps the port alive whose windows it holds addresses of; whoever runs it must hold
@@ -56,6 +60,8 @@ pub struct Floor {
     runs: Vec<FloorRun>,
     rows: Vec<u32>,
     home: Vec<FloorCopy>,
+    /// What goes to other machines in a dispatch, and in a combine.
+    raw: [Raw; 2],
     /// What it sums for other nodes, to `outbox`, one after another.
     partials: FloorSums,
     partial_bytes: usize,
@@ -148,9 +154,10 @@ impl Port {
     pub fn floor(self: &Arc<Self>, moves: &Moves<'_>) -> Result<Floor, Error> {
         let mut scratch = Scratch::default();
         let (mut runs, mut rows) = (Vec::new(), moves.layout.rows.clone());
-        self.own_runs(moves, &mut scratch, &mut runs)?;
+        let mut raw = [(); 2].map(|()| Raw::new(self.shared_lanes(), moves.scratch.clone()));
+        self.own_runs(moves, &mut raw[0], &mut scratch, &mut runs)?;
         self.relayed_runs(moves, &mut scratch, &mut runs, &mut rows)?;
-        let home = self.relayed_home(moves, &mut scratch)?;
+        let home = self.relayed_home(moves, &mut raw[1], &mut scratch)?;
         let (sum, chunks) = (&moves.sum, self.chunks_of(moves, &mut scratch)?);
         let tokens = FloorSums {
             terms: point(sum.terms, &chunks, sum.chunks)?,
@@ -177,6 +184,7 @@ impl Port {
             runs,
             rows,
             home,
+            raw,
             outbox: scratch.take(partials.count() as u64 * partial_bytes),
             partials,
             partial_bytes: partial_bytes as usize,
@@ -188,6 +196,7 @@ impl Port {
     fn own_runs(
         &self,
         moves: &Moves<'_>,
+        raw: &mut Raw,
         scratch: &mut Scratch,
         runs: &mut Vec<FloorRun>,
     ) -> Result<(), Error> {
@@ -207,6 +216,9 @@ impl Port {
         for peer in 0..self.lanes().ranks() {
             let to_peer = layout.runs_to(peer);
             for run in &layout.runs[to_peer.start as usize..to_peer.end as usize] {
+                if raw.add(peer, bytes(run)) {
+                    continue;
+                }
                 let offset = moves.landing[peer as usize] + u64::from(run.to_row) * moves.row_bytes;
                 let to = match self.lanes().paths().near(peer) {
                     true => self.range(peer, WindowId::POOL, offset, bytes(run))?.cast_mut(),
@@ -215,7 +227,11 @@ impl Port {
                 runs.push(own(run, to));
             }
         }
-        runs.extend(layout.runs[straight..].iter().map(|run| own(run, scratch.take(bytes(run)))));
+        let sent = self.lanes().paths().relays().zip(&layout.blocks);
+        let wired = sent.filter(|(relay, block)| raw.add(*relay, u64::from(block.rows) * moves.row_bytes));
+        if wired.count() == 0 {
+            runs.extend(layout.runs[straight..].iter().map(|run| own(run, scratch.take(bytes(run)))));
+        }
         Ok(())
     }
 
@@ -261,10 +277,26 @@ impl Port {
     }
 
     /// Every relayed entry's row, from its rank's chunk to scratch; none where relays sum.
-    fn relayed_home(&self, moves: &Moves<'_>, scratch: &mut Scratch) -> Result<Vec<FloorCopy>, Error> {
+    fn relayed_home(
+        &self,
+        moves: &Moves<'_>,
+        raw: &mut Raw,
+        scratch: &mut Scratch,
+    ) -> Result<Vec<FloorCopy>, Error> {
         let (paths, row_bytes) = (self.lanes().paths(), moves.home_bytes);
         let mut home = Vec::new();
-        for block in moves.forward.blocks.iter().filter(|_| moves.partial_bytes.is_none()) {
+        for (nth, (source, block)) in paths.sources().zip(&moves.forward.blocks).enumerate() {
+            let bytes = match moves.partial_bytes {
+                Some(partial) => {
+                    let chunks = 1..=moves.forward.chunks();
+                    let sums = chunks.map(|chunk| moves.forward.partials_of(nth, chunk).len() as u64);
+                    sums.sum::<u64>() * partial
+                }
+                None => u64::from(block.entries()) * row_bytes,
+            };
+            if raw.add(source, bytes) || moves.partial_bytes.is_some() {
+                continue;
+            }
             let mut to = scratch.take(u64::from(block.entries()) * row_bytes);
             let mut segments = block.segments.iter();
             for &owner in paths.served_by(paths.me()) {
@@ -328,6 +360,7 @@ impl Floor {
                 self.kernels.zero(run.to.add(run.count * self.row_bytes), run.pad * self.row_bytes, stores);
             }
         }
+        self.raw[0].write();
         Rows::fence();
     }
 
@@ -348,6 +381,7 @@ impl Floor {
                 self.partials.take(nth, self.kernels, row, (out, stores));
             }
         }
+        self.raw[1].write();
         for (token, out) in output.chunks_exact_mut(self.home_bytes).enumerate().take(self.input_rows) {
             let out = Out::Total(out.as_mut_ptr());
             // SAFETY: terms were checked when this was built; `out` is one row.

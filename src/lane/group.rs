@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::rail::Link;
+use super::rail::Rail;
 use super::wait::Patience;
 use crate::bootstrap::Health;
+use crate::error::LaneError;
 use crate::rows::Rows;
 use crate::schedule::Flag;
 use crate::topology::{NodeMap, Paths, Route};
@@ -17,8 +18,8 @@ pub enum Reach {
     Own,
     /// By loads and stores: the shm lane.
     Load,
-    /// Over a wire: the loop lane.
-    Rail(Arc<Link>),
+    /// Over a wire.
+    Rail(Arc<dyn Rail>),
     /// Not by itself: what goes there goes by a relay.
     Relayed,
 }
@@ -29,7 +30,7 @@ impl Reach {
         match self {
             Reach::Own => "own",
             Reach::Load => "shm",
-            Reach::Rail(_) => "loop",
+            Reach::Rail(rail) => rail.lane(),
             Reach::Relayed => "relay",
         }
     }
@@ -94,16 +95,27 @@ impl Lanes {
             crowded: self.crowded,
             deadline: self.deadline,
             awaited: self.world_ranks[peer as usize],
+            silent: self.rails().any(|rail| !rail.wakes()),
         }
     }
 
-    /// Receives what has come over the rails.
+    /// Takes what has come over the rails, and sends what can be sent.
     pub fn progress(&self) {
-        for reach in &self.reach {
-            if let Reach::Rail(link) = reach {
-                link.drain(&self.health);
-            }
+        for rail in self.rails() {
+            rail.progress(&self.health);
         }
+    }
+
+    /// What a rail of this rank knows of the death of its world.
+    pub fn fault(&self) -> Option<LaneError> {
+        self.rails().find_map(|rail| rail.fault())
+    }
+
+    fn rails(&self) -> impl Iterator<Item = &dyn Rail> {
+        self.reach.iter().filter_map(|reach| match reach {
+            Reach::Rail(rail) => Some(rail.as_ref()),
+            _ => None,
+        })
     }
 
     /// Number of ranks.

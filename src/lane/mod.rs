@@ -4,6 +4,8 @@
 //! |---|---|---|---|---|
 //! | shm | ranks of a node | copy into the peer's mapped heap | fence after streaming stores, store-release, wake if a waiter is counted | pause, yield, futex |
 //! | loop | "nodes" of one machine | records in a ring that only the pair has mapped, with credits | a record behind the puts | as shm |
+//! | verbs | machines with RDMA cards | RDMA write from where the bytes lie, if they are registered, else from a copy | a write or an addition behind the puts, or a number that comes with the last one | looks, as nobody wakes it; by number: as shm |
+//! | tcp | any machines | records on a connection, from where the bytes lie to where they belong | a record behind the puts | as shm |
 //!
 //! A [`Port`] is what an executor holds: the windows of one owner (an `ExpertParallel`, a caller's window) and a lane
 //! to every rank of the group. Whatever the lane, the contract is one: a signal is visible only after all earlier
@@ -12,7 +14,7 @@
 //!
 //! ```text
 //!   exec --> Port --+-- same node --> shm:  Mapped (heaps of the node)
-//!                   +-- other node --> loop: Link (ring, credits) ... Card (the thread that receives)
+//!                   +-- other node --> Rail: loop, verbs, tcp ... Card (the thread that attends to all of them)
 //! ```
 
 // Stores into memory that other processes map cannot be said in safe Rust.
@@ -23,8 +25,10 @@ mod conformance;
 mod flag;
 mod floor;
 mod group;
+mod landing;
 mod port;
 mod rail;
+mod raw;
 mod source;
 mod sum;
 mod wait;
@@ -32,7 +36,10 @@ mod wait;
 pub use flag::FlagLine;
 pub use floor::{Floor, Moves};
 pub use group::{Lanes, Reach};
+pub use landing::flush;
 pub use port::{Part, Port, Window};
-pub use rail::{Card, Link, Region, Regions, ring_bytes};
+pub use rail::Counters as RailCounters;
+pub use rail::{Adapter, Card, Ground, Link, Region, Setup, Target, TcpWires, Wiring, ring_bytes};
+pub use raw::RAW;
 pub use source::{Io, RowSource};
 pub use sum::Scratch;

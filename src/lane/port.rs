@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use super::rail::Target;
 use super::source::Checked;
 use super::wait::{self, Interrupted};
 use super::{FlagLine, Io, Lanes, Reach, RowSource};
@@ -43,6 +44,20 @@ impl Window {
         self.mapped.at(part.member, part.offset + offset, len)
     }
 
+    /// All bytes of the part of a rank of this node.
+    pub(super) fn bytes(&self, rank: u32) -> Result<&[u8], MemoryError> {
+        let len = self.part(rank, 0, 0)?.len;
+        let at = self.at(rank, 0, len)?;
+        // SAFETY: mapped and checked; as of `Port::source`.
+        Ok(unsafe { std::slice::from_raw_parts(at.as_ptr(), len as usize) })
+    }
+
+    /// What a rail needs to know to reach bytes in the part of a rank.
+    pub(super) fn target(&self, rank: u32, offset: u64, len: u64) -> Result<Target, MemoryError> {
+        let part = self.part(rank, offset, len)?;
+        Ok(Target { region: part.region, offset: part.offset + offset })
+    }
+
     /// The part of a rank, if the bytes lie inside it.
     fn part(&self, rank: u32, offset: u64, len: u64) -> Result<&Part, MemoryError> {
         let part = self.parts.get(rank as usize);
@@ -57,7 +72,7 @@ impl Window {
 /// The windows of one owner, and the lanes to reach them.
 #[derive(Debug)]
 pub struct Port {
-    lanes: Arc<Lanes>,
+    pub(super) lanes: Arc<Lanes>,
     windows: Vec<Window>,
     /// The window whose first bytes are the owner's flags.
     flags: WindowId,
@@ -67,6 +82,10 @@ impl Port {
     /// A port to `windows`; `flags` names the one that begins with the flag lines.
     pub fn new(lanes: Arc<Lanes>, windows: Vec<Window>, flags: WindowId) -> Self {
         Port { lanes, windows, flags }
+    }
+
+    pub(super) fn shared_lanes(&self) -> Arc<Lanes> {
+        Arc::clone(&self.lanes)
     }
 
     /// The lanes.
@@ -116,7 +135,7 @@ impl Port {
         Ok(&tensor[offset as usize..end as usize])
     }
 
-    /// Moves one span. Returns when the source may be changed.
+    /// Moves one span. The source may be changed after [`Port::settle`].
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`], [`LaneError::SourceBounds`], and whatever ends a wait for credit.
@@ -153,11 +172,10 @@ impl Port {
                     // SAFETY: the target was checked for all rows, each source row by `checked`.
                     unsafe { self.lanes.rows.gather(at, bytes.as_ptr(), row_bytes as usize, index, stores) };
                 }
-                Reach::Rail(link) => {
-                    let part = self.window(window)?.part(to, offset, len)?;
-                    let to_bytes = (part.region, part.offset + offset);
-                    link.put_rows(to_bytes, index, source, self.lanes.patience(to))
-                        .map_err(|e| self.no_credit(to, e))?;
+                Reach::Rail(rail) => {
+                    let target = self.window(window)?.target(to, offset, len)?;
+                    rail.put_rows(target, index, source, self.lanes.patience(to))
+                        .map_err(|e| self.stuck(rail.as_ref(), to, e))?;
                 }
                 Reach::Relayed => return Err(self.no_wire(to).into()),
             },
@@ -172,10 +190,9 @@ impl Port {
                 unsafe { self.lanes.rows.zero(at, pad as usize, stores) };
                 Ok(())
             }
-            Reach::Rail(link) => {
-                let part = self.window(window)?.part(to, behind, pad)?;
-                link.zero((part.region, part.offset + behind), pad, self.lanes.patience(to))
-                    .map_err(|e| self.no_credit(to, e))
+            Reach::Rail(rail) => {
+                let target = self.window(window)?.target(to, behind, pad)?;
+                rail.zero(target, pad, self.lanes.patience(to)).map_err(|e| self.stuck(rail.as_ref(), to, e))
             }
             Reach::Relayed => Err(self.no_wire(to).into()),
         }
@@ -196,10 +213,9 @@ impl Port {
                 unsafe { self.lanes.rows.copy(at.as_ptr(), bytes.as_ptr(), bytes.len(), stores) };
                 Ok(())
             }
-            Reach::Rail(link) => {
-                let part = self.window(window)?.part(to, offset, len)?;
-                link.put(part.region, part.offset + offset, bytes, self.lanes.patience(to))
-                    .map_err(|e| self.no_credit(to, e))
+            Reach::Rail(rail) => {
+                let target = self.window(window)?.target(to, offset, len)?;
+                rail.put(target, bytes, self.lanes.patience(to)).map_err(|e| self.stuck(rail.as_ref(), to, e))
             }
             Reach::Relayed => Err(self.no_wire(to).into()),
         }
@@ -226,10 +242,10 @@ impl Port {
                 unsafe { FlagLine::new(window.at(to, offset, 64)?) }.raise(value, tag);
                 Ok(())
             }
-            Reach::Rail(link) => {
-                let part = window.part(to, offset, 64)?;
-                link.signal(part.region, part.offset + offset, value, tag.copied(), self.lanes.patience(to))
-                    .map_err(|e| self.no_credit(to, e))
+            Reach::Rail(rail) => {
+                let target = window.target(to, offset, 64)?;
+                rail.signal(target, value, tag.copied(), self.lanes.patience(to))
+                    .map_err(|e| self.stuck(rail.as_ref(), to, e))
             }
             Reach::Relayed => Err(self.no_wire(to).into()),
         }
@@ -244,7 +260,7 @@ impl Port {
         let line = self.flag(from, flag)?;
         wait::until(line, value, self.lanes.patience_for(from, flag), || self.lanes.progress()).map_err(
             |(seen, why)| match why {
-                Interrupted::Dead(cause) => cause.into(),
+                Interrupted::Dead(cause) => self.lanes.fault().map_or(cause.into(), Error::from),
                 Interrupted::Late { waited } => LaneError::Deadline {
                     rank: self.lanes.rank,
                     peer: self.lanes.writer_of(from),
@@ -257,20 +273,6 @@ impl Port {
                 .into(),
             },
         )
-    }
-
-    /// Returns when everything put or signalled so far has landed. On a node it has when the put returns.
-    ///
-    /// # Errors
-    /// [`LaneError::Deadline`] if a partner takes nothing, or the world's cause of death.
-    pub fn quiet(&self) -> Result<(), Error> {
-        Rows::fence();
-        for (reach, to) in self.lanes.reach.iter().zip(0..) {
-            if let Reach::Rail(link) = reach {
-                link.flush(self.lanes.patience(to)).map_err(|e| self.no_credit(to, e))?;
-            }
-        }
-        Ok(())
     }
 
     /// The flag here that speaks of `from`.
@@ -333,22 +335,6 @@ impl Port {
             rank: self.lanes.rank,
             peer: to,
             missing: "a wire: its node is reached by a relay",
-        }
-    }
-
-    fn no_credit(&self, to: u32, e: super::rail::NoCredit) -> Error {
-        match e.why {
-            Interrupted::Dead(cause) => cause.into(),
-            Interrupted::Late { waited } => LaneError::Deadline {
-                rank: self.lanes.rank,
-                peer: to,
-                lane: "loop",
-                flag: u32::MAX,
-                awaited: e.awaited,
-                seen: e.seen,
-                waited,
-            }
-            .into(),
         }
     }
 }

@@ -41,6 +41,12 @@ pub(super) enum Checked<'a> {
 }
 
 impl<'a> RowSource<'a> {
+    /// The bytes of a row that [`RowSource::checked`] has seen.
+    pub(super) fn row(&self, row: u32) -> &'a [u8] {
+        let row_bytes = self.row_bytes as usize;
+        &self.bytes[row as usize * row_bytes..][..row_bytes]
+    }
+
     /// The rows of one run, all inside the source.
     pub(super) fn checked(&self, run: RowRun) -> Result<Checked<'a>, LaneError> {
         let (row_bytes, size) = (self.row_bytes, self.bytes.len() as u64);

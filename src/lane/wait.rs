@@ -14,8 +14,12 @@ use crate::error::{Cause, Loss};
 const PAUSES: u32 = 50;
 const PAUSES_IN_A_CROWD: u32 = 4;
 const YIELDS: u32 = 400;
+/// Where nobody wakes who sleeps on a flag, sleeping is for waits that are long already: some milliseconds.
+const YIELDS_IN_SILENCE: u32 = 20_000;
 /// The longest time in which a waiter does not look whether the world is alive.
 const SLICE: Duration = Duration::from_millis(10);
+/// The same, where nobody wakes who sleeps on a flag.
+pub(super) const NAP: Duration = Duration::from_micros(50);
 /// The longest time between two looks of a waiter that is awake. What goes beyond it is a stop of this process, which
 /// is nobody else's fault: it does not count as waiting.
 const STRIDE: Duration = Duration::from_millis(500);
@@ -31,6 +35,8 @@ pub struct Patience<'a> {
     pub awaited: u32,
     /// Ends the wait when the awaited rank is alive but silent for so long.
     pub deadline: Duration,
+    /// Whether signals come that wake nobody.
+    pub silent: bool,
 }
 
 /// Why a wait ended without its value.
@@ -74,7 +80,8 @@ impl<'a> Waiter<'a> {
             return Ok(());
         }
         self.patience.health.check().map_err(Interrupted::Dead)?;
-        if self.turns <= pauses + YIELDS {
+        let yields = if self.patience.silent { YIELDS_IN_SILENCE } else { YIELDS };
+        if self.turns <= pauses + yields {
             std::thread::yield_now();
             return Ok(());
         }
@@ -91,7 +98,8 @@ impl<'a> Waiter<'a> {
         if waited >= self.patience.deadline {
             return Err(Interrupted::Late { waited });
         }
-        sleep(SLICE.min(self.patience.deadline - waited));
+        let slice = if self.patience.silent { NAP } else { SLICE };
+        sleep(slice.min(self.patience.deadline - waited));
         Ok(())
     }
 }
@@ -134,7 +142,9 @@ mod tests {
         let line = unsafe { FlagLine::new(std::ptr::NonNull::from(&words).cast()) };
         let deadline = Duration::from_secs(60);
         let mut turns = 0;
-        until(line, 1, Patience { health: hubs[0].health(), crowded: false, deadline, awaited: 1 }, || {
+        let patience =
+            Patience { health: hubs[0].health(), crowded: false, deadline, awaited: 1, silent: false };
+        until(line, 1, patience, || {
             turns += 1;
             if Some(turns) == turn {
                 line.raise(1, None);

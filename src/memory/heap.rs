@@ -21,6 +21,7 @@ pub struct HeapSizes {
 pub struct Heap {
     rank: u32,
     mapped: Arc<Mapped>,
+    boundary: u64,
     symmetric: Arc<Symmetric>,
     pool: Arc<Pool>,
 }
@@ -46,15 +47,20 @@ impl Heap {
         let present: Vec<Option<&Segment>> = segments.iter().map(Option::as_ref).collect();
         let mapped = Arc::new(Mapped::new(&present)?);
         mapped.populate(rank, 0, sizes.total)?;
-        let symmetric = sizes.symmetric.next_multiple_of(4096).min(sizes.total);
-        let pool = Pool::new(rank, Arc::clone(&mapped), symmetric, Arc::clone(health), deadline);
-        let symmetric = Symmetric::new(rank, Arc::clone(&mapped), symmetric);
-        Ok(Heap { rank, mapped, symmetric, pool })
+        let boundary = sizes.symmetric.next_multiple_of(4096).min(sizes.total);
+        let pool = Pool::new(rank, Arc::clone(&mapped), boundary, Arc::clone(health), deadline);
+        let symmetric = Symmetric::new(rank, Arc::clone(&mapped), boundary);
+        Ok(Heap { rank, mapped, boundary, symmetric, pool })
     }
 
     /// The mapping of all reachable heaps, by rank.
     pub fn mapped(&self) -> &Arc<Mapped> {
         &self.mapped
+    }
+
+    /// Bytes of the symmetric part; the pool begins behind it.
+    pub fn boundary(&self) -> u64 {
+        self.boundary
     }
 
     /// This rank's receive pool.

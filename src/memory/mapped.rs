@@ -72,6 +72,11 @@ impl Mapped {
         Ok(mapped)
     }
 
+    /// Number of members, those out of reach among them.
+    pub fn members(&self) -> u32 {
+        self.lens.len() as u32
+    }
+
     /// Bytes mapped of a member; 0 where it is out of reach.
     pub fn len_of(&self, member: u32) -> u64 {
         self.lens.get(member as usize).copied().unwrap_or(0)

@@ -1,15 +1,14 @@
 //! Groups: ordered ranks, and the steps they take together.
 
 use std::collections::HashSet;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::{Shared, Window};
-use crate::bootstrap::exchange_fds;
+use super::{Shared, Window, wires};
 use crate::error::{BootstrapError, Error, LaneError, MemoryError, PlanError};
-use crate::lane::{self, Lanes, Link, Part, Reach};
-use crate::memory::{Mapped, Segment, SymmetricExtent};
+use crate::lane::{self, Lanes, Part, Reach, Target};
+use crate::memory::SymmetricExtent;
 use crate::topology::{NodeMap, Paths, Route};
 
 /// Ordered ranks of a world. Positions in this order are the ranks of everything that is built on the group.
@@ -106,7 +105,7 @@ impl Group {
         }
         let nodes = self.nodes();
         let paths = Paths::new(&nodes, route, self.me);
-        self.lay_wires(&paths)?;
+        wires::lay(self, &paths)?;
         let reach = self.ranks.iter().zip(0..).map(|(&rank, position)| self.reach(rank, position, &paths));
         let lanes = Lanes {
             rank: self.me,
@@ -132,57 +131,9 @@ impl Group {
         if !paths.wired(position) {
             return Ok(Reach::Relayed);
         }
-        let link = self.shared.card.as_ref().and_then(|card| card.link_to(rank));
+        let rail = self.shared.rails.as_ref().and_then(|rails| rails.card.rail_to(rank));
         let missing = LaneError::NoLane { rank: self.me, peer: position, missing: "a wire" };
-        Ok(Reach::Rail(link.ok_or(missing)?))
-    }
-
-    /// Gives every pair of members that the route wires, and that has no wire yet, a segment of its own. The lower rank of
-    /// the world makes it.
-    fn lay_wires(&self, paths: &Paths) -> Result<(), Error> {
-        let Some(card) = &self.shared.card else { return Ok(()) };
-        let own = self.shared.hub.rank();
-        let mut made: Vec<Option<Segment>> = Vec::new();
-        let mut wanted = Vec::new();
-        for (&rank, position) in self.ranks.iter().zip(0..) {
-            let far = paths.wired(position);
-            if far && !self.shared.same_machine(rank) {
-                return Err(BootstrapError::Unreachable { me: own, rank }.into());
-            }
-            let want = far && card.link_to(rank).is_none();
-            let make = want && own < rank;
-            made.push(make.then(|| Segment::create("sidelane-wire", lane::ring_bytes())).transpose()?);
-            wanted.push(want);
-        }
-        let offer = |peer: usize| {
-            wanted[peer].then(|| {
-                let wire = made[peer].as_ref().map(AsFd::as_fd);
-                [Some(card.bell()), wire].into_iter().flatten().collect::<Vec<BorrowedFd<'_>>>()
-            })
-        };
-        let key = self.step();
-        let deadline = self.shared.options.clocks.rendezvous;
-        let received =
-            exchange_fds(self.shared.hub.as_ref(), &key, &self.ranks, self.me as usize, &offer, deadline)?;
-        for ((mut fds, wire), &rank) in received.into_iter().map(Vec::into_iter).zip(made).zip(&self.ranks) {
-            let Some(bell) = fds.next() else { continue };
-            let wire = match (wire, fds.next()) {
-                (Some(own), _) => own,
-                (None, Some(theirs)) => Segment::adopt(theirs, rank)?,
-                (None, None) => {
-                    return Err(LaneError::NoLane {
-                        rank: own,
-                        peer: rank,
-                        missing: "the segment of the wire",
-                    }
-                    .into());
-                }
-            };
-            let mapped = Arc::new(Mapped::new(&[Some(&wire)])?);
-            mapped.populate(0, 0, wire.len())?;
-            card.attach(Arc::new(Link::new(rank, own < rank, mapped, bell, Arc::clone(card.regions()))?));
-        }
-        Ok(())
+        Ok(Reach::Rail(rail.ok_or(missing)?))
     }
 
     /// Takes symmetric bytes at every member; all succeed or all give them back. Collective.
@@ -207,6 +158,8 @@ impl Group {
             Err(MemoryError::OutOfSpace { free, total, .. }) => [len, 0, *free, *total],
             Err(_) => [len, 0, 0, 0],
         };
+        // What this rank sent to a range that lay here before has landed before anybody clears it.
+        self.flush_rails()?;
         let mut answers = Vec::new();
         for (blob, &member) in self.gather(bytemuck::cast_slice(&said))?.iter().zip(&self.ranks) {
             let answer = bytemuck::try_pod_read_unaligned::<[u64; 4]>(blob);
@@ -221,13 +174,32 @@ impl Group {
             return Err(MemoryError::OutOfSpace { rank, asked, free, total, space, setting }.into());
         }
         let parts = answers.iter().zip(&self.ranks);
-        let parts =
+        let parts: Vec<Part> =
             parts.map(|(&[.., offset, _], &member)| Part { member, region: 0, offset, len }).collect();
+        if let Some(rails) = &self.shared.rails {
+            // Signals that are messages have come, but may not have been read.
+            rails.card.progress();
+        }
         // All members are here, so none is still in a call that used these bytes; none may use them before all are clear.
         let mut extent = taken?;
         extent.clear()?;
         self.gather(&[])?;
+        for &Part { member, region, offset, len } in &parts {
+            if let Some(rail) = self.shared.rails.as_ref().and_then(|rails| rails.card.rail_to(member)) {
+                rail.cleared(Target { region, offset }, len);
+            }
+        }
         Ok(SymmetricRange { extent, parts })
+    }
+
+    /// Returns when everything sent to members has landed.
+    fn flush_rails(&self) -> Result<(), Error> {
+        let Some(rails) = &self.shared.rails else { return Ok(()) };
+        let deadline = self.shared.options.clocks.deadline;
+        for rail in self.ranks.iter().filter_map(|&member| rails.card.rail_to(member)) {
+            lane::flush(rail.as_ref(), self.shared.hub.health(), deadline, self.me)?;
+        }
+        Ok(())
     }
 
     /// The name of the next collective step: the same on all members, as they take the same steps.

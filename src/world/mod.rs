@@ -13,11 +13,16 @@
 //!   a rank is lost --> every wait ends with the cause --> rebuild --> a World of the survivors, next epoch
 //! ```
 
+mod agree;
 mod group;
+mod rails;
 mod setup;
 mod window;
+mod wires;
 
+pub use crate::lane::RailCounters;
 pub use group::Group;
+pub use rails::{RailReport, Why};
 pub use setup::{Options, World};
 pub use window::Window;
 

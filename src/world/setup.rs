@@ -5,14 +5,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use sha2::{Digest, Sha256};
-
-use super::Group;
+use super::RailCounters;
+use super::rails::{Place, RailReport, Rails};
+use super::{Group, agree};
 use crate::bootstrap::{self, Clocks, Health, Hub, Identity, Location, Secret};
-use crate::config::Config;
-use crate::error::{BootstrapError, CallError, Cause, Error, MemoryError};
+use crate::config::{Config, RailChoice, TcpAddress};
+use crate::error::{BootstrapError, Cause, Error, MemoryError};
 use crate::exec::Recorder;
-use crate::lane::{Card, Region};
 use crate::memory::{Heap, HeapSizes, Pool, Segment};
 use crate::rows::{Rows, Simd};
 use crate::topology::NodeMap;
@@ -27,6 +26,15 @@ pub struct Options {
     /// Keep so many operations of each rank for a timeline, the first ones since the recorder was emptied; 0 keeps none
     /// and costs nothing.
     pub record: usize,
+    /// What joins nodes.
+    pub rail: RailChoice,
+    /// Where partners connect to this rank, if that is tcp.
+    pub tcp_address: TcpAddress,
+    /// Forecast what cards will be asked for ([`World::rail_forecast`]).
+    pub forecast: bool,
+    /// Cards that take the place of this machine's.
+    #[cfg(test)]
+    pub(crate) stand_in: Option<crate::lane::Ground>,
     /// What all ranks must have in common beside these options, in the caller's words: for example the settings of a job
     /// whose machines are started one by one. Ranks that differ do not become a world.
     pub conditions: String,
@@ -38,7 +46,8 @@ impl Options {
     /// # Errors
     /// [`BootstrapError::BadVariable`].
     pub fn from_env() -> Result<Self, BootstrapError> {
-        Ok(Options { config: Config::from_env()?, clocks: Clocks::from_env()?, ..Options::default() })
+        let (config, clocks, rail) = (Config::from_env()?, Clocks::from_env()?, RailChoice::from_env()?);
+        Ok(Options { config, clocks, rail, tcp_address: TcpAddress::from_env(), ..Options::default() })
     }
 }
 
@@ -52,12 +61,13 @@ pub struct World {
 
 /// What groups, windows and calls share. The world lives until the last of them is gone.
 pub(crate) struct Shared {
+    /// The ways to other nodes; there are none where there is only one node. Dropped before the hub says goodbye: what a
+    /// rank has sent is there before others hear that it has left.
+    pub(crate) rails: Option<Rails>,
     pub(crate) hub: Box<dyn Hub>,
     pub(crate) options: Options,
     pub(crate) nodes: NodeMap,
     pub(crate) heap: Heap,
-    /// Receives from other nodes; there is none where there is only one node.
-    pub(crate) card: Option<Card>,
     pub(crate) rows: Rows,
     pub(crate) recorder: Option<Arc<Recorder>>,
     /// How many groups of the same ranks were made before: part of a group's name.
@@ -129,6 +139,12 @@ impl World {
         })
     }
 
+    /// A world on this hub, on a node of this name.
+    #[cfg(test)]
+    pub(crate) fn of(hub: Box<dyn Hub>, options: Options, node: &str) -> Result<Self, Error> {
+        Self::build(hub, options, &Location::in_node(node)?, None)
+    }
+
     fn build(
         hub: Box<dyn Hub>,
         options: Options,
@@ -144,54 +160,24 @@ impl World {
             .map(|(label, r)| Location::from_bytes(r, label))
             .collect::<Result<_, _>>()?;
         let nodes = NodeMap::from_labels(&machines);
-        Self::compare_conditions(hub.as_ref(), &options)?;
-        Self::compare_sizes(hub.as_ref(), &options)?;
+        agree::on_conditions(hub.as_ref(), &options)?;
+        agree::on_sizes(hub.as_ref(), &options)?;
         let heap = Self::map_heaps(hub.as_ref(), &options, &nodes)?;
-        let card = match nodes.nodes() {
+        let rails = match nodes.nodes() {
             1 => None,
-            _ => Some(Card::start(rank, Arc::clone(hub.health()), crowded(&machines, rank))?),
+            _ => {
+                let (hub, nodes) = (hub.as_ref(), &nodes);
+                let place = Place { hub, machines: &machines, nodes, heap: &heap, options: &options };
+                Some(Rails::open(&place)?)
+            }
         };
-        if let Some(card) = &card {
-            card.regions().add(Region { mapped: Arc::clone(heap.mapped()), member: rank });
-        }
         let recorder = (options.record > 0).then(|| Arc::new(Recorder::new(options.record)));
         let shared =
-            Shared { hub, options, nodes, heap, card, rows, recorder, groups: Mutex::default(), machines };
+            Shared { rails, hub, options, nodes, heap, rows, recorder, groups: Mutex::default(), machines };
         let previous = previous.unwrap_or_else(|| (0..size).collect());
         let shared = Arc::new(shared);
-        shared.tell_of_protocol_faults();
+        shared.tell_of_own_faults();
         Ok(World { shared, previous })
-    }
-
-    /// Digests go round; the words themselves only if these differ, and only of the two that are then named.
-    fn compare_conditions(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
-        let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
-        let mine = Sha256::digest(&options.conditions);
-        let digests = hub.gather("world/conditions", rank, size, mine.as_slice(), deadline)?;
-        let Some(differs) = digests.iter().position(|digest| *digest != digests[0]) else { return Ok(()) };
-        let named = [0, differs].contains(&(rank as usize));
-        let words = if named { options.conditions.as_bytes() } else { &[] };
-        let said = hub.gather("world/conditions/words", rank, size, words, deadline)?;
-        let [expected, seen] = [0, differs].map(|rank| String::from_utf8_lossy(&said[rank]).into_owned());
-        Err(BootstrapError::ConditionsDiffer { rank: differs as u32, seen, expected }.into())
-    }
-
-    /// Peers check offsets against sizes that they take to be their own.
-    fn compare_sizes(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
-        let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
-        let mine = [options.config.heap, options.config.symmetric];
-        let said = hub.gather("world/sizes", rank, size, bytemuck::cast_slice(&mine), deadline)?;
-        for (blob, peer) in said.iter().zip(0..) {
-            let theirs = bytemuck::try_pod_read_unaligned::<[u64; 2]>(blob).unwrap_or_default();
-            for (what, mine, theirs) in
-                [("SIDELANE_HEAP", mine[0], theirs[0]), ("SIDELANE_SYMMETRIC", mine[1], theirs[1])]
-            {
-                if mine != theirs {
-                    return Err(CallError::ConfigsDiffer { what, rank, peer, mine, theirs }.into());
-                }
-            }
-        }
-        Ok(())
     }
 
     fn map_heaps(hub: &dyn Hub, options: &Options, nodes: &NodeMap) -> Result<Heap, Error> {
@@ -254,6 +240,21 @@ impl World {
         self.shared.heap.pool()
     }
 
+    /// Which lane joins the nodes; none where there is only one node.
+    pub fn rail(&self) -> Option<&RailReport> {
+        self.shared.rails.as_ref().map(|rails| &rails.report)
+    }
+
+    /// What this rank's cards have been asked to do so far; all 0 where the rails are no cards.
+    pub fn rail_counters(&self) -> RailCounters {
+        self.shared.rails.as_ref().map(|rails| rails.card.counters()).unwrap_or_default()
+    }
+
+    /// What they were to be asked for the same, told from the calls alone; all 0 without [`Options::forecast`].
+    pub fn rail_forecast(&self) -> RailCounters {
+        self.shared.rails.as_ref().map(|rails| rails.card.forecast()).unwrap_or_default()
+    }
+
     /// What the operating system granted for the heap.
     pub fn pages(&self) -> crate::memory::PageReport {
         self.shared.heap.pages()
@@ -302,6 +303,10 @@ impl World {
     /// rank behind.
     pub fn rebuild(&self, deadline: Duration) -> Result<World, Error> {
         let (hub, previous) = self.shared.hub.rebuild(deadline)?;
+        if let (Some(rails), Err(cause)) = (&self.shared.rails, self.shared.hub.health().check()) {
+            // The old world may be kept; what was under way in it must not meet the next one.
+            rails.card.stop(&cause);
+        }
         let place = &self.shared.machines[self.rank() as usize];
         Self::build(hub, self.shared.options.clone(), place, Some(previous))
     }
@@ -309,10 +314,15 @@ impl World {
 
 impl Shared {
     /// A fault that only this rank's card has seen ends the world of all.
-    fn tell_of_protocol_faults(self: &Arc<Self>) {
-        let shared = Arc::downgrade(self);
+    fn tell_of_own_faults(self: &Arc<Self>) {
+        let (shared, own) = (Arc::downgrade(self), self.hub.rank());
         self.hub.health().on_failure(move |cause| {
-            if let (Cause::Protocol { .. }, Some(shared)) = (cause, shared.upgrade()) {
+            let seen_here = match cause {
+                Cause::Protocol { .. } => true,
+                Cause::Wire { by, .. } | Cause::Card { by } => *by == own,
+                _ => false,
+            };
+            if let Some(shared) = shared.upgrade().filter(|_| seen_here) {
                 shared.hub.cancel(cause.clone());
             }
         });
@@ -338,59 +348,7 @@ impl Shared {
 }
 
 /// Whether the machine of a rank has fewer cores for this process than ranks.
-fn crowded(machines: &[Location], rank: u32) -> bool {
+pub(super) fn crowded(machines: &[Location], rank: u32) -> bool {
     let here = machines.iter().filter(|place| place.same_machine(&machines[rank as usize])).count();
     std::thread::available_parallelism().is_ok_and(|cores| cores.get() < here)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ranks_under_different_conditions_do_not_make_a_world_and_all_are_told_who_differs() {
-        let conditions = ["16 tokens", "16 tokens", "32 tokens"];
-        let hubs = bootstrap::threads(3, Clocks::default()).into_iter();
-        std::thread::scope(|scope| {
-            let ranks: Vec<_> = hubs
-                .zip(conditions)
-                .map(|(hub, conditions)| {
-                    let options = Options { conditions: conditions.to_owned(), ..Options::default() };
-                    scope.spawn(|| World::build(hub, options, &Location::here().unwrap(), None).unwrap_err())
-                })
-                .collect();
-            let (seen, expected) = ("32 tokens".to_owned(), "16 tokens".to_owned());
-            let error = BootstrapError::ConditionsDiffer { rank: 2, seen, expected };
-            for rank in ranks {
-                assert_eq!(rank.join().unwrap(), Error::Bootstrap(error.clone()));
-            }
-        });
-    }
-
-    #[test]
-    fn ranks_with_heaps_of_different_size_do_not_make_a_world() {
-        for nodes in [["a", "a"], ["a", "b"]] {
-            std::thread::scope(|scope| {
-                let hubs = bootstrap::threads(2, Clocks::default()).into_iter();
-                let ranks: Vec<_> = hubs
-                    .zip(nodes)
-                    .zip([1u64, 2])
-                    .map(|((hub, node), mib)| {
-                        scope.spawn(move || {
-                            let config = Config { heap: mib << 20, symmetric: 1 << 20, ..Config::default() };
-                            let options = Options { config, ..Options::default() };
-                            World::build(hub, options, &Location::in_node(node).unwrap(), None).unwrap_err()
-                        })
-                    })
-                    .collect();
-                for (rank, error) in ranks.into_iter().map(|rank| rank.join().unwrap()).enumerate() {
-                    assert!(
-                        matches!(error, Error::Call(CallError::ConfigsDiffer { what: "SIDELANE_HEAP", peer, .. })
-                            if peer == 1 - rank as u32),
-                        "{error:?}"
-                    );
-                }
-            });
-        }
-    }
 }

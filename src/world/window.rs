@@ -12,7 +12,7 @@ use crate::bootstrap::exchange_fds;
 use crate::dtype::Dtype;
 use crate::error::{Error, MemoryError, PlanError};
 use crate::exec::Host;
-use crate::lane::{self, Io, Lanes, Part, Port, Region};
+use crate::lane::{self, Io, Lanes, Part, Port, Reach, Region};
 use crate::memory::{Mapped, Segment};
 use crate::rows::Stores;
 use crate::schedule::{Control, Flag, Item, Level, Op, Operand, Operands, Place, Slot, SpanCopy, WindowId};
@@ -71,13 +71,15 @@ pub struct Window {
 #[derive(Debug)]
 enum Data {
     Symmetric { _range: SymmetricRange },
-    Registered { region: Option<(Arc<lane::Regions>, u32)> },
+    Registered { world: Arc<Shared>, region: Option<u32> },
 }
 
 impl Drop for Data {
     fn drop(&mut self) {
-        if let Data::Registered { region: Some((regions, number)) } = self {
-            regions.remove(*number);
+        if let Data::Registered { world, region: Some(number) } = self
+            && let Some(rails) = &world.rails
+        {
+            rails.deregister(*number);
         }
     }
 }
@@ -95,19 +97,28 @@ impl Window {
         let own = Self::adopt(group, memory)?;
         let len = own.len();
         let mapped = Arc::new(Self::map_neighbours(group, &lanes, own)?);
-        let regions = group.shared.card.as_ref().map(|card| Arc::clone(card.regions()));
-        let region = regions.map(|regions| {
-            let number = regions.add(Region { mapped: Arc::clone(&mapped), member: group.rank() });
-            (regions, number)
-        });
-        let number = region.as_ref().map_or(0, |&(_, number)| number);
-        let numbers = group.gather(&number.to_le_bytes())?;
-        let parts = numbers.iter().zip(0..).map(|(blob, member)| {
-            let region = blob.as_slice().try_into().map_or(0, u32::from_le_bytes);
-            Part { member, region, offset: 0, len }
-        });
-        let window = lane::Window { parts: parts.collect(), mapped };
-        Self::new(group, lanes, window, len, Data::Registered { region })
+        let region = Region { mapped: Arc::clone(&mapped), member: group.rank() };
+        let registered = group.shared.rails.as_ref().map(|rails| rails.register(region)).transpose();
+        let (number, key) = registered.as_ref().ok().cloned().flatten().unwrap_or_default();
+        let mut said = vec![u8::from(registered.is_ok())];
+        said.extend(number.to_le_bytes());
+        said.extend(key);
+        let heard = group.gather(&said)?;
+        let region = registered?.map(|_| number);
+        let data = Data::Registered { world: Arc::clone(&group.shared), region };
+        let mut parts = Vec::new();
+        for (blob, member) in heard.iter().zip(0..) {
+            let Some(([1, number @ ..], key)) = blob.split_first_chunk::<5>() else {
+                return Err(MemoryError::NotUsable { rank: member }.into());
+            };
+            let region = u32::from_le_bytes(*number);
+            if let Reach::Rail(rail) = &lanes.reach[member as usize] {
+                rail.learn(region, key)?;
+            }
+            parts.push(Part { member, region, offset: 0, len });
+        }
+        let window = lane::Window { parts, mapped };
+        Self::new(group, lanes, window, len, data)
     }
 
     /// This rank's memory, if that of every member can be registered. A rank whose memory cannot still takes part in
@@ -181,7 +192,7 @@ impl Window {
     /// [`MemoryError::OutOfBounds`], the world's cause of death, [`LaneError::Deadline`](crate::error::LaneError) if a
     /// remote peer takes nothing.
     pub fn put(&mut self, peer: u32, offset: u64, src: &[u8]) -> Result<(), Error> {
-        self.run(&[Op::Put { to: peer, slot: Slot(0) }], peer, offset, src, 0)
+        self.run([Op::Put { to: peer, slot: Slot(0) }], peer, offset, src, 0)
     }
 
     /// [`Window::put`], then [`Window::signal`].
@@ -190,7 +201,7 @@ impl Window {
     /// As [`Window::put`].
     pub fn put_signal(&mut self, peer: u32, offset: u64, src: &[u8], value: u64) -> Result<(), Error> {
         let signal = self.rising(peer, value)?;
-        self.run(&[Op::Put { to: peer, slot: Slot(0) }, signal], peer, offset, src, value)
+        self.run([Op::Put { to: peer, slot: Slot(0) }, signal], peer, offset, src, value)
     }
 
     /// Raises this rank's word at `peer` to `value`, after all earlier puts to it. Values must grow, from 1 on.
@@ -199,7 +210,7 @@ impl Window {
     /// As [`Window::put`], and [`PlanError::BadParameter`] if the value does not grow.
     pub fn signal(&mut self, peer: u32, value: u64) -> Result<(), Error> {
         let signal = self.rising(peer, value)?;
-        self.run(&[signal], peer, 0, &[], value)
+        self.run([signal], peer, 0, &[], value)
     }
 
     /// The signal of this value: a lower one than before would be overlooked, or undo what was said.
@@ -220,7 +231,7 @@ impl Window {
     /// # Errors
     /// [`LaneError::Deadline`](crate::error::LaneError), or the world's cause of death.
     pub fn wait_until(&mut self, peer: u32, value: u64) -> Result<(), Error> {
-        self.run(&[Op::Wait { from: peer, flag: Flag::Landed, level: Level::Call }], peer, 0, &[], value)
+        self.run([Op::Wait { from: peer, flag: Flag::Landed, level: Level::Call }], peer, 0, &[], value)
     }
 
     /// Returns when everything this rank has put or signalled so far has landed at its peers.
@@ -240,10 +251,10 @@ impl Window {
         let value = self.barriers;
         for peer in self.peers() {
             let entry = Op::Signal { to: peer, of: self.lanes.rank, flag: Flag::Entry, level: Level::Call };
-            self.run(&[entry], peer, 0, &[], value)?;
+            self.run([entry], peer, 0, &[], value)?;
         }
         for peer in self.peers() {
-            self.run(&[Op::Wait { from: peer, flag: Flag::Entry, level: Level::Call }], peer, 0, &[], value)?;
+            self.run([Op::Wait { from: peer, flag: Flag::Entry, level: Level::Call }], peer, 0, &[], value)?;
         }
         Ok(())
     }
@@ -269,16 +280,27 @@ impl Window {
         (1..ranks).map(move |step| (rank + step) % ranks)
     }
 
-    fn run(&mut self, ops: &[Op], peer: u32, offset: u64, src: &[u8], value: u64) -> Result<(), Error> {
+    /// One run, so that a signal can travel with the put before it.
+    fn run<const N: usize>(
+        &mut self,
+        ops: [Op; N],
+        peer: u32,
+        offset: u64,
+        src: &[u8],
+        value: u64,
+    ) -> Result<(), Error> {
         self.lanes.health.check()?;
         let len = src.len() as u64;
         let spans = [SpanCopy { from: Place::Input, from_offset: 0, to: DATA, to_offset: offset, len }];
         let table = [Operand::Spans { first: 0, count: 1 }];
         let operands = Operands { table: &table, spans: &spans, call: value, ..Operands::default() };
         let mut io = Io { input: src, ..Io::default() };
-        for &op in ops {
-            self.host.run(&self.port, &[Item { track: peer, op }], &operands, &mut io, Stores::Cached)?;
-        }
-        Ok(())
+        self.host.run(
+            &self.port,
+            ops.map(|op| Item { track: peer, op }).as_slice(),
+            &operands,
+            &mut io,
+            Stores::Cached,
+        )
     }
 }

@@ -7,7 +7,7 @@ use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command as Program, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -15,6 +15,7 @@ use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, Signal, kill_process};
 use sidelane::topology::Route;
 
+use super::network::Network;
 use super::rank::{MARK, ROUTE};
 use super::{Command, LONG, Report};
 
@@ -29,6 +30,8 @@ pub struct Setup {
     /// The node of each rank.
     nodes: Vec<u32>,
     ranks: Vec<u32>,
+    /// The network that the nodes are machines of, if they are not all here.
+    network: Option<Arc<Network>>,
     /// For one rank, or for all.
     vars: Vec<(Option<u32>, &'static str, String)>,
 }
@@ -36,7 +39,13 @@ pub struct Setup {
 impl Setup {
     /// So many ranks on one node.
     pub fn new(size: u32) -> Setup {
-        Setup { size, nodes: vec![0; size as usize], ranks: (0..size).collect(), vars: Vec::new() }
+        Setup {
+            size,
+            nodes: vec![0; size as usize],
+            ranks: (0..size).collect(),
+            network: None,
+            vars: Vec::new(),
+        }
     }
 
     /// A rank for each entry, on the node that it names.
@@ -48,6 +57,11 @@ impl Setup {
     pub fn nodes(self, nodes: u32) -> Setup {
         let per_node = self.size / nodes;
         Setup { nodes: (0..self.size).map(|rank| rank / per_node).collect(), ..self }
+    }
+
+    /// Node 0 is one machine of a network, node 1 the other.
+    pub fn across(self, network: &Arc<Network>) -> Setup {
+        Setup { network: Some(Arc::clone(network)), ..self }
     }
 
     /// How rows reach other nodes.
@@ -99,19 +113,28 @@ impl Setup {
         let stderr = rustix::fs::memfd_create("stderr", MemfdFlags::CLOEXEC).expect("a memfd");
         let stderr = File::from(stderr);
         let job = format!("{} at {port}", std::process::id());
-        let mut program = Program::new(std::env::current_exe().expect("this program"));
+        let (here, node) = (std::env::current_exe().expect("this program"), self.nodes[rank as usize]);
+        let (mut program, master, local_size) = match &self.network {
+            None => (Program::new(here), "127.0.0.1", self.size),
+            Some(network) => {
+                let local = self.nodes.iter().filter(|&&other| other == node).count();
+                (network.run(node as usize, &here), Network::ADDRESSES[0], local as u32)
+            }
+        };
+        let local_rank = self.nodes[..rank as usize].iter().filter(|&&other| other == node).count() as u32;
+        let local_rank = if self.network.is_some() { local_rank } else { rank };
         program
             .args([RANK_TEST, "--exact", "--ignored", "--nocapture", "--test-threads=1"])
             .env(MARK, "1")
             .env("RANK", rank.to_string())
             .env("WORLD_SIZE", self.size.to_string())
-            .env("LOCAL_RANK", rank.to_string())
-            .env("LOCAL_WORLD_SIZE", self.size.to_string())
-            .env("MASTER_ADDR", "127.0.0.1")
+            .env("LOCAL_RANK", local_rank.to_string())
+            .env("LOCAL_WORLD_SIZE", local_size.to_string())
+            .env("MASTER_ADDR", master)
             .env("MASTER_PORT", port.to_string())
             .env("SIDELANE_JOB", job)
             .env("SIDELANE_SECRET", "a secret of this test alone")
-            .env("SIDELANE_NODE", self.nodes[rank as usize].to_string())
+            .env("SIDELANE_NODE", node.to_string())
             .env("SIDELANE_HEAP", "8M")
             .env("SIDELANE_SYMMETRIC", "4M")
             .env("SIDELANE_RENDEZVOUS_MS", "60000")
@@ -119,7 +142,8 @@ impl Setup {
             .stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs)))
             .stdout(Stdio::null())
             .stderr(stderr.try_clone().expect("a second handle"));
-        for name in ["SIDELANE_PORT", "SIDELANE_LAUNCHER_FD", "SIDELANE_SECRET_FILE", "SIDELANE_SIMD"] {
+        let foreign = ["PORT", "LAUNCHER_FD", "SECRET_FILE", "SIMD", "RAIL", "TCP_ADDRESS"];
+        for name in foreign.map(|name| format!("SIDELANE_{name}")) {
             program.env_remove(name);
         }
         for (whose, name, value) in &self.vars {

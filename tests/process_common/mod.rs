@@ -11,6 +11,7 @@
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
 pub mod job;
+pub mod network;
 pub mod rank;
 pub mod reference;
 
@@ -44,6 +45,10 @@ pub enum Command {
     Rebuild,
     /// Says what memory of other ranks is mapped.
     ListMemory,
+    /// Says which lane joins the nodes.
+    NameRail,
+    /// Resets its connections to ranks of other nodes, and lives on.
+    ResetWires,
     /// Overwrites every byte of the library's shared memory that this process has mapped.
     Scribble,
     /// Panics.
@@ -69,6 +74,10 @@ pub enum Report {
     Scribbled(u64),
     /// What it has mapped.
     Memory(Memory),
+    /// The lane between nodes, and why it is this one.
+    Rail(String),
+    /// So many connections were reset.
+    Reset(u32),
     /// The command ended so.
     Failed(Failure),
 }
@@ -87,11 +96,31 @@ pub struct Memory {
 /// An error, as far as tests tell them apart.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Failure {
-    Lost { rank: u32, silent: bool },
-    LauncherGone { pid: u32 },
-    Evicted { rank: u32, epoch: u16 },
-    Stalled { rank: u32, by: u32 },
-    Deadline { rank: u32, peer: u32 },
+    Lost {
+        rank: u32,
+        silent: bool,
+    },
+    LauncherGone {
+        pid: u32,
+    },
+    Evicted {
+        rank: u32,
+        epoch: u16,
+    },
+    Stalled {
+        rank: u32,
+        by: u32,
+    },
+    Deadline {
+        rank: u32,
+        peer: u32,
+    },
+    /// A wire broke: seen by `by` itself (`first`), or heard of.
+    Wire {
+        rank: u32,
+        by: u32,
+        first: bool,
+    },
     NoRendezvous,
     WrongSecret,
     Missing(Vec<u32>),
@@ -103,6 +132,9 @@ impl From<Error> for Failure {
         match error {
             Error::World(cause) | Error::Bootstrap(BootstrapError::World(cause)) => cause.into(),
             Error::Lane(LaneError::Deadline { rank, peer, .. }) => Failure::Deadline { rank, peer },
+            Error::Lane(LaneError::Wire { rank, peer, .. }) => {
+                Failure::Wire { rank: peer, by: rank, first: true }
+            }
             Error::Bootstrap(BootstrapError::NoRendezvous { .. }) => Failure::NoRendezvous,
             Error::Bootstrap(BootstrapError::WrongSecret { .. }) => Failure::WrongSecret,
             Error::Bootstrap(BootstrapError::Deadline { missing, .. }) => Failure::Missing(missing),
@@ -118,6 +150,7 @@ impl From<Cause> for Failure {
             Cause::LauncherGone { pid } => Failure::LauncherGone { pid },
             Cause::Evicted { rank, epoch } => Failure::Evicted { rank, epoch },
             Cause::Stalled { rank, by, .. } => Failure::Stalled { rank, by },
+            Cause::Wire { rank, by } => Failure::Wire { rank, by, first: false },
             other => Failure::Other(other.to_string()),
         }
     }

@@ -12,8 +12,6 @@ pub struct Rail {
 impl Rail {
     /// Of this world; none where there is only one node.
     pub fn of(world: &World) -> Option<Self> {
-        // Other machines are out of reach of a world today: it would not have been built.
-        let only = || Rail { lane: "loop".into(), reason: "all nodes are on one machine".into() };
-        (world.nodes().nodes() > 1).then(only)
+        world.rail().map(|rail| Rail { lane: rail.lane.into(), reason: rail.why.to_string() })
     }
 }

@@ -65,6 +65,6 @@ pub fn join(sizes: Sizes, conditions: String, record: usize) -> Result<World, Cl
     let mut options = Options::from_env().map_err(Error::from)?;
     options.config.heap = options.config.heap.max(sizes.heap);
     options.config.symmetric = options.config.symmetric.max(sizes.symmetric);
-    (options.record, options.conditions) = (record, conditions);
+    (options.record, options.conditions, options.forecast) = (record, conditions, true);
     World::from_env_with(options).map_err(conditions::explain)
 }

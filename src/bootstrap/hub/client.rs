@@ -17,7 +17,7 @@ use super::{
 use crate::{
     bootstrap::{
         identity::{LauncherPipe, Secret},
-        meet::{Seat, rebuild},
+        meet::{Pass, Seat, rebuild},
         os::failed,
         watch::{Clocks, Health, Launcher, lock},
         wire::{Answer, MAX_FRAME, Message},
@@ -216,6 +216,11 @@ impl Hub for TcpHub {
 
     fn rebuild(&self, deadline: Duration) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError> {
         rebuild(self, deadline)
+    }
+
+    fn pass(&self) -> Result<Pass, BootstrapError> {
+        let doors = self.doors.iter().map(SocketAddr::ip).collect();
+        Ok(Pass::new(self.job.secret.clone(), self.job.digest, self.rank, self.epoch, doors))
     }
 
     fn abandon(mut self: Box<Self>) {

@@ -21,7 +21,7 @@ pub(super) use link::HOST;
 pub use threads::threads;
 
 use crate::{
-    bootstrap::watch::Health,
+    bootstrap::{meet::Pass, watch::Health},
     error::{BootstrapError, Cause},
 };
 
@@ -72,6 +72,12 @@ pub trait Hub: Send + Sync {
     /// world that still lives is cancelled first. All survivors must call it; one that does not come within a
     /// short time after the others is left behind.
     fn rebuild(&self, deadline: Duration) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError>;
+
+    /// What this rank shows to others of its world on streams of their own.
+    ///
+    /// # Errors
+    /// [`BootstrapError::System`] if there is nothing to draw a secret from.
+    fn pass(&self) -> Result<Pass, BootstrapError>;
 
     /// Goes away without a goodbye, as a killed process does. For tests.
     #[doc(hidden)]

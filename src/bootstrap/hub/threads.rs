@@ -6,8 +6,9 @@
 
 use std::{
     collections::HashMap,
+    net::Ipv4Addr,
     sync::{
-        Arc, Condvar, Mutex, PoisonError,
+        Arc, Condvar, Mutex, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     thread,
@@ -21,9 +22,10 @@ use super::{
 };
 use crate::{
     bootstrap::{
-        meet::Muster,
+        identity::Secret,
+        meet::{Muster, Pass},
         watch::{Clocks, Health, lock},
-        wire::Answer,
+        wire::{Answer, job_digest},
     },
     error::{BootstrapError, Cause, Loss},
 };
@@ -39,6 +41,8 @@ struct World {
     size: u32,
     epoch: u16,
     clocks: Clocks,
+    /// Drawn when it is first asked for: threads need none among themselves.
+    secret: OnceLock<Secret>,
     healths: Vec<Arc<Health>>,
     tickets: AtomicU64,
     inner: Mutex<Inner>,
@@ -63,7 +67,16 @@ impl World {
         let inner =
             Inner { store: Store::new(size), answers: HashMap::new(), muster, dead: None, next: None };
         let (tickets, inner, changed) = (AtomicU64::new(0), Mutex::new(inner), Condvar::new());
-        let world = Arc::new(World { size, epoch, clocks, healths, tickets, inner, changed });
+        let world = Arc::new(World {
+            size,
+            epoch,
+            clocks,
+            secret: OnceLock::new(),
+            healths,
+            tickets,
+            inner,
+            changed,
+        });
         for health in &world.healths {
             let sleeper = Arc::downgrade(&world);
             health.on_failure(move |_| {
@@ -228,6 +241,19 @@ impl Hub for ThreadHub {
             let left = inner.muster.closes().into_iter().fold(until, Instant::min) - now;
             inner = world.changed.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    fn pass(&self) -> Result<Pass, BootstrapError> {
+        let World { secret, epoch, size, .. } = &*self.world;
+        let drawn = match secret.get() {
+            Some(drawn) => drawn,
+            None => {
+                let drawn = Secret::random()?;
+                secret.get_or_init(|| drawn)
+            }
+        };
+        let doors = vec![Ipv4Addr::LOCALHOST.into(); *size as usize];
+        Ok(Pass::new(drawn.clone(), job_digest("threads"), self.rank, *epoch, doors))
     }
 
     fn abandon(self: Box<Self>) {

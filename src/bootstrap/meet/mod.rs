@@ -5,6 +5,7 @@
 //!   rebuild    (again)  ┴── who hosts, where? ──┤
 //!                                               └ lobby   the host's side: who is at the door, and proved?
 //!                                                   └──── muster    who is here, and may the world begin?
+//!   pass       ranks that have met, on streams of their own
 //! ```
 //!
 //! The coordinator of the new world runs the host's side; who has a seat gets a hub.
@@ -12,12 +13,14 @@
 mod join;
 mod lobby;
 mod muster;
+mod pass;
 mod rebuild;
 mod rendezvous;
 
 pub(super) use join::Seat;
 pub(super) use lobby::{Arrival, Lobby};
 pub(super) use muster::Muster;
+pub use pass::{Pass, Reception};
 pub(super) use rebuild::rebuild;
 pub use rendezvous::connect;
 

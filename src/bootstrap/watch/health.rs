@@ -113,6 +113,8 @@ fn word(cause: &Cause) -> u32 {
         Cause::Stalled { rank, .. } => (4, rank),
         Cause::Cancelled { by } => (5, by),
         Cause::Protocol { rank } => (6, rank),
+        Cause::Wire { rank, .. } => (7, rank),
+        Cause::Card { by } => (8, by),
     };
     kind | rank << 8
 }

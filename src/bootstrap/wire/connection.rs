@@ -41,6 +41,11 @@ impl Wire {
         self.inbox.set_limit(MAX_FRAME);
     }
 
+    /// The stream itself, for what is not messages. None if it has ended or something of messages is still on its way.
+    pub(in crate::bootstrap) fn into_stream(self) -> Option<TcpStream> {
+        (!self.closed && self.is_flushed() && self.inbox.is_empty()).then_some(self.stream)
+    }
+
     /// The address of the other side.
     pub(in crate::bootstrap) fn peer(&self) -> Option<IpAddr> {
         self.stream.peer_addr().ok().map(|address| address.ip().to_canonical())

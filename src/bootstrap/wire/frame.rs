@@ -34,6 +34,11 @@ impl Inbox {
         self.limit = limit;
     }
 
+    /// Whether everything that came was given out.
+    pub(super) fn is_empty(&self) -> bool {
+        self.start == self.bytes.len()
+    }
+
     /// Adds bytes as they came.
     pub(super) fn push(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);

@@ -8,6 +8,7 @@ use crate::error::Loss;
 fn causes() -> impl Strategy<Value = Cause> {
     let time = || any::<u32>().prop_map(|ms| Duration::from_millis(ms.into()));
     prop_oneof![
+        any::<u32>().prop_map(|by| Cause::Card { by }),
         any::<u32>().prop_map(|rank| Cause::Lost { rank, how: Loss::Closed }),
         (any::<u32>(), time()).prop_map(|(rank, time)| Cause::Lost { rank, how: Loss::Silent(time) }),
         any::<u32>().prop_map(|pid| Cause::LauncherGone { pid }),
@@ -19,6 +20,7 @@ fn causes() -> impl Strategy<Value = Cause> {
         }),
         any::<u32>().prop_map(|by| Cause::Cancelled { by }),
         any::<u32>().prop_map(|rank| Cause::Protocol { rank }),
+        (any::<u32>(), any::<u32>()).prop_map(|(rank, by)| Cause::Wire { rank, by }),
     ]
 }
 

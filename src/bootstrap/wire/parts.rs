@@ -194,6 +194,15 @@ pub(super) fn write_cause(w: &mut Writer, cause: &Cause) {
             w.u8(6);
             w.u32(rank);
         }
+        Cause::Wire { rank, by } => {
+            w.u8(7);
+            w.u32(rank);
+            w.u32(by);
+        }
+        Cause::Card { by } => {
+            w.u8(8);
+            w.u32(by);
+        }
     }
 }
 
@@ -206,6 +215,8 @@ pub(super) fn read_cause(r: &mut Reader) -> Result<Cause, Malformed> {
         4 => Cause::Stalled { rank: r.u32()?, by: r.u32()?, waited: Duration::from_millis(r.u64()?) },
         5 => Cause::Cancelled { by: r.u32()? },
         6 => Cause::Protocol { rank: r.u32()? },
+        7 => Cause::Wire { rank: r.u32()?, by: r.u32()? },
+        8 => Cause::Card { by: r.u32()? },
         _ => return Err(Malformed),
     })
 }

@@ -1,19 +1,24 @@
 //! One suite for all lanes, kept as data, and the driver that runs it.
 //!
 //! ```text
+//!   cards.rs   what only cards have: work requests, keys, faults
+//!   late.rs    what comes late, and what a card does that fails
 //!   suite.rs   scenarios: who does what, and what comes of it
-//!   mod.rs     two ranks, each with its steps, over the shm lane and over the loop lane
-//!   wire.rs    what only a lane with credits and a receiving card can show
+//!   mod.rs     two ranks, each with its steps, over each lane
+//!   wire.rs    what only lanes with credits and a receiving card can show
 //! ```
 
+mod cards;
+mod late;
 mod suite;
 mod wire;
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::rail::{Fabric, Settings, SignalMode};
 use super::{Io, Lanes, Port, Reach, RowSource};
-use crate::config::Config;
+use crate::config::{Config, RailChoice};
 use crate::error::{Cause, Error, LaneError, MemoryError};
 use crate::plan::RowRun;
 use crate::rows::Stores;
@@ -107,15 +112,18 @@ fn bytes(seed: u8, range: std::ops::Range<u64>) -> Vec<u8> {
 }
 
 /// One rank at work.
-struct Actor {
-    world: World,
+struct Actor<'a> {
+    world: &'a World,
     port: Port,
     lane: &'static str,
     me: u32,
 }
 
-impl Actor {
-    fn new(world: World, deadline: Duration) -> (Actor, [crate::world::SymmetricRange; 2], crate::Group) {
+impl<'a> Actor<'a> {
+    fn new(
+        world: &'a World,
+        deadline: Duration,
+    ) -> (Actor<'a>, [crate::world::SymmetricRange; 2], crate::Group) {
         let group = world.all().unwrap();
         let ranges = [WINDOW, 64 << 10].map(|len| group.take_symmetric(len).unwrap());
         let ready = group.lanes(Route::Direct).unwrap();
@@ -212,39 +220,108 @@ impl Actor {
     }
 }
 
-fn run(scenario: &Scenario, nodes: [u32; 2]) {
+/// A lane, and worlds of two ranks that it joins.
+const LANES: [(&str, [u32; 2], RailChoice); 3] =
+    [("shm", [0, 0], RailChoice::Auto), ("loop", [0, 1], RailChoice::Auto), ("tcp", [0, 1], RailChoice::Tcp)];
+
+fn run(scenario: &Scenario, nodes: [u32; 2], options: &Options) {
     let config = Config { heap: 8 << 20, symmetric: 6 << 20, ..Config::default() };
-    let worlds = World::threads_with(&nodes, &Options { config, ..Options::default() }).unwrap();
+    let worlds = World::threads_with(&nodes, &Options { config, ..options.clone() }).unwrap();
     std::thread::scope(|scope| {
         for world in worlds {
-            scope.spawn(|| {
-                let (actor, _ranges, group) = Actor::new(world, scenario.deadline);
-                let mine = scenario.steps.iter().filter(|step| step.0 == actor.me);
-                for (number, Step(_, act, expected)) in mine.enumerate() {
-                    let place = (scenario.name, actor.lane, actor.me, number, act);
-                    assert_eq!(actor.verdict(actor.act(*act, &group)), *expected, "{place:?}");
-                }
-                // Nobody leaves while the other still looks.
-                let _ = group.gather(&[]);
-            });
+            scope.spawn(move || play(scenario, &world));
         }
     });
 }
 
+/// One rank's part of a scenario.
+fn play(scenario: &Scenario, world: &World) {
+    let (actor, _ranges, group) = Actor::new(world, scenario.deadline);
+    let mine = scenario.steps.iter().filter(|step| step.0 == actor.me);
+    for (number, Step(_, act, expected)) in mine.enumerate() {
+        let place = (scenario.name, actor.lane, actor.me, number, act);
+        assert_eq!(actor.verdict(actor.act(*act, &group)), *expected, "{place:?}");
+    }
+    // Nobody leaves while the other still looks.
+    let _ = group.gather(&[]);
+}
+
+/// The suite between two processes, and so between two machines: as `tests/testbed` starts it on both.
+#[test]
+#[ignore = "needs two processes that find each other by the environment"]
+fn the_lane_between_two_machines_conforms() {
+    let lane = std::env::var("SIDELANE_RAIL").expect("the lane that is asked for");
+    let config = Config { heap: 8 << 20, symmetric: 6 << 20, ..Config::default() };
+    let mut world = World::from_env_with(Options { config, ..Options::from_env().unwrap() }).unwrap();
+    for scenario in suite::SUITE {
+        assert_eq!((world.size(), world.rail().unwrap().lane), (2, lane.as_str()));
+        play(scenario, &world);
+        if world.health().check().is_err() {
+            world = world.rebuild(scenario.deadline).unwrap();
+        }
+    }
+}
+
+fn conforms(lane: &str) {
+    let (_, nodes, rail) = LANES.into_iter().find(|(name, ..)| *name == lane).unwrap();
+    let options = Options { rail, ..Options::default() };
+    suite::SUITE.iter().for_each(|scenario| run(scenario, nodes, &options));
+}
+
 #[test]
 fn the_shm_lane_conforms() {
-    suite::SUITE.iter().for_each(|scenario| run(scenario, [0, 0]));
+    conforms("shm");
 }
 
 #[test]
 fn the_loop_lane_conforms() {
-    suite::SUITE.iter().for_each(|scenario| run(scenario, [0, 1]));
+    conforms("loop");
+}
+
+/// The suite over cards without hardware, which execute at once, or only when their sender looks.
+fn verbs(signal: SignalMode) {
+    for held in [false, true] {
+        let fabric = Fabric::new(&["card0"]);
+        if held {
+            fabric.hold();
+        }
+        let settings = Settings { signal, ..Settings::default() };
+        let options = Options {
+            rail: RailChoice::Verbs,
+            stand_in: Some(fabric.ground(settings)),
+            ..Options::default()
+        };
+        // A held card sends nothing while its rank looks elsewhere: it may be late for a short deadline.
+        let patient = suite::SUITE.iter().filter(|scenario| !held || scenario.deadline == suite::LONG);
+        patient.for_each(|scenario| run(scenario, [0, 1], &options));
+        assert_eq!(fabric.leftovers(), (0, 0));
+    }
 }
 
 #[test]
-fn both_lanes_are_in_the_suite() {
-    for (nodes, name) in [([0, 0], "shm"), ([0, 1], "loop")] {
-        let worlds = World::threads_with(&nodes, &Options::default()).unwrap();
+fn the_verbs_lane_conforms_when_it_signals_by_writes() {
+    verbs(SignalMode::Write);
+}
+
+#[test]
+fn the_verbs_lane_conforms_when_it_signals_by_additions() {
+    verbs(SignalMode::FetchAdd);
+}
+
+#[test]
+fn the_verbs_lane_conforms_when_it_signals_by_immediates() {
+    verbs(SignalMode::Immediate);
+}
+
+#[test]
+fn the_tcp_lane_conforms() {
+    conforms("tcp");
+}
+
+#[test]
+fn all_lanes_are_in_the_suite() {
+    for (name, nodes, rail) in LANES {
+        let worlds = World::threads_with(&nodes, &Options { rail, ..Options::default() }).unwrap();
         std::thread::scope(|scope| {
             for world in worlds {
                 scope.spawn(move || {

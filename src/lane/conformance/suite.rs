@@ -7,7 +7,7 @@ use super::Expect::*;
 use super::{Scenario, Step, WINDOW};
 
 /// Longer than any scenario takes.
-const LONG: Duration = Duration::from_secs(60);
+pub(super) const LONG: Duration = Duration::from_secs(60);
 const MIB: u64 = 1 << 20;
 
 pub(super) const SUITE: &[Scenario] = &[

@@ -1,4 +1,4 @@
-//! What only the loop lane has: credits, and a card that checks what comes.
+//! What only lanes with a wire have: credits, and a card that checks what comes.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,9 +7,10 @@ use rustix::event::EventfdFlags;
 
 use super::{Actor, DATA, FLAGS};
 use crate::bootstrap::Health;
+use crate::config::RailChoice;
 use crate::error::{Cause, Error};
 use crate::lane::Io;
-use crate::lane::rail::NoCredit;
+use crate::lane::rail::{Rail, Stuck, Target};
 use crate::lane::wait::{Interrupted, Patience};
 use crate::lane::{Link, Part, Port, Window, ring_bytes};
 use crate::memory::{Mapped, Segment};
@@ -26,9 +27,9 @@ fn unserved() -> Link {
     Link::new(1, true, mapped, bell, Arc::default()).unwrap()
 }
 
-fn fill(health: &Health, deadline: Duration) -> NoCredit {
-    let patience = Patience { health, crowded: false, deadline, awaited: 1 };
-    unserved().put(0, 0, &vec![1; 2 << 20], patience).unwrap_err()
+fn fill(health: &Health, deadline: Duration) -> Stuck {
+    let patience = Patience { health, crowded: false, deadline, awaited: 1, silent: false };
+    unserved().put(Target { region: 0, offset: 0 }, &vec![1; 2 << 20], patience).unwrap_err()
 }
 
 #[test]
@@ -56,11 +57,17 @@ fn a_dead_world_ends_the_wait_for_credit_with_its_cause() {
 
 /// Runs `attack` at rank 0 with a port that is wrong about the windows of rank 1, on another node: its card must refuse.
 fn refused(attack: impl Fn(&Actor, Port) + Sync) {
-    let worlds = World::threads_with(&[0, 1], &Options::default()).unwrap();
+    for rail in [RailChoice::Loop, RailChoice::Tcp] {
+        refused_over(rail, &attack);
+    }
+}
+
+fn refused_over(rail: RailChoice, attack: &(impl Fn(&Actor, Port) + Sync)) {
+    let worlds = World::threads_with(&[0, 1], &Options { rail, ..Options::default() }).unwrap();
     std::thread::scope(|scope| {
         for world in worlds {
-            scope.spawn(|| {
-                let (actor, ranges, group) = Actor::new(world, Duration::from_secs(60));
+            scope.spawn(move || {
+                let (actor, ranges, group) = Actor::new(&world, Duration::from_secs(60));
                 if actor.me == 0 {
                     let mut windows: Vec<Window> = ranges.iter().map(|range| range.window()).collect();
                     for window in &mut windows {
@@ -91,15 +98,15 @@ fn a_put_outside_its_region_ends_the_receivers_world_and_names_the_sender() {
 #[test]
 fn a_put_to_a_region_that_is_not_there_is_refused_alike() {
     refused(|actor, _| {
-        let crate::lane::Reach::Rail(link) = &actor.port.lanes().reach[1] else { panic!("over the wire") };
-        link.put(77, 0, &[1; 100], actor.port.lanes().patience(1)).unwrap();
+        let crate::lane::Reach::Rail(rail) = &actor.port.lanes().reach[1] else { panic!("over the wire") };
+        rail.put(Target { region: 77, offset: 0 }, &[1; 100], actor.port.lanes().patience(1)).unwrap();
     });
 }
 
 #[test]
 fn a_signal_that_is_no_flag_line_is_refused_alike() {
     refused(|actor, _| {
-        let crate::lane::Reach::Rail(link) = &actor.port.lanes().reach[1] else { panic!("over the wire") };
-        link.signal(0, 24, 1, None, actor.port.lanes().patience(1)).unwrap();
+        let crate::lane::Reach::Rail(rail) = &actor.port.lanes().reach[1] else { panic!("over the wire") };
+        rail.signal(Target { region: 0, offset: 24 }, 1, None, actor.port.lanes().patience(1)).unwrap();
     });
 }

@@ -1,91 +1,21 @@
-//! The receiving side: regions that partners may write to, and the thread that does it for them.
+//! The thread that attends to a rank's wires while the rank does other things.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags};
+use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
+use rustix::event::{EventfdFlags, Timespec};
+use rustix::io::Errno;
 
-use super::Link;
-use super::ring::Record;
+use super::{Counters, Rail, Regions, system};
 use crate::bootstrap::Health;
-use crate::error::{LaneError, MemoryError};
-use crate::lane::FlagLine;
-use crate::memory::Mapped;
+use crate::error::{Cause, LaneError};
 
-/// Memory that partners may write to: one member of a mapping.
-#[derive(Clone, Debug)]
-pub struct Region {
-    /// The mapping.
-    pub mapped: Arc<Mapped>,
-    /// Which member: this rank's own.
-    pub member: u32,
-}
-
-/// All regions of a rank, by number. Region 0 is its heap.
-#[derive(Debug, Default)]
-pub struct Regions {
-    table: RwLock<Vec<Option<Region>>>,
-}
-
-impl Regions {
-    /// Registers a region; partners name it by the number returned.
-    pub fn add(&self, region: Region) -> u32 {
-        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
-        table.push(Some(region));
-        table.len() as u32 - 1
-    }
-
-    /// From now on, what comes for this region is dropped: it was under way when its owner let go of it. Numbers are
-    /// not used again.
-    pub fn remove(&self, number: u32) {
-        if let Some(slot) =
-            self.table.write().unwrap_or_else(PoisonError::into_inner).get_mut(number as usize)
-        {
-            *slot = None;
-        }
-    }
-
-    /// Does what a record asks.
-    ///
-    /// # Safety
-    /// `payload` must be readable for the length of a `Put` record.
-    pub(super) unsafe fn apply(&self, record: Record, payload: *const u8) -> Result<(), MemoryError> {
-        // Held until the bytes are written: a region that is removed may be unmapped at once.
-        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(number) = record.region() else { return Ok(()) };
-        let Region { mapped, member } = match table.get(number as usize) {
-            Some(Some(region)) => region,
-            Some(None) => return Ok(()),
-            None => return Err(MemoryError::OutOfBounds { peer: number, offset: 0, len: 0, size: 0 }),
-        };
-        match record {
-            Record::Put { offset, len, .. } => {
-                let to = mapped.at(*member, offset, len)?;
-                // SAFETY: the target was checked against its region; the source by the caller.
-                unsafe { std::ptr::copy_nonoverlapping(payload, to.as_ptr(), len as usize) };
-            }
-            Record::Zero { offset, len, .. } => {
-                let to = mapped.at(*member, offset, len)?;
-                // SAFETY: the target was checked against its region.
-                unsafe { std::ptr::write_bytes(to.as_ptr(), 0, len as usize) };
-            }
-            Record::Signal { offset, value, tag, .. } => {
-                let line = mapped.at(*member, offset, 64)?;
-                if line.as_ptr().align_offset(64) != 0 {
-                    return Err(MemoryError::Misaligned { address: line.as_ptr() as usize, align: 64 });
-                }
-                // SAFETY: an aligned line inside its region; the region table is locked, which keeps the mapping alive.
-                unsafe { FlagLine::new(line) }.raise(value, tag.as_ref());
-            }
-            Record::Skip { .. } => {}
-        }
-        Ok(())
-    }
-}
-
-/// The thread that receives for a rank while it does other things. A rank that waits receives by itself.
+/// The thread that receives for a rank, and sends what still waits for credit, while the rank does other things. A rank
+/// that waits attends to its wires by itself.
 #[derive(Debug)]
 pub struct Card {
     shared: Arc<Shared>,
@@ -94,10 +24,12 @@ pub struct Card {
 
 #[derive(Debug)]
 struct Shared {
-    links: RwLock<Vec<Arc<Link>>>,
+    rails: RwLock<Vec<Arc<dyn Rail>>>,
     regions: Arc<Regions>,
     health: Arc<Health>,
     bell: OwnedFd,
+    /// The bell, and those of rails that have their own.
+    bells: OwnedFd,
     stop: AtomicBool,
     idle_rounds: u32,
 }
@@ -107,20 +39,26 @@ struct Shared {
 const IDLE_ROUNDS: u32 = 64;
 const IDLE_ROUNDS_IN_A_CROWD: u32 = 1;
 
+/// How long partners may take for what this rank sent last, when it leaves.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
 impl Card {
-    /// Starts the thread. It sleeps until there are links and records; on a `crowded` machine, with fewer cores than
+    /// Starts the thread. It sleeps until there are rails and news; on a `crowded` machine, with fewer cores than
     /// ranks, sooner than on others.
     ///
     /// # Errors
     /// [`LaneError::System`].
     pub fn start(rank: u32, health: Arc<Health>, crowded: bool) -> Result<Self, LaneError> {
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|e| LaneError::System { call: "eventfd", errno: e.raw_os_error() })?;
+            .map_err(system("eventfd"))?;
+        let bells = epoll::create(CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
+        epoll::add(&bells, &bell, EventData::new_u64(0), EventFlags::IN).map_err(system("epoll_ctl"))?;
         let shared = Arc::new(Shared {
-            links: RwLock::default(),
+            rails: RwLock::default(),
             regions: Arc::default(),
             health,
             bell,
+            bells,
             stop: AtomicBool::new(false),
             idle_rounds: if crowded { IDLE_ROUNDS_IN_A_CROWD } else { IDLE_ROUNDS },
         });
@@ -142,16 +80,46 @@ impl Card {
         self.shared.bell.as_fd()
     }
 
-    /// Receives for one more link.
-    pub fn attach(&self, link: Arc<Link>) {
-        self.shared.links.write().unwrap_or_else(PoisonError::into_inner).push(link);
+    /// Attends to one more rail.
+    ///
+    /// # Errors
+    /// [`LaneError::System`].
+    pub fn attach(&self, rail: Arc<dyn Rail>) -> Result<(), LaneError> {
+        if let Some(bell) = rail.bell() {
+            match epoll::add(&self.shared.bells, bell, EventData::new_u64(1), EventFlags::IN) {
+                // Rails may share a bell.
+                Ok(()) | Err(Errno::EXIST) => {}
+                Err(errno) => return Err(system("epoll_ctl")(errno)),
+            }
+        }
+        self.shared.rails.write().unwrap_or_else(PoisonError::into_inner).push(rail);
         self.shared.ring();
+        Ok(())
     }
 
-    /// The link to a rank of the world, if there is one.
-    pub fn link_to(&self, peer: u32) -> Option<Arc<Link>> {
-        let links = self.shared.links.read().unwrap_or_else(PoisonError::into_inner);
-        links.iter().find(|link| link.peer() == peer).cloned()
+    /// The rail to a rank of the world, if there is one.
+    pub fn rail_to(&self, peer: u32) -> Option<Arc<dyn Rail>> {
+        self.shared.rails().iter().find(|rail| rail.peer() == peer).cloned()
+    }
+
+    /// Takes what has come over all rails.
+    pub fn progress(&self) {
+        self.shared.progress();
+    }
+
+    /// The end of all rails of a dead world.
+    pub fn stop(&self, cause: &Cause) {
+        self.shared.end(cause);
+    }
+
+    /// What all rails together have done so far.
+    pub fn counters(&self) -> Counters {
+        self.shared.rails().iter().map(|rail| rail.counters()).sum()
+    }
+
+    /// What they were to do.
+    pub fn forecast(&self) -> Counters {
+        self.shared.rails().iter().map(|rail| rail.forecast()).sum()
     }
 }
 
@@ -163,6 +131,10 @@ impl Drop for Card {
         if let Some(thread) = self.thread.take().filter(|t| t.thread().id() != std::thread::current().id()) {
             let _ = thread.join();
         }
+        if self.shared.health.check().is_ok() && !std::thread::panicking() {
+            let until = Instant::now() + LAST_WORDS;
+            self.shared.rails().iter().for_each(|rail| rail.leave(until));
+        }
     }
 }
 
@@ -170,7 +142,7 @@ impl Shared {
     fn run(&self) {
         let mut idle = 0;
         while !self.stop.load(Ordering::Acquire) && self.health.check().is_ok() {
-            if self.drain() {
+            if self.progress() {
                 idle = 0;
             } else if idle < self.idle_rounds {
                 idle += 1;
@@ -180,30 +152,38 @@ impl Shared {
                 idle = 0;
             }
         }
+        if let Err(cause) = self.health.check() {
+            self.end(&cause);
+        }
     }
 
-    /// Receives from every partner: none starves behind a busy one.
-    fn drain(&self) -> bool {
+    fn end(&self, cause: &Cause) {
+        self.rails().iter().for_each(|rail| rail.stop(cause));
+    }
+
+    /// Attends to every rail: none starves behind a busy one.
+    fn progress(&self) -> bool {
         let mut news = false;
-        for link in self.links().iter() {
-            news |= link.drain(&self.health);
+        for rail in self.rails().iter() {
+            news |= rail.progress(&self.health);
         }
         news
     }
 
-    /// Asks all partners to ring. Returns whether there is news already.
+    /// Asks all rails to ring. Returns whether there is news already.
     fn arm(&self) -> bool {
         let mut news = false;
-        for link in self.links().iter() {
-            news |= link.arm();
+        for rail in self.rails().iter() {
+            news |= rail.arm(&self.health);
         }
         news
     }
 
     fn sleep(&self) {
         // Bounded, so that a world that dies without a record does not leave the thread behind.
-        let slice = rustix::event::Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
-        let _ = rustix::event::poll(&mut [PollFd::new(&self.bell, PollFlags::IN)], Some(&slice));
+        let slice = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+        let mut events = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; 8];
+        let _ = epoll::wait(&self.bells, &mut events[..], Some(&slice));
         let _ = rustix::io::read(&self.bell, &mut [0u8; 8]);
     }
 
@@ -211,7 +191,7 @@ impl Shared {
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
 
-    fn links(&self) -> std::sync::RwLockReadGuard<'_, Vec<Arc<Link>>> {
-        self.links.read().unwrap_or_else(PoisonError::into_inner)
+    fn rails(&self) -> std::sync::RwLockReadGuard<'_, Vec<Arc<dyn Rail>>> {
+        self.rails.read().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,23 +1,208 @@
-//! The loop lane: the interface of a network card, between load domains of one machine.
+//! Rails: the ways between nodes, where nothing is mapped and bytes must be sent.
 //!
-//! What a card offers is one-sided: the sender names a region, an offset and bytes; the receiver's processor takes no
-//! part. Here the "wire" is one shared segment per pair of ranks, and the receiving card is a thread of the receiver.
-//! Nothing else of the other node is mapped, so a schedule that relies on loads from another node cannot work here
-//! by accident.
+//! | lane | between | what carries it |
+//! |---|---|---|
+//! | verbs | machines with RDMA cards | queue pairs: writes from registered memory to registered memory |
+//! | loop | "nodes" of one machine | a ring of records that only the pair has mapped, with credits |
+//! | tcp | any machines | records on a connection, proved to be the partner's |
 //!
-//! ```text
-//!   rank a                    segment of the pair (a, b)                    rank b
-//!   Link.put  --records-->  | ring a->b: head, tail, bell, bytes |  --Card-->  regions of b (bounds checked again)
-//!   Card      <--records--  | ring b->a: head, tail, bell, bytes |  <--Link.put
-//! ```
-//!
-//! Credits: a sender never writes past the receiver's tail; while it waits for credit it receives what came for it,
-//! so two ranks that fill each other's rings cannot block each other.
+//! All of them look alike to a [`Port`](super::Port): a [`Rail`] per partner takes puts to (region, offset) of the partner,
+//! and signals that become visible after them. The [`Card`] attends to all rails of a rank while the rank computes.
 
 mod card;
-mod link;
-mod ring;
+mod counters;
+mod loopback;
+mod record;
+mod regions;
+mod tcp;
+mod verbs;
 
-pub use card::{Card, Region, Regions};
-pub use link::{Link, NoCredit};
-pub use ring::ring_bytes;
+use std::fmt;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::Instant;
+
+pub use card::Card;
+pub use counters::Counters;
+pub use loopback::{Link, ring_bytes};
+pub use regions::{Region, Regions};
+pub use tcp::Wires as TcpWires;
+pub use verbs::{Adapter, Ground, Setup};
+#[cfg(test)]
+pub use verbs::{Fabric, Settings, SignalMode};
+
+use super::RowSource;
+use super::wait::{Interrupted, Patience};
+use crate::bootstrap::Health;
+use crate::error::{Cause, Error, LaneError};
+use crate::schedule::Tag;
+
+/// Where bytes go: a place in a partner's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// Number of the region at the partner.
+    pub region: u32,
+    /// First byte in it.
+    pub offset: u64,
+}
+
+impl Target {
+    /// The place `len` bytes further on.
+    pub fn behind(self, len: u64) -> Target {
+        Target { offset: self.offset + len, ..self }
+    }
+}
+
+/// A partner does not take what it is sent, or the world is dead.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Stuck {
+    /// Position in what was sent that had to be free or done.
+    pub awaited: u64,
+    /// Position reached.
+    pub seen: u64,
+    /// Why the wait ended.
+    pub why: Interrupted,
+}
+
+/// Lays the wires of a rank. Each end of a wire hands the other a few bytes, through the rendezvous.
+pub trait Wiring: fmt::Debug + Send + Sync {
+    /// Opens this rank's end of the wire to a rank of the world. Returns what the partner must be told to join it.
+    ///
+    /// # Errors
+    /// Of the lane, if it cannot be opened.
+    fn offer(&self, peer: u32) -> Result<Vec<u8>, Error>;
+
+    /// Joins the two ends, now that the partner has offered its own. Collective over the pair.
+    ///
+    /// # Errors
+    /// Of the lane, if the partner cannot be reached or what it offered makes no sense.
+    fn join(&self, peer: u32, offered: &[u8]) -> Result<Arc<dyn Rail>, Error>;
+
+    /// Lets partners write to a region. Returns what they must be told of it ([`Rail::learn`]).
+    ///
+    /// # Errors
+    /// Of the lane, if the memory cannot be registered.
+    fn register(&self, number: u32, region: &Region) -> Result<Vec<u8>, Error>;
+
+    /// The end of that.
+    fn deregister(&self, number: u32);
+
+    /// What the wires are laid through, for reports: a line per card.
+    fn describe(&self) -> Vec<String>;
+}
+
+/// One rank's end of the way to one rank of another node.
+///
+/// Puts and signals of one rail happen in the order of the calls: a signal is visible at the partner only after all puts
+/// before it have landed, and after all signals before it. Callers have checked that targets lie in their windows.
+pub trait Rail: fmt::Debug + Send + Sync {
+    /// Name of the lane.
+    fn lane(&self) -> &'static str;
+
+    /// The partner's rank in the world.
+    fn peer(&self) -> u32;
+
+    /// Writes bytes to the partner. Bytes of this rank's own regions are read until [`Rail::settle`] has returned; all
+    /// others may be changed as soon as this returns.
+    ///
+    /// # Errors
+    /// [`Stuck`], if the partner takes nothing.
+    fn put(&self, to: Target, bytes: &[u8], patience: Patience<'_>) -> Result<(), Stuck>;
+
+    /// Writes rows, gathered by index, one after another. The caller has checked that they lie in the source.
+    ///
+    /// # Errors
+    /// As [`Rail::put`].
+    fn put_rows(
+        &self,
+        to: Target,
+        rows: &[u32],
+        source: RowSource<'_>,
+        patience: Patience<'_>,
+    ) -> Result<(), Stuck>;
+
+    /// Writes zeros.
+    ///
+    /// # Errors
+    /// As [`Rail::put`].
+    fn zero(&self, to: Target, len: u64, patience: Patience<'_>) -> Result<(), Stuck>;
+
+    /// Raises a flag line of the partner.
+    ///
+    /// # Errors
+    /// As [`Rail::put`].
+    fn signal(&self, to: Target, value: u64, tag: Option<Tag>, patience: Patience<'_>) -> Result<(), Stuck>;
+
+    /// Sees to it that everything so far gets under way, and tells whether nothing of it is read here any more.
+    fn settled(&self) -> bool {
+        true
+    }
+
+    /// Returns when everything so far is under way and nothing of it is read here any more.
+    ///
+    /// # Errors
+    /// As [`Rail::put`].
+    fn settle(&self, _patience: Patience<'_>) -> Result<(), Stuck> {
+        Ok(())
+    }
+
+    /// Returns when everything so far has landed.
+    ///
+    /// # Errors
+    /// As [`Rail::put`].
+    fn flush(&self, patience: Patience<'_>) -> Result<(), Stuck>;
+
+    /// Takes what has come and sends what can be sent, without waiting. Returns whether there was anything to do.
+    fn progress(&self, health: &Health) -> bool;
+
+    /// Asks to be woken when there is something to do: by [`Rail::bell`], or by the partner at the bell of the [`Card`].
+    /// Returns whether there is something already.
+    fn arm(&self, health: &Health) -> bool;
+
+    /// A descriptor that is readable when there is something to do, if this rail has one of its own.
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    /// Whether signals that arrive wake who sleeps on the flag. If not, flags must be looked at.
+    fn wakes(&self) -> bool {
+        true
+    }
+
+    /// Takes note of what the partner says of a region of its own.
+    ///
+    /// # Errors
+    /// If that makes no sense.
+    fn learn(&self, _region: u32, _said: &[u8]) -> Result<(), LaneError> {
+        Ok(())
+    }
+
+    /// The partner has cleared bytes of its own that flags may lie in.
+    fn cleared(&self, _from: Target, _len: u64) {}
+
+    /// What the rail has done so far; all 0 where nothing is counted.
+    fn counters(&self) -> Counters {
+        Counters::default()
+    }
+
+    /// What the rail was to do for what was asked of it, if it was to forecast ([`Setup`]).
+    fn forecast(&self) -> Counters {
+        Counters::default()
+    }
+
+    /// The world is dead: nothing more is sent or taken, and nothing is read here any more.
+    fn stop(&self, _cause: &Cause) {}
+
+    /// This rank leaves in peace: returns when everything so far has landed, or cannot, or at a point in time.
+    fn leave(&self, _until: Instant) {}
+
+    /// What went wrong on this rail, if it knows more than that the world is dead.
+    fn fault(&self) -> Option<LaneError> {
+        None
+    }
+}
+
+/// The error of a system call.
+fn system(call: &'static str) -> impl Fn(rustix::io::Errno) -> LaneError {
+    move |errno| LaneError::System { call, errno: errno.raw_os_error() }
+}

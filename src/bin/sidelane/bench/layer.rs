@@ -1,7 +1,7 @@
 //! One rank's layer: its place in the world, its tokens, and the check of everything that comes out, bit by bit. What
 //! is measured or recorded is made on it.
 
-use sidelane::ep::{ExpertOutput, ExpertRows, Handle};
+use sidelane::ep::{ExpertOutput, ExpertRows, Handle, TokenBuffer};
 use sidelane::gate::Routing;
 use sidelane::{Error, ExpertParallel, Group, World};
 
@@ -33,27 +33,48 @@ pub struct Layer<'c, E> {
 
 /// The tokens of a rank, and what is dispatched of them.
 pub struct Tokens<E> {
-    pub x: Vec<E>,
-    /// The records of fp8.
-    records: Option<Vec<u8>>,
+    /// What is sent: tokens, or records of fp8. Cards read it in place.
+    buffer: TokenBuffer,
+    /// The tokens, where records are sent.
+    tokens: Option<Vec<E>>,
 }
 
 impl<E: Number> Tokens<E> {
+    fn new(ep: &ExpertParallel, x: Vec<E>, count: u32) -> Result<Self, Error> {
+        let mut buffer = ep.token_buffer(count)?;
+        if ep.record().is_none() {
+            buffer.rows_mut::<E>()?.copy_from_slice(&x);
+            return Ok(Tokens { buffer, tokens: None });
+        }
+        let mut records = Vec::new();
+        ep.quantise(&x, &mut records)?;
+        buffer.rows_mut::<u8>()?.copy_from_slice(&records);
+        Ok(Tokens { buffer, tokens: Some(x) })
+    }
+
     /// Sends them.
     pub fn dispatch(
         &self,
         ep: &mut ExpertParallel,
         routing: &Routing<'_>,
     ) -> Result<(ExpertRows, Handle), Error> {
-        match &self.records {
-            Some(records) => ep.dispatch(records, routing),
-            None => ep.dispatch(&self.x, routing),
+        match &self.tokens {
+            Some(_) => ep.dispatch(self.buffer.rows::<u8>()?, routing),
+            None => ep.dispatch(self.buffer.rows::<E>()?, routing),
         }
     }
 
     /// What is sent.
-    pub fn sent(&self) -> &[u8] {
-        self.records.as_deref().unwrap_or(bytemuck::cast_slice(&self.x))
+    pub fn sent(&self) -> Result<&[u8], Error> {
+        Ok(self.buffer.rows::<u8>()?)
+    }
+
+    /// The tokens.
+    pub fn x(&self) -> Result<&[E], Error> {
+        match &self.tokens {
+            Some(tokens) => Ok(tokens),
+            None => Ok(self.buffer.rows::<E>()?),
+        }
     }
 }
 
@@ -97,15 +118,7 @@ impl<'c, E: Number> Layer<'c, E> {
         let mut x = Vec::new();
         (0..config.tokens).for_each(|token| fill(&mut x, config.seed, world.rank(), token, config.hidden));
         let out = vec![E::of(0.0); x.len()];
-        let records = match ep.record() {
-            Some(_) => {
-                let mut records = Vec::new();
-                ep.quantise(&x, &mut records)?;
-                Some(records)
-            }
-            None => None,
-        };
-        let tokens = Tokens { x, records };
+        let tokens = Tokens::new(&ep, x, config.tokens)?;
         Ok(Layer {
             config,
             world,
@@ -180,7 +193,7 @@ impl<'c, E: Number> Layer<'c, E> {
 
     pub fn gradients_and_check(&mut self, handle: &Handle) -> Result<ExpertRows, CliError> {
         self.world.pool().poison(0xff);
-        let (rows, _) = self.ep.combine_backward(&self.tokens.x, handle)?;
+        let (rows, _) = self.ep.combine_backward(self.tokens.x()?, handle)?;
         self.check_gradients(&rows)?;
         Ok(rows)
     }

@@ -13,6 +13,7 @@
 //! The ranks of `sidelane trace` are started in the same way and make the same calls, on the same [`Layer`].
 
 mod args;
+mod cards;
 mod clock;
 mod config;
 mod crossing;

@@ -94,7 +94,8 @@ impl<E: Number> Track<'_, E> {
             Kind::CombineBackward => {
                 drop(self.yardstick.lend_rows());
                 self.barrier.barrier()?;
-                let (rows, _) = laps.time(|| self.ep.combine_backward(&self.tokens.x, self.handle))?;
+                let x = self.tokens.x()?;
+                let (rows, _) = laps.time(|| self.ep.combine_backward(x, self.handle))?;
                 self.moved |= self.yardstick.keep_rows(rows).is_err();
             }
             Kind::Combine | Kind::DispatchBackward => {
@@ -119,8 +120,8 @@ impl<E: Number> Track<'_, E> {
         let [scatter, sum] = self.stores;
         let (floor, dtype) = (&mut *self.yardstick, Arithmetic::try_from(self.config.dtype.element())?);
         let input = match kind {
-            Kind::CombineBackward => bytemuck::cast_slice(&self.tokens.x),
-            _ => self.tokens.sent(),
+            Kind::CombineBackward => bytemuck::cast_slice(self.tokens.x()?),
+            _ => self.tokens.sent()?,
         };
         if kind.sums() {
             let out = bytemuck::cast_slice_mut(self.out);
@@ -133,20 +134,22 @@ impl<E: Number> Track<'_, E> {
 
     /// Finds the faster stores for the floor: a few rounds of each, as they will be timed, decided alike on all ranks.
     pub fn choose_stores(&mut self, group: &Group, kinds: &[Kind]) -> Result<[Stores; 2], Error> {
-        const ROUNDS: usize = 15;
+        const MOST: usize = 15;
+        // Where rounds are few they are slow, and choosing must not take longer than they do.
+        let count = MOST.min(self.config.rounds as usize).max(1);
         for &kind in kinds {
             let at = usize::from(kind.sums());
             let mut best = f64::INFINITY;
             for stores in [Stores::Streaming, Stores::Cached] {
                 let mut pair = Pair::default();
                 let before = std::mem::replace(&mut self.stores[at], stores);
-                for _ in 0..ROUNDS {
+                for _ in 0..count {
                     self.lap(kind, &mut pair, false)?;
                 }
                 let mut rounds = Laps::rounds_us(&group.gather(pair.floor.to_bytes())?, self.machines);
                 rounds.sort_unstable_by(f64::total_cmp);
-                if rounds[ROUNDS / 2] < best {
-                    best = rounds[ROUNDS / 2];
+                if rounds[count / 2] < best {
+                    best = rounds[count / 2];
                 } else {
                     self.stores[at] = before;
                 }

@@ -8,6 +8,7 @@ use sidelane::dtype::Dtype;
 use sidelane::ep::{Handle, Yardstick};
 use sidelane::rows::Stores;
 
+use super::cards::Cards;
 use super::crossing::Crossing;
 use super::layer::Layer;
 use super::passes::{Kind, Pair, Track, memcpy_gbps};
@@ -80,6 +81,7 @@ fn run<E: Number>(task: &Task) -> Result<Option<Report>, CliError> {
             write_trace(path, layer.world.nodes(), &timelines)?;
         }
     }
+    barrier.quiet()?;
     report(&layer, &handle, &passes, memcpy)
 }
 
@@ -168,6 +170,7 @@ fn report<E: Number>(
         let floor = Laps::rounds_us(&layer.group.gather(pair.floor.to_bytes())?, &layer.machines);
         passes.push(Pass::of_rounds(&real, &floor, volume));
     }
+    let cards = Cards::of(layer)?;
     if layer.world.rank() != 0 {
         return Ok(None);
     }
@@ -176,17 +179,19 @@ fn report<E: Number>(
     }
     let local = layer.ep.lanes().iter().any(|used| used.lane == "shm").then(|| "shm".to_owned());
     let (rail, rail_reason) = Rail::of(&layer.world).map(|rail| (rail.lane, rail.reason)).unzip();
+    let exact = cards.as_ref().is_none_or(|cards| cards.exact);
     let machines = layer.machines.count();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let huge_pages_granted = layer.world.pages().huge.is_some_and(|bytes| bytes > 0);
     Ok(Some(Report {
         config: Conditions { config: config.clone(), machines, cores, huge_pages_granted },
-        verified: verdict.verified && strays == 0 && returned == came_home,
+        verified: verdict.verified && strays == 0 && returned == came_home && exact,
         rows_verified: verdict.right,
         required_rows: handle.required_rows().iter().copied().max().unwrap_or(0),
         dropped_choices,
         memcpy_gbps,
         lanes: Lanes { local, rail, rail_reason },
+        cards,
         crossing,
         dispatch: passes[0],
         combine: passes[1],

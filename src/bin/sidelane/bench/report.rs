@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::cards::Cards;
 use super::config::Config;
 use super::crossing::Crossing;
 use crate::stats::{ratio_of_medians, summary};
@@ -18,6 +19,8 @@ pub struct Report {
     pub dropped_choices: u64,
     pub memcpy_gbps: f64,
     pub lanes: Lanes,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cards: Option<Cards>,
     pub crossing: Crossing,
     pub dispatch: Pass,
     pub combine: Pass,

@@ -8,6 +8,7 @@ use super::*;
 use sidelane::dtype::Wire;
 use sidelane::plan::{Order, Overflow, RowLayout};
 use sidelane::topology::Route;
+use sidelane::world::RailCounters;
 
 const DOCUMENT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/bench-json.md"));
 
@@ -56,6 +57,11 @@ pub fn sample() -> Report {
             rail: Some("loop".into()),
             rail_reason: Some("all nodes are on one machine".into()),
         },
+        cards: Some(Cards {
+            done: vec![RailCounters { requests: 12, doorbells: 3, packets: 40, ..RailCounters::default() }],
+            forecast: vec![RailCounters::default()],
+            exact: true,
+        }),
         dispatch: pass,
         combine: pass,
         dispatch_backward: Some(pass),

@@ -36,6 +36,7 @@ fn conditions(report: &Report) -> String {
     let lanes = &report.lanes;
     let lane = |lane: &Option<String>| lane.clone().unwrap_or_else(|| "none".into());
     let reason = lanes.rail_reason.as_ref().map_or(String::new(), |reason| format!(" ({reason})"));
+    let cards = report.cards.as_ref().map(|cards| ("cards", cards.text()));
     let lines = [
         ("ranks", format!("{ranks}, {host}")),
         ("rows", rows),
@@ -44,7 +45,7 @@ fn conditions(report: &Report) -> String {
         ("lanes", format!("local {}, rail {}{reason}", lane(&lanes.local), lane(&lanes.rail))),
         ("rounds", conditions.config.rounds.to_string()),
     ];
-    lines.iter().fold(String::new(), |mut text, (key, value)| {
+    lines.into_iter().chain(cards).fold(String::new(), |mut text, (key, value)| {
         let _ = writeln!(text, "{key:<10}{value}");
         text
     })

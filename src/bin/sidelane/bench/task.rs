@@ -57,11 +57,11 @@ pub fn sizes(config: &Config) -> Result<Sizes, ConfigError> {
     let notes = Notes::of(config.layout, config.room.mode(), config.spans);
     let note_bytes = u64::from(notes.words(config.top_k)) * size_of::<u32>() as u64;
     // Rows of a chunk have words behind them; rows alone have not. Alive together at most: rows and output of the
-    // first dispatch, rows and output of the round, own rows that come home and, of each rank that is relayed, the
+    // first dispatch, rows and output of the round, the tokens, own rows that come home and, of each rank that is relayed, the
     // rows that wait to be handed on or the sums that wait to be brought home.
     let partial = u64::from(config.hidden) * config.wire.size() as u64;
     let row = config.row_bytes().max(config.sent_bytes()).max(partial) + note_bytes;
-    let pool = (5 * busiest + 3 * own + relayed * (tokens + own)) * row + (16 << 20);
+    let pool = (5 * busiest + 3 * own + tokens + relayed * (tokens + own)) * row + (16 << 20);
     let bins = Bins::of_layout(config.layout, &placement.map, config.order, &nodes);
     let symmetric = Control::new(&paths, &bins, own, note_bytes).bytes() + (4 << 20);
     Ok(Sizes { heap: (pool + symmetric).next_multiple_of(2 << 20), symmetric })

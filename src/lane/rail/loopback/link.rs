@@ -3,12 +3,15 @@
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::card::Regions;
-use super::ring::{CHUNK, Record, Ring};
+use super::ring::Ring;
+use crate::bootstrap::Health;
 use crate::error::{Cause, MemoryError};
 use crate::lane::RowSource;
-use crate::lane::wait::{self, Interrupted, Patience};
+use crate::lane::rail::record::{CHUNK, Record};
+use crate::lane::rail::{Rail, Regions, Stuck, Target};
+use crate::lane::wait::{self, Patience};
 use crate::memory::Mapped;
+use crate::schedule::Tag;
 
 /// The connection to one remote partner: puts and signals out, records in.
 #[derive(Debug)]
@@ -62,57 +65,48 @@ impl Link {
             _wire: wire,
         })
     }
+}
 
-    /// The partner's rank in the world.
-    pub fn peer(&self) -> u32 {
+impl Rail for Link {
+    fn lane(&self) -> &'static str {
+        "loop"
+    }
+
+    fn peer(&self) -> u32 {
         self.peer
     }
 
-    /// Writes bytes to (`region`, `offset`) of the partner.
-    ///
-    /// # Errors
-    /// The credit awaited and last seen, and why the wait for it ended.
-    pub fn put(
-        &self,
-        region: u32,
-        offset: u64,
-        bytes: &[u8],
-        patience: Patience<'_>,
-    ) -> Result<(), NoCredit> {
+    fn put(&self, to: Target, bytes: &[u8], patience: Patience<'_>) -> Result<(), Stuck> {
         let mut out = self.lock_out();
-        for (index, chunk) in bytes.chunks(CHUNK).enumerate() {
-            let offset = offset + (index * CHUNK) as u64;
-            let record = Record::Put { region, offset, len: chunk.len() as u64 };
+        let mut to = to;
+        for chunk in bytes.chunks(CHUNK) {
+            let record = Record::Put { region: to.region, offset: to.offset, len: chunk.len() as u64 };
             // SAFETY: `send` gives room for `chunk.len()` bytes that nobody else uses before they are published.
             self.send(&mut out, record, chunk.len(), patience, |to| unsafe {
                 std::ptr::copy_nonoverlapping(chunk.as_ptr(), to, chunk.len());
             })?;
+            to = to.behind(chunk.len() as u64);
         }
         Ok(())
     }
 
-    /// Writes rows, gathered by index, to (region, offset) of the partner. The caller has checked that they lie in the
-    /// source.
-    ///
-    /// # Errors
-    /// As [`Link::put`].
-    pub fn put_rows(
+    fn put_rows(
         &self,
-        (region, mut offset): (u32, u64),
+        to: Target,
         rows: &[u32],
         source: RowSource<'_>,
         patience: Patience<'_>,
-    ) -> Result<(), NoCredit> {
+    ) -> Result<(), Stuck> {
+        let mut to = to;
         let row_bytes = source.row_bytes as usize;
-        let row_at = |row: u32| &source.bytes[row as usize * row_bytes..][..row_bytes];
         for group in rows.chunks((CHUNK / row_bytes).max(1)) {
             let len = group.len() * row_bytes;
             if len > CHUNK {
-                self.put(region, offset, row_at(group[0]), patience)?;
+                self.put(to, source.row(group[0]), patience)?;
             } else {
-                let record = Record::Put { region, offset, len: len as u64 };
+                let record = Record::Put { region: to.region, offset: to.offset, len: len as u64 };
                 self.send(&mut self.lock_out(), record, len, patience, |mut to| {
-                    for row in group.iter().map(|&row| row_at(row)) {
+                    for row in group.iter().map(|&row| source.row(row)) {
                         // SAFETY: `send` gives room for `len` bytes: one row after another fills them.
                         unsafe {
                             std::ptr::copy_nonoverlapping(row.as_ptr(), to, row_bytes);
@@ -121,57 +115,34 @@ impl Link {
                     }
                 })?;
             }
-            offset += len as u64;
+            to = to.behind(len as u64);
         }
         Ok(())
     }
 
-    /// Writes zeros to (region, offset) of the partner.
-    ///
-    /// # Errors
-    /// As [`Link::put`].
-    pub fn zero(
-        &self,
-        (region, offset): (u32, u64),
-        len: u64,
-        patience: Patience<'_>,
-    ) -> Result<(), NoCredit> {
-        self.send(&mut self.lock_out(), Record::Zero { region, offset, len }, 0, patience, |_| ())
+    fn zero(&self, to: Target, len: u64, patience: Patience<'_>) -> Result<(), Stuck> {
+        let record = Record::Zero { region: to.region, offset: to.offset, len };
+        self.send(&mut self.lock_out(), record, 0, patience, |_| ())
     }
 
-    /// Returns when the partner has taken everything that was sent.
-    ///
-    /// # Errors
-    /// As [`Link::put`].
-    pub fn flush(&self, patience: Patience<'_>) -> Result<(), NoCredit> {
+    fn signal(&self, to: Target, value: u64, tag: Option<Tag>, patience: Patience<'_>) -> Result<(), Stuck> {
+        let record = Record::Signal { region: to.region, offset: to.offset, value, tag };
+        self.send(&mut self.lock_out(), record, 0, patience, |_| ())
+    }
+
+    fn flush(&self, patience: Patience<'_>) -> Result<(), Stuck> {
         let (ring, awaited) = {
             let out = self.lock_out();
             (out.ring, out.head)
         };
         wait::until(ring.tail(), awaited, patience, || {
-            self.drain(patience.health);
+            self.progress(patience.health);
         })
-        .map_err(|(seen, why)| NoCredit { awaited, seen, why })
+        .map_err(|(seen, why)| Stuck { awaited, seen, why })
     }
 
-    /// Raises a flag of the partner, after everything put before.
-    ///
-    /// # Errors
-    /// As [`Link::put`].
-    pub fn signal(
-        &self,
-        region: u32,
-        offset: u64,
-        value: u64,
-        tag: Option<crate::schedule::Tag>,
-        patience: Patience<'_>,
-    ) -> Result<(), NoCredit> {
-        let record = Record::Signal { region, offset, value, tag };
-        self.send(&mut self.lock_out(), record, 0, patience, |_| ())
-    }
-
-    /// Receives whatever has come, unless another thread is doing so. Returns whether anything had.
-    pub fn drain(&self, health: &crate::bootstrap::Health) -> bool {
+    /// Receives whatever has come, unless another thread is doing so.
+    fn progress(&self, health: &Health) -> bool {
         let Ok(mut inbound) = self.inbound.try_lock() else { return false };
         let In { ring, tail } = &mut *inbound;
         let head = ring.head().value();
@@ -192,13 +163,15 @@ impl Link {
         any
     }
 
-    /// Asks the partner to wake this rank's card with its next record. Returns whether something is there already.
-    pub(super) fn arm(&self) -> bool {
+    /// Asks the partner to wake this rank's card with its next record.
+    fn arm(&self, _: &Health) -> bool {
         let inbound = self.inbound.lock().unwrap_or_else(PoisonError::into_inner);
         inbound.ring.arm();
         inbound.ring.head().value() != inbound.tail
     }
+}
 
+impl Link {
     fn send(
         &self,
         out: &mut Out,
@@ -206,15 +179,15 @@ impl Link {
         payload: usize,
         patience: Patience<'_>,
         fill: impl FnOnce(*mut u8),
-    ) -> Result<(), NoCredit> {
+    ) -> Result<(), Stuck> {
         let bytes = Ring::footprint(payload);
         let skip = Ring::skip(out.head, bytes);
         let begin = out.head + skip;
         let needed = Ring::needed_tail(begin + bytes);
         wait::until(out.ring.tail(), needed, patience, || {
-            self.drain(patience.health);
+            self.progress(patience.health);
         })
-        .map_err(|(seen, why)| NoCredit { awaited: needed, seen, why })?;
+        .map_err(|(seen, why)| Stuck { awaited: needed, seen, why })?;
         if skip > 0 {
             out.ring.write(out.head, Record::Skip { len: skip });
         }
@@ -231,15 +204,4 @@ impl Link {
     fn lock_out(&self) -> std::sync::MutexGuard<'_, Out> {
         self.out.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// The partner's card does not take what it is sent.
-#[derive(Clone, Debug, PartialEq)]
-pub struct NoCredit {
-    /// Ring position that had to be free.
-    pub awaited: u64,
-    /// Position the partner has reached.
-    pub seen: u64,
-    /// Why the wait ended.
-    pub why: Interrupted,
 }

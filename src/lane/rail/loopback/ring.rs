@@ -4,7 +4,7 @@
 //!   line 0   head: bytes ever written        line 2   bell: the consumer sleeps and wants to be woken
 //!   line 1   tail: bytes ever consumed       line 4   capacity bytes of records
 //!
-//!   record   | kind, region | offset | len (signal: has a tag) | value | tag (3 words) | - |  payload, padded to 64
+//!   record   | header: 64 bytes | payload, padded to 64 |
 //! ```
 //!
 //! Positions count bytes since the beginning and never wrap; their remainder is the place. A record never straddles
@@ -14,105 +14,14 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 
 use crate::lane::FlagLine;
-use crate::schedule::Tag;
+use crate::lane::rail::record::{CHUNK, HEADER, Record};
 
-/// Largest payload of a record.
-pub const CHUNK: usize = 64 << 10;
 /// Bytes of records in flight in one direction.
 const CAPACITY: usize = 1 << 20;
 const DATA: usize = 256;
-/// Bytes of a record's header.
-pub const HEADER: usize = 64;
-
 /// Bytes of the segment of a pair: two rings.
 pub const fn ring_bytes() -> u64 {
     2 * (DATA + CAPACITY) as u64
-}
-
-/// What a record asks the receiver to do.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Record {
-    /// Write the payload of `len` bytes.
-    Put {
-        /// Region of the receiver.
-        region: u32,
-        /// First byte in it.
-        offset: u64,
-        /// Bytes of payload.
-        len: u64,
-    },
-    /// Write `len` zeros.
-    Zero {
-        /// Region of the receiver.
-        region: u32,
-        /// First byte in it.
-        offset: u64,
-        /// Bytes.
-        len: u64,
-    },
-    /// Raise a flag.
-    Signal {
-        /// Region of the receiver.
-        region: u32,
-        /// The flag line's first byte in it.
-        offset: u64,
-        /// Its new value.
-        value: u64,
-        /// What comes with it.
-        tag: Option<Tag>,
-    },
-    /// Nothing: the rest of the ring up to its end.
-    Skip {
-        /// Bytes, this header counted.
-        len: u64,
-    },
-}
-
-impl Record {
-    fn words(self) -> [u64; 8] {
-        let head = |kind: u64, region: u32| kind | u64::from(region) << 32;
-        match self {
-            Record::Put { region, offset, len } => [head(1, region), offset, len, 0, 0, 0, 0, 0],
-            Record::Zero { region, offset, len } => [head(2, region), offset, len, 0, 0, 0, 0, 0],
-            Record::Signal { region, offset, value, tag } => {
-                let [a, b, c] = tag.unwrap_or_default().to_words();
-                [head(3, region), offset, tag.is_some().into(), value, a, b, c, 0]
-            }
-            Record::Skip { len } => [head(4, 0), 0, len, 0, 0, 0, 0, 0],
-        }
-    }
-
-    fn from_words(w: [u64; 8]) -> Option<Record> {
-        let (kind, region, offset, len) = (w[0] as u32, (w[0] >> 32) as u32, w[1], w[2]);
-        Some(match kind {
-            1 => Record::Put { region, offset, len },
-            2 => Record::Zero { region, offset, len },
-            3 => {
-                let tag = (len != 0).then(|| Tag::from_words([w[4], w[5], w[6]]));
-                Record::Signal { region, offset, value: w[3], tag }
-            }
-            4 => Record::Skip { len },
-            _ => return None,
-        })
-    }
-
-    /// The receiver's region that it is for, if any.
-    pub fn region(self) -> Option<u32> {
-        match self {
-            Record::Put { region, .. } | Record::Zero { region, .. } | Record::Signal { region, .. } => {
-                Some(region)
-            }
-            Record::Skip { .. } => None,
-        }
-    }
-
-    /// Bytes of payload that follow the header.
-    fn payload(self) -> usize {
-        match self {
-            Record::Put { len, .. } => len as usize,
-            _ => 0,
-        }
-    }
 }
 
 /// View of one ring in mapped memory. Whoever holds it keeps the mapping alive.
@@ -186,7 +95,7 @@ impl Ring {
     pub fn write(&self, head: u64, record: Record) -> *mut u8 {
         let at = self.data(head);
         // SAFETY: the producer has credit for the record, which does not straddle the end; headers are aligned to 64.
-        unsafe { at.cast::<[u64; 8]>().write(record.words()) };
+        unsafe { at.cast::<[u64; 8]>().write(record.to_words()) };
         // SAFETY: the payload follows its header inside the ring.
         unsafe { at.add(HEADER) }
     }

@@ -1,0 +1,290 @@
+//! Streams of their own: two ranks of a world prove to each other who they are on another connection.
+//!
+//! ```text
+//!   one rank: Reception                      the other: Pass::knock
+//!     listener, Lobby  ◄──── Hello { rank, epoch, whom it looks for } ────
+//!                      ───── Challenge ─────►
+//!                      ◄──── Proof ─────
+//!                      ───── Welcome ───►
+//!                      ◄──── one byte ────   from here on the stream is the ranks' own
+//! ```
+//!
+//! The byte says that the other rank has not given up meanwhile: it has bounds on how long it waits for a Welcome, and
+//! none behind it. A stream without that byte is nobody's.
+//!
+//! The handshake is that of the rendezvous, under a name that no rendezvous has: what is said here convinces nobody
+//! there. Strangers, ranks of other jobs and ranks of earlier epochs are shown out, and nobody waits for them.
+
+use std::{
+    collections::BTreeMap,
+    io::{ErrorKind, Read, Write},
+    net::{IpAddr, SocketAddr, TcpListener, TcpStream},
+    time::{Duration, Instant},
+};
+
+use rustix::event::{PollFd, PollFlags};
+use sha2::{Digest, Sha256};
+
+use super::lobby::Lobby;
+use crate::{
+    bootstrap::{
+        identity::{Secret, random},
+        os::{failed, wait},
+        wire::{Guest, Hello, Meeting, Message, PROTOCOL, Refusal, Wire},
+    },
+    error::{BootstrapError, Cause},
+};
+
+/// Bound of one attempt to connect.
+const CONNECT: Duration = Duration::from_secs(1);
+/// Bound of one handshake: a stranger that accepts and says nothing costs this much.
+const GREETING: Duration = Duration::from_secs(2);
+
+/// What a rank says that was welcomed, and takes the stream.
+const TAKEN: u8 = 1;
+
+/// What a rank shows to others of its world.
+#[derive(Clone, Debug)]
+pub struct Pass {
+    secret: Secret,
+    rank: u32,
+    /// Of streams of this world; `host` stands for no rank yet.
+    meeting: Meeting,
+    /// Where the rendezvous sees each rank.
+    doors: Vec<IpAddr>,
+}
+
+impl Pass {
+    pub(in crate::bootstrap) fn new(
+        secret: Secret,
+        job: [u8; 32],
+        rank: u32,
+        epoch: u16,
+        doors: Vec<IpAddr>,
+    ) -> Self {
+        let job = Sha256::new().chain_update(b"sidelane streams ").chain_update(job).finalize().into();
+        let meeting = Meeting { job, size: doors.len() as u32, epoch, host: rank };
+        Pass { secret, rank, meeting, doors }
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    /// The address at which the rendezvous sees a rank.
+    pub fn seen_at(&self, rank: u32) -> Option<IpAddr> {
+        self.doors.get(rank as usize).copied()
+    }
+
+    /// Whether all ranks meet through this machine's loopback interface.
+    pub fn is_local(&self) -> bool {
+        self.doors.iter().all(IpAddr::is_loopback)
+    }
+
+    /// Lets other ranks of this world in at a listener.
+    ///
+    /// # Errors
+    /// [`BootstrapError::System`].
+    pub fn receive(&self, listener: TcpListener) -> Result<Reception, BootstrapError> {
+        listener.set_nonblocking(true).map_err(|error| failed("fcntl", &error))?;
+        let lobby = Lobby::new(listener, self.secret.clone(), self.meeting);
+        Ok(Reception { lobby, welcomed: Vec::new(), here: BTreeMap::new() })
+    }
+
+    /// Connects to a rank of this world that listens at an address. The stream does not block. `stop` ends it early.
+    ///
+    /// # Errors
+    /// [`BootstrapError::System`] if nobody listens there, [`BootstrapError::NoRendezvous`] if nobody answers,
+    /// [`BootstrapError::WrongSecret`] or [`BootstrapError::Malformed`] if it is somebody else, [`Cause::Evicted`] if the
+    /// world is in another epoch.
+    pub fn knock(
+        &self,
+        host: u32,
+        address: SocketAddr,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<TcpStream, BootstrapError> {
+        let mut stream = self.greet(host, address, stop)?;
+        stream.write_all(&[TAKEN]).map_err(|error| failed("send", &error))?;
+        Ok(stream)
+    }
+
+    /// Connects, and is welcomed.
+    fn greet(
+        &self,
+        host: u32,
+        address: SocketAddr,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<TcpStream, BootstrapError> {
+        let peer = || address.to_string();
+        let stream =
+            TcpStream::connect_timeout(&address, CONNECT).map_err(|error| failed("connect", &error))?;
+        let mut wire = Wire::new(stream).map_err(|error| failed("fcntl", &error))?;
+        let Meeting { job, size, epoch, .. } = self.meeting;
+        let nonce = random()?;
+        let hello = Hello { version: PROTOCOL, job, rank: self.rank, size, epoch, host, port: 0, nonce };
+        let guest = Guest::new(self.secret.clone(), hello);
+        let since = Instant::now();
+        let until = since + GREETING;
+        let silent = || BootstrapError::NoRendezvous { address: peer(), waited: since.elapsed() };
+        let malformed = || BootstrapError::Malformed { peer: peer() };
+        wire.send(&guest.hello());
+        let challenge = wire.await_message(until, stop).ok_or_else(silent)?;
+        let proof = guest.answer(challenge).map_err(|refusal| self.explain(refusal, peer()))?;
+        wire.send(&proof);
+        match wire.await_message(until, stop).ok_or_else(silent)? {
+            Message::Welcome { .. } => wire.into_stream().ok_or_else(malformed),
+            Message::Refused(refusal) => Err(self.explain(refusal, peer())),
+            _ => Err(malformed()),
+        }
+    }
+
+    fn explain(&self, refusal: Refusal, peer: String) -> BootstrapError {
+        let rank = self.rank;
+        match refusal {
+            Refusal::Version(seen) => BootstrapError::Version { peer, seen, expected: PROTOCOL },
+            Refusal::WrongSecret => BootstrapError::WrongSecret { peer },
+            Refusal::Evicted(epoch) => BootstrapError::World(Cause::Evicted { rank, epoch }),
+            Refusal::Rank => BootstrapError::RankRefused { rank, size: self.meeting.size },
+            Refusal::OtherJob | Refusal::Missing(_) | Refusal::Malformed => {
+                BootstrapError::Malformed { peer }
+            }
+        }
+    }
+}
+
+/// Where ranks of a world come in.
+#[derive(Debug)]
+pub struct Reception {
+    lobby: Lobby,
+    /// Who was let in, and has not taken its stream yet.
+    welcomed: Vec<(u32, TcpStream)>,
+    /// Who has come, and nobody has asked for yet.
+    here: BTreeMap<u32, TcpStream>,
+}
+
+impl Reception {
+    /// Attends to whoever is at the door, until a rank has come or a point in time. Its stream does not block.
+    ///
+    /// # Errors
+    /// [`BootstrapError::System`].
+    pub fn admit(&mut self, rank: u32, until: Instant) -> Result<Option<TcpStream>, BootstrapError> {
+        loop {
+            let now = Instant::now();
+            for arrival in self.lobby.turn(now) {
+                let (from, mut wire) = (arrival.hello.rank, arrival.wire);
+                wire.send(&Message::Welcome { rank: from, members: Vec::new(), doors: Vec::new() });
+                wire.flush();
+                self.welcomed.extend(wire.into_stream().map(|stream| (from, stream)));
+            }
+            self.hear();
+            let stream = self.here.remove(&rank);
+            if stream.is_some() || now >= until {
+                return Ok(stream);
+            }
+            let next = self.lobby.next().into_iter().fold(until, Instant::min);
+            let welcomed = self.welcomed.iter().map(|(_, stream)| PollFd::new(stream, PollFlags::IN));
+            wait(&mut self.lobby.poll_fds().chain(welcomed).collect::<Vec<_>>(), next)?;
+        }
+    }
+
+    /// Who was let in takes its stream, or has given it up. Nothing behind the one byte is read: it is for others.
+    fn hear(&mut self) {
+        for (from, mut stream) in std::mem::take(&mut self.welcomed) {
+            let mut said = [0];
+            match stream.read(&mut said) {
+                Ok(1) if said == [TAKEN] => drop(self.here.insert(from, stream)),
+                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
+                    self.welcomed.push((from, stream));
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    const LOCAL: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
+    fn pass(secret: &str, job: u8, rank: u32, epoch: u16) -> Pass {
+        Pass::new(Secret::from_bytes(secret), [job; 32], rank, epoch, vec![LOCAL; 3])
+    }
+
+    /// Knocks at the reception of rank 0 of job 7, epoch 4, whose secret is "s".
+    fn knock(visitor: Pass, looks_for: u32) -> (Result<TcpStream, BootstrapError>, Option<TcpStream>) {
+        let listener = TcpListener::bind((LOCAL, 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut reception = pass("s", 7, 0, 4).receive(listener).unwrap();
+        // They do not know who they are, and are in nobody's way.
+        let _silent = TcpStream::connect(address).unwrap();
+        TcpStream::connect(address).unwrap().write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        std::thread::scope(|scope| {
+            let knocking = scope.spawn(|| visitor.knock(looks_for, address, &|| false));
+            let until = Instant::now() + Duration::from_secs(30);
+            let mut seen = None;
+            while seen.is_none() && !knocking.is_finished() && Instant::now() < until {
+                let slice = Instant::now() + Duration::from_millis(10);
+                seen = reception.admit(visitor.rank(), slice).unwrap();
+            }
+            (knocking.join().unwrap(), seen)
+        })
+    }
+
+    #[test]
+    fn ranks_of_a_world_find_each_other_among_strangers() {
+        let (theirs, ours) = knock(pass("s", 7, 2, 4), 0);
+        let (mut theirs, mut ours) = (theirs.unwrap(), ours.unwrap());
+        theirs.set_nonblocking(false).unwrap();
+        ours.write_all(b"hello").unwrap();
+        let mut seen = [0; 5];
+        theirs.read_exact(&mut seen).unwrap();
+        assert_eq!(&seen, b"hello");
+    }
+
+    #[test]
+    fn a_rank_that_gave_up_as_it_was_welcomed_finds_the_door_open_when_it_comes_again() {
+        let listener = TcpListener::bind((LOCAL, 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut reception = pass("s", 7, 0, 4).receive(listener).unwrap();
+        std::thread::scope(|scope| {
+            let knocking = scope.spawn(|| {
+                let visitor = pass("s", 7, 2, 4);
+                drop(visitor.greet(0, address, &|| false).unwrap());
+                let mut stream = visitor.knock(0, address, &|| false).unwrap();
+                stream.write_all(b"hello").unwrap();
+            });
+            let until = Instant::now() + Duration::from_secs(30);
+            let mut ours = reception.admit(2, until).unwrap().unwrap();
+            knocking.join().unwrap();
+            ours.set_nonblocking(false).unwrap();
+            let mut seen = Vec::new();
+            ours.read_to_end(&mut seen).unwrap();
+            assert_eq!(seen, b"hello");
+            assert!(reception.welcomed.is_empty(), "the first stream is nobody's");
+        });
+    }
+
+    #[test]
+    fn who_is_not_of_this_world_is_refused() {
+        let refused = |visitor: Pass, looks_for| {
+            let (theirs, ours) = knock(visitor, looks_for);
+            assert!(ours.is_none());
+            theirs.unwrap_err()
+        };
+        let wrong = refused(pass("guessed", 7, 2, 4), 0);
+        assert!(matches!(wrong, BootstrapError::WrongSecret { .. }), "{wrong}");
+        let old = refused(pass("s", 7, 2, 3), 0);
+        assert_eq!(old, BootstrapError::World(Cause::Evicted { rank: 2, epoch: 4 }));
+        let other = refused(pass("s", 8, 2, 4), 0);
+        assert!(matches!(other, BootstrapError::Malformed { .. }), "{other}");
+        let elsewhere = refused(pass("s", 7, 2, 4), 1);
+        assert!(matches!(elsewhere, BootstrapError::Malformed { .. }), "{elsewhere}");
+        let beyond = refused(pass("s", 7, 3, 4), 0);
+        assert_eq!(beyond, BootstrapError::RankRefused { rank: 3, size: 3 });
+    }
+}

@@ -1,0 +1,96 @@
+//! Until sources are free, and until bytes have landed.
+
+use std::time::Duration;
+
+use super::Reach;
+use super::port::Port;
+use super::rail::{Rail, Stuck};
+use super::wait::{Interrupted, NAP, Patience, Waiter};
+use crate::bootstrap::Health;
+use crate::error::{Error, LaneError};
+use crate::rows::Rows;
+
+impl Port {
+    /// Returns when everything put or signalled so far has landed. On a node it has when the put returns.
+    ///
+    /// # Errors
+    /// [`LaneError::Deadline`] if a partner takes nothing, or the world's cause of death.
+    pub fn quiet(&self) -> Result<(), Error> {
+        Rows::fence();
+        for (reach, to) in self.lanes.reach.iter().zip(0..) {
+            if let Reach::Rail(rail) = reach {
+                rail.flush(self.lanes.patience(to)).map_err(|e| self.stuck(rail.as_ref(), to, e))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns when nothing that was put so far is read here any more: its sources may be changed.
+    ///
+    /// # Errors
+    /// As [`Port::quiet`].
+    pub fn settle(&self) -> Result<(), Error> {
+        self.attend();
+        for (reach, to) in self.lanes.reach.iter().zip(0..) {
+            if let Reach::Rail(rail) = reach {
+                rail.settle(self.lanes.patience(to)).map_err(|e| self.stuck(rail.as_ref(), to, e))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Attends to all rails in turn until all have settled, so that none stands still while another is waited for; or until
+    /// one is late, which is then for that one to say.
+    fn attend(&self) {
+        let mut waiter = None;
+        loop {
+            let (mut open, mut moved) = (None, false);
+            for (reach, to) in self.lanes.reach.iter().zip(0..) {
+                if let Reach::Rail(rail) = reach
+                    && !rail.settled()
+                {
+                    open = open.or(Some(to));
+                    moved |= rail.progress(&self.lanes.health);
+                }
+            }
+            let Some(to) = open else { return };
+            if moved {
+                waiter = None;
+                continue;
+            }
+            let waiter = waiter.get_or_insert_with(|| Waiter::new(self.lanes.patience(to)));
+            if waiter.turn(|slice| std::thread::sleep(slice.min(NAP))).is_err() {
+                return;
+            }
+        }
+    }
+
+    pub(super) fn stuck(&self, rail: &dyn Rail, to: u32, stuck: Stuck) -> Error {
+        explain(rail, (self.lanes.rank, to), stuck)
+    }
+}
+
+/// Returns when everything that was sent over a rail has landed.
+///
+/// # Errors
+/// As [`Port::quiet`].
+pub fn flush(rail: &dyn Rail, health: &Health, deadline: Duration, rank: u32) -> Result<(), Error> {
+    let patience = Patience { health, crowded: true, awaited: rail.peer(), deadline, silent: !rail.wakes() };
+    rail.flush(patience).map_err(|stuck| explain(rail, (rank, rail.peer()), stuck))
+}
+
+fn explain(rail: &dyn Rail, (rank, peer): (u32, u32), stuck: Stuck) -> Error {
+    match stuck.why {
+        Interrupted::Dead(cause) => rail.fault().map_or(cause.into(), Error::from),
+        Interrupted::Late { waited } => LaneError::Deadline {
+            rank,
+            peer,
+            lane: rail.lane(),
+            flag: u32::MAX,
+            awaited: stuck.awaited,
+            seen: stuck.seen,
+            waited,
+        }
+        .into(),
+    }
+}

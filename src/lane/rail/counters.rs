@@ -1,0 +1,56 @@
+//! What a rail has done, exactly: what a plan can be held against.
+
+/// Counted since the rail was joined.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Counters {
+    /// Work requests posted to the send queue.
+    pub requests: u64,
+    /// Times that the card was told of new ones.
+    pub doorbells: u64,
+    /// Completions of sends.
+    pub completions: u64,
+    /// Packets that the requests are cut into, acknowledgements not counted.
+    pub packets: u64,
+    /// Bytes that the requests carried.
+    pub bytes: u64,
+    /// Of these, bytes that were copied before the card read them.
+    pub copied: u64,
+    /// Completions of receives.
+    pub received: u64,
+    /// Completions that said a request had failed: the first fault of a rail, and what was under way behind it. Late
+    /// requests of a dead world end here.
+    pub failed: u64,
+}
+
+impl std::iter::Sum for Counters {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Counters::default(), |sum, one| Counters {
+            requests: sum.requests + one.requests,
+            doorbells: sum.doorbells + one.doorbells,
+            completions: sum.completions + one.completions,
+            packets: sum.packets + one.packets,
+            bytes: sum.bytes + one.bytes,
+            copied: sum.copied + one.copied,
+            received: sum.received + one.received,
+            failed: sum.failed + one.failed,
+        })
+    }
+}
+
+impl std::ops::Sub for Counters {
+    type Output = Counters;
+
+    /// What was done since `earlier`.
+    fn sub(self, earlier: Counters) -> Counters {
+        Counters {
+            requests: self.requests - earlier.requests,
+            doorbells: self.doorbells - earlier.doorbells,
+            completions: self.completions - earlier.completions,
+            packets: self.packets - earlier.packets,
+            bytes: self.bytes - earlier.bytes,
+            copied: self.copied - earlier.copied,
+            received: self.received - earlier.received,
+            failed: self.failed - earlier.failed,
+        }
+    }
+}

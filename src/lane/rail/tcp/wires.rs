@@ -1,0 +1,162 @@
+//! Laying the connections of a rank: the lower rank of a pair listens, the other one connects.
+
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::net::sockopt;
+
+use super::address::{Places, parse};
+use super::bells::Bells;
+use super::link::{Link, Shared};
+use crate::bootstrap::{Clocks, Health, Pass, Reception};
+use crate::config::TcpAddress;
+use crate::error::{BootstrapError, Error, LaneError};
+use crate::lane::rail::{Rail, Region, Regions, Wiring, system};
+
+/// What a rank offers that connects to its partner: it needs to be told nothing.
+const GUEST: &[u8] = b"guest";
+/// The longest time in which a rank that waits for a connection does not look whether the world is alive.
+const SLICE: Duration = Duration::from_millis(20);
+
+/// The connections of a rank.
+#[derive(Debug)]
+pub struct Wires {
+    pass: Pass,
+    shared: Shared,
+    clocks: Clocks,
+    /// Where partners of higher rank are told to connect.
+    told: String,
+    reception: Mutex<Reception>,
+}
+
+impl Wires {
+    /// Listens for partners.
+    ///
+    /// # Errors
+    /// [`BootstrapError::BadVariable`] if the address asked for is none of this machine.
+    pub fn open(
+        pass: Pass,
+        asked: &TcpAddress,
+        clocks: Clocks,
+        health: Arc<Health>,
+        regions: Arc<Regions>,
+    ) -> Result<Self, Error> {
+        let places = Places::find(&pass, asked)?;
+        let failed = |call| {
+            move |error: std::io::Error| LaneError::System { call, errno: error.raw_os_error().unwrap_or(0) }
+        };
+        let listener = TcpListener::bind((places.bind, 0)).map_err(|error| match asked {
+            TcpAddress::Any => Error::from(failed("bind")(error)),
+            TcpAddress::Ip(_) | TcpAddress::Interface(_) => {
+                let (name, value) = ("SIDELANE_TCP_ADDRESS", asked.to_string());
+                let expected = "an address of this machine, or an interface that has one";
+                BootstrapError::BadVariable { name, value, expected }.into()
+            }
+        })?;
+        let told = places.to_text(listener.local_addr().map_err(failed("getsockname"))?.port());
+        let reception = Mutex::new(pass.receive(listener)?);
+        let (rank, grace) = (pass.rank(), clocks.liveness / 2);
+        let shared = Shared { rank, regions, health, bells: Arc::new(Bells::new()?), grace };
+        Ok(Wires { pass, shared, clocks, told, reception })
+    }
+
+    /// Connects to a partner of lower rank, at one of the addresses it told.
+    ///
+    /// # Errors
+    /// Why it was not let in, if it is known. What somebody answered says more than that another address is silent.
+    fn knock(
+        &self,
+        peer: u32,
+        addresses: &[SocketAddr],
+        until: Instant,
+    ) -> Result<TcpStream, Option<BootstrapError>> {
+        let health = &self.shared.health;
+        let stop = || health.check().is_err() || health.is_absent(peer);
+        let mut answer = None;
+        let mut silence = None;
+        while Instant::now() < until && !stop() {
+            for &address in addresses {
+                match self.pass.knock(peer, address, &stop) {
+                    Ok(stream) => return Ok(stream),
+                    Err(error @ (BootstrapError::System { .. } | BootstrapError::NoRendezvous { .. })) => {
+                        silence = Some(error)
+                    }
+                    Err(error) => answer = Some(error),
+                }
+            }
+            std::thread::park_timeout(SLICE);
+        }
+        Err(answer.or(silence))
+    }
+
+    /// Waits for a partner of higher rank.
+    fn admit(&self, peer: u32, until: Instant) -> Result<Option<TcpStream>, LaneError> {
+        let health = &self.shared.health;
+        loop {
+            let now = Instant::now();
+            let mut reception = self.reception.lock().unwrap_or_else(PoisonError::into_inner);
+            let come = reception.admit(peer, until.min(now + SLICE)).map_err(|error| match error {
+                BootstrapError::System { call, errno } => LaneError::System { call, errno },
+                _ => LaneError::System { call: "accept", errno: 0 },
+            })?;
+            let over = now >= until || health.check().is_err() || health.is_absent(peer);
+            if come.is_some() || over {
+                return Ok(come);
+            }
+        }
+    }
+
+    /// Small records leave at once; a partner that the network has swallowed is noticed even if the rendezvous still
+    /// hears of it, on another way.
+    fn tune(&self, stream: &TcpStream) -> Result<(), LaneError> {
+        let silence = self.clocks.liveness * 4;
+        let second = Duration::from_secs(1);
+        sockopt::set_tcp_nodelay(stream, true).map_err(system("setsockopt(TCP_NODELAY)"))?;
+        sockopt::set_socket_keepalive(stream, true).map_err(system("setsockopt(SO_KEEPALIVE)"))?;
+        sockopt::set_tcp_keepidle(stream, (silence / 2).max(second))
+            .map_err(system("setsockopt(TCP_KEEPIDLE)"))?;
+        sockopt::set_tcp_keepintvl(stream, second).map_err(system("setsockopt(TCP_KEEPINTVL)"))?;
+        let silence = silence.as_millis().try_into().unwrap_or(u32::MAX);
+        sockopt::set_tcp_user_timeout(stream, silence).map_err(system("setsockopt(TCP_USER_TIMEOUT)"))
+    }
+}
+
+impl Wiring for Wires {
+    fn offer(&self, peer: u32) -> Result<Vec<u8>, Error> {
+        Ok(if peer < self.pass.rank() { GUEST.to_vec() } else { self.told.clone().into_bytes() })
+    }
+
+    fn join(&self, peer: u32, offered: &[u8]) -> Result<Arc<dyn Rail>, Error> {
+        let start = Instant::now();
+        let until = start + self.clocks.rendezvous;
+        let rank = self.pass.rank();
+        let (told, seen_at) = match peer < rank {
+            true => (offered, self.pass.seen_at(peer)),
+            false => (self.told.as_bytes(), self.pass.seen_at(rank)),
+        };
+        let missing = "an offer that makes sense";
+        let addresses = parse(told, seen_at).ok_or(LaneError::NoLane { rank, peer, missing })?;
+        let stream = match peer < rank {
+            true => self.knock(peer, &addresses, until),
+            false => self.admit(peer, until)?.ok_or(None),
+        };
+        let stream = stream.map_err(|reason| {
+            let (lane, waited, reason) = ("tcp", start.elapsed(), reason.map(Box::new));
+            LaneError::NoConnection { rank, peer, lane, addresses, waited, reason }
+        })?;
+        self.tune(&stream)?;
+        Ok(Arc::new(Link::new(peer, stream, self.shared.clone())?))
+    }
+
+    fn register(&self, _number: u32, _region: &Region) -> Result<Vec<u8>, Error> {
+        // Records name regions by number; the receiver writes.
+        Ok(Vec::new())
+    }
+
+    fn deregister(&self, _number: u32) {}
+
+    fn describe(&self) -> Vec<String> {
+        Vec::new()
+    }
+}

@@ -1,0 +1,263 @@
+//! All cards of a rank: what registers memory with them, and joins their queue pairs to partners'.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::block::Block;
+use super::connection::{Connection, Parts, SMALL};
+use super::device::{Device, Rights, ZEROS};
+use super::forecast::{Forecast, Rules};
+use super::keys::{self, Theirs};
+use super::offer::Offer;
+use super::rail::Rail as CardRail;
+use super::receiver::Receiver;
+use super::sender::{Limits, Sender};
+use super::{
+    Caps, ChainCaps, CompletionQueue, Library, MemoryRegion, QueuePair, Queues, SendChain, Settings,
+    SignalMode, Sysfs,
+};
+use crate::bootstrap::Health;
+use crate::error::{Error, VerbsError};
+use crate::lane::rail::{Rail, Region, Regions, Wiring};
+use crate::topology::NodeMap;
+
+/// Requests that one queue pair may have under way.
+const REQUESTS: u32 = 256;
+/// Requests per doorbell.
+const BATCH: usize = 16;
+/// Pieces per request: more are not granted together with so many requests everywhere.
+const PIECES: u32 = 30;
+/// Receives that are kept posted where signals are messages.
+const RECEIVES: u32 = 256;
+/// Bytes of a signal, tag and all, that travel inside a request where the card takes them.
+const INSIDE: u32 = 24;
+/// Chunks that may be staged for one partner.
+const STAGED: u64 = 4;
+
+/// What a rank tells its cards.
+pub struct Setup {
+    /// The rank (in the world).
+    pub rank: u32,
+    /// Which rank of its machine it is.
+    pub nth: u32,
+    /// Which ranks are on which node.
+    pub nodes: NodeMap,
+    /// Bytes at the start of the heap that hold flags and what goes with them.
+    pub strict: u64,
+    /// What partners may write to, where this rank does it for them.
+    pub regions: Arc<Regions>,
+    /// Whether the world is alive.
+    pub health: Arc<Health>,
+    /// Whether rails forecast what they ask of their cards.
+    pub forecast: bool,
+}
+
+/// The library, the machine and the settings; another library and another machine in tests.
+#[derive(Clone, Debug)]
+pub struct Ground {
+    /// libibverbs.
+    pub library: Arc<Library>,
+    /// What the kernel tells of cards.
+    pub sysfs: Sysfs,
+    /// What may be overridden.
+    pub settings: Settings,
+}
+
+impl Ground {
+    /// This machine, with what the environment says.
+    ///
+    /// # Errors
+    /// [`BootstrapError::BadVariable`](crate::error::BootstrapError::BadVariable), [`VerbsError::NoLibrary`],
+    /// [`VerbsError::MissingSymbol`].
+    pub fn here() -> Result<Self, Error> {
+        let settings = Settings::from_env()?;
+        let library = Library::load(settings.library.as_deref())?;
+        Ok(Ground { library, sysfs: Sysfs::default(), settings })
+    }
+}
+
+/// The cards of a rank.
+pub struct Adapter {
+    rank: u32,
+    nodes: NodeMap,
+    settings: Settings,
+    devices: Vec<Arc<Device>>,
+    strict: u64,
+    relaxed: bool,
+    regions: Arc<Regions>,
+    health: Arc<Health>,
+    forecast: bool,
+    /// The first region, as partners are told of it.
+    heap: Mutex<Vec<u8>>,
+    /// Ends that were offered and are not yet joined.
+    halves: Mutex<HashMap<u32, Half>>,
+}
+
+struct Half {
+    qp: QueuePair,
+    block: Block,
+    receiver: Receiver,
+    completions: Arc<CompletionQueue>,
+    device: Arc<Device>,
+}
+
+impl Adapter {
+    /// Opens the cards of a rank.
+    ///
+    /// # Errors
+    /// [`VerbsError`], if there are none or they cannot be used as the settings ask.
+    pub fn open(ground: &Ground, setup: Setup) -> Result<Self, Error> {
+        let Ground { library, sysfs, settings } = ground;
+        let cards = CardRail::open(library, sysfs, settings, setup.nth)?;
+        for card in &cards {
+            if settings.signal == SignalMode::FetchAdd && !card.context.attributes().atomics {
+                return Err(VerbsError::NoAtomics { card: card.context.card().to_owned() }.into());
+            }
+        }
+        let can_relax = cards.iter().all(|card| MemoryRegion::can_relax(&card.context));
+        let devices =
+            cards.into_iter().map(|card| Device::new(card).map(Arc::new)).collect::<Result<_, _>>()?;
+        let Setup { rank, nodes, strict, regions, health, forecast, .. } = setup;
+        Ok(Adapter {
+            rank,
+            nodes,
+            settings: settings.clone(),
+            devices,
+            strict,
+            relaxed: settings.relaxed.unwrap_or(can_relax),
+            regions,
+            health,
+            forecast,
+            heap: Mutex::default(),
+            halves: Mutex::default(),
+        })
+    }
+
+    /// Both ranks of a pair take the same rail, if both have as many. Partners of one rank are on different nodes, or at
+    /// different places of a node.
+    fn card_for(&self, peer: u32) -> usize {
+        let place = |rank: u32| {
+            let node = self.nodes.node_of(rank);
+            let at = self.nodes.members(node).iter().position(|&member| member == rank);
+            (node as usize, at.unwrap_or(0))
+        };
+        let ((node, at), (its_node, its_at)) = (place(self.rank), place(peer));
+        (node + its_node + (at + its_at) / 2) % self.devices.len()
+    }
+
+    fn half(&self, peer: u32) -> Result<Half, Error> {
+        let device = &self.devices[self.card_for(peer)];
+        let attributes = device.card.context.attributes();
+        let receives = if self.settings.signal == SignalMode::Immediate { RECEIVES } else { 0 };
+        let (sends, receives) = (REQUESTS.min(attributes.requests), receives.min(attributes.requests));
+        let completions = CompletionQueue::create(&device.card.context, sends + receives)?;
+        let caps =
+            Caps { sends, receives, send_sges: PIECES.min(attributes.sges), receive_sges: 1, inline: INSIDE };
+        let queues = Queues { send: &completions, receive: &completions };
+        let qp = QueuePair::create(&device.domain, queues, caps, &device.card.path, peer)?;
+        let staging = (STAGED * self.settings.chunk).min(self.settings.in_flight);
+        let block = Block::new(&device.domain, receives.into(), staging)?;
+        let receiver = Receiver::new(&qp, &block, receives, Arc::clone(&self.regions))?;
+        Ok(Half { qp, block, receiver, completions, device: Arc::clone(device) })
+    }
+
+    fn connect(&self, peer: u32, theirs: &Offer, half: Half) -> Result<Connection, Error> {
+        let Half { qp, block, mut receiver, completions, device } = half;
+        if theirs.signal != self.settings.signal {
+            let (mine, theirs) = (self.settings.signal.name(), theirs.signal.name());
+            return Err(VerbsError::SignalsDiffer { peer, mine, theirs }.into());
+        }
+        qp.connect(&theirs.endpoint)?;
+        let mut known = Theirs::of_card(theirs.card);
+        known.learn(peer, 0, &theirs.heap)?;
+        receiver.joined(theirs.receives, theirs.granted);
+        let (caps, settings) = (qp.caps(), &self.settings);
+        let sges = caps.send_sges.min(PIECES) as usize;
+        let requests = caps.sends.min(REQUESTS);
+        let mtu = device.card.path.mtu.min(theirs.endpoint.mtu).bytes().into();
+        let chain =
+            SendChain::new(ChainCaps { requests: BATCH, sges, inline: caps.inline.min(INSIDE) as usize });
+        let limits = Limits { requests: requests.into(), bytes: settings.in_flight, batch: BATCH, mtu };
+        let rules = Rules {
+            chunk: settings.chunk,
+            portion: settings.chunk.min(block.staging() / 2),
+            small: SMALL as u64,
+            pieces: sges,
+            zeros: ZEROS,
+            batch: BATCH as u64,
+            mtu,
+            signal: settings.signal,
+        };
+        Ok(Connection::new(Parts {
+            me: self.rank,
+            peer,
+            signal: settings.signal,
+            chunk: settings.chunk,
+            sges,
+            device,
+            completions,
+            theirs: known,
+            health: Arc::clone(&self.health),
+            sender: Sender::new(qp, block, chain, limits),
+            receiver,
+            forecast: self.forecast.then(|| Forecast::new(rules)),
+        }))
+    }
+
+    fn halves(&self) -> MutexGuard<'_, HashMap<u32, Half>> {
+        self.halves.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn heap(&self) -> MutexGuard<'_, Vec<u8>> {
+        self.heap.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Wiring for Adapter {
+    fn offer(&self, peer: u32) -> Result<Vec<u8>, Error> {
+        let half = self.half(peer)?;
+        let offer = Offer {
+            endpoint: half.qp.endpoint(),
+            signal: self.settings.signal,
+            card: self.card_for(peer) as u8,
+            receives: half.receiver.posted(),
+            granted: half.block.granted_at(),
+            heap: self.heap().clone(),
+        };
+        self.halves().insert(peer, half);
+        Ok(offer.to_bytes())
+    }
+
+    fn join(&self, peer: u32, offered: &[u8]) -> Result<Arc<dyn Rail>, Error> {
+        let theirs = Offer::from_bytes(peer, offered)?;
+        let half = self.halves().remove(&peer).ok_or(VerbsError::Keys { peer, region: 0 })?;
+        Ok(Arc::new(self.connect(peer, &theirs, half)?))
+    }
+
+    fn register(&self, number: u32, region: &Region) -> Result<Vec<u8>, Error> {
+        // Flags lie in the heap only.
+        let strict = if number == 0 { self.strict } else { 0 };
+        let atomics = self.settings.signal == SignalMode::FetchAdd;
+        let rights = Rights { strict, atomics, relaxed: self.relaxed };
+        let each = self.devices.iter().map(|device| device.register(number, region, rights));
+        let said = keys::say(&each.collect::<Result<Vec<_>, _>>()?);
+        if number == 0 {
+            self.heap().clone_from(&said);
+        }
+        Ok(said)
+    }
+
+    fn deregister(&self, number: u32) {
+        self.devices.iter().for_each(|device| device.deregister(number));
+    }
+
+    fn describe(&self) -> Vec<String> {
+        self.devices.iter().map(|device| device.card.to_string()).collect()
+    }
+}
+
+impl std::fmt::Debug for Adapter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Adapter").field("rank", &self.rank).field("devices", &self.devices).finish()
+    }
+}

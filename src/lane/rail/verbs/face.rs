@@ -1,0 +1,187 @@
+//! The face of a rail: each call takes the lock, keeps the forecast, and asks.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{PoisonError, TryLockError};
+use std::time::Instant;
+
+use super::SignalMode;
+use super::connection::{Connection, End};
+use super::forecast::Forecast;
+use super::sender::Kind;
+use crate::bootstrap::Health;
+use crate::error::{Cause, LaneError};
+use crate::lane::RowSource;
+use crate::lane::rail::{Counters, Rail, Stuck, Target};
+use crate::lane::wait::Patience;
+use crate::schedule::Tag;
+
+impl Rail for Connection {
+    fn lane(&self) -> &'static str {
+        "verbs"
+    }
+
+    fn peer(&self) -> u32 {
+        self.peer
+    }
+
+    fn put(&self, to: Target, bytes: &[u8], patience: Patience<'_>) -> Result<(), Stuck> {
+        self.with(patience, |state| {
+            if let Some(forecast) = &mut state.forecast {
+                forecast.put(bytes.len() as u64, self.device.source(bytes).is_some());
+            }
+            self.put_bytes(state, to, bytes, patience)
+        })
+    }
+
+    fn put_rows(
+        &self,
+        to: Target,
+        rows: &[u32],
+        source: RowSource<'_>,
+        patience: Patience<'_>,
+    ) -> Result<(), Stuck> {
+        let registered = self.device.source(source.bytes);
+        let in_place = registered.filter(|_| source.row_bytes <= self.chunk);
+        self.with(patience, |state| {
+            if let Some(forecast) = &mut state.forecast {
+                forecast.rows(rows, source.row_bytes, registered.is_some());
+            }
+            match in_place {
+                Some(place) => self.gather(state, to, (rows, source), place, patience),
+                None => self.pack(state, to, rows, source, patience),
+            }
+        })
+    }
+
+    fn zero(&self, to: Target, len: u64, patience: Patience<'_>) -> Result<(), Stuck> {
+        self.with(patience, |state| {
+            if let Some(forecast) = &mut state.forecast {
+                forecast.zero(len);
+            }
+            let (mut to, mut left) = (to, len);
+            while left > 0 {
+                let (remote, room) = self.remote(to)?;
+                let zeros = self.device.zeros(left.min(room).min(self.chunk), self.sges);
+                let count: u64 = zeros.clone().map(|piece| u64::from(piece.len())).sum();
+                state.sender.ask_constant(Kind::Write, remote, zeros);
+                state.sender.post()?;
+                (left, to) = (left - count, to.behind(count));
+            }
+            Ok(())
+        })
+    }
+
+    fn signal(&self, to: Target, value: u64, tag: Option<Tag>, patience: Patience<'_>) -> Result<(), Stuck> {
+        self.with(patience, |state| {
+            let named = self.raise(state, to, value, tag, patience)?;
+            if let Some(forecast) = &mut state.forecast {
+                forecast.signal(tag.is_some(), named);
+            }
+            state.sender.hurry();
+            state.sender.post()?;
+            Ok(())
+        })
+    }
+
+    fn settled(&self) -> bool {
+        let mut state = self.lock();
+        state.hurry();
+        state.end.is_some() || state.sender.is_settled()
+    }
+
+    fn settle(&self, patience: Patience<'_>) -> Result<(), Stuck> {
+        self.with(patience, |state| {
+            state.hurry();
+            self.until(state, patience, |state| Ok(state.sender.is_settled().then_some(())))
+        })
+    }
+
+    fn flush(&self, patience: Patience<'_>) -> Result<(), Stuck> {
+        self.with(patience, |state| {
+            state.hurry();
+            self.until(state, patience, |state| Ok(state.sender.is_done().then_some(())))
+        })
+    }
+
+    fn progress(&self, health: &Health) -> bool {
+        let mut state = match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(state)) => state.into_inner(),
+            Err(TryLockError::WouldBlock) => return false,
+        };
+        if state.end.is_some() {
+            // What was under way is over: it is counted, and has no effect.
+            let _ = self.complete(&mut state);
+            return false;
+        }
+        match self.step(&mut state) {
+            Ok(any) => any,
+            Err(error) => {
+                self.fail(&mut state, error, health);
+                true
+            }
+        }
+    }
+
+    fn arm(&self, health: &Health) -> bool {
+        let armed = self.device.check().and_then(|()| match self.signal {
+            SignalMode::Immediate => self.completions.woken().and_then(|_| self.completions.arm()),
+            SignalMode::Write | SignalMode::FetchAdd => Ok(()),
+        });
+        if let Err(error) = armed {
+            self.fail(&mut self.lock(), error, health);
+            return false;
+        }
+        self.progress(health)
+    }
+
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        (self.signal == SignalMode::Immediate).then(|| self.completions.as_fd())
+    }
+
+    fn wakes(&self) -> bool {
+        self.signal == SignalMode::Immediate
+    }
+
+    fn learn(&self, region: u32, said: &[u8]) -> Result<(), LaneError> {
+        let mut theirs = self.theirs.write().unwrap_or_else(PoisonError::into_inner);
+        theirs.learn(self.peer, region, said)
+    }
+
+    fn stop(&self, cause: &Cause) {
+        self.end(&mut self.lock(), End::Dead(cause.clone()));
+    }
+
+    fn leave(&self, until: Instant) {
+        let deadline = until.saturating_duration_since(Instant::now());
+        let patience =
+            Patience { health: &self.health, crowded: true, awaited: self.peer, deadline, silent: true };
+        if let Err(stuck) = self.flush(patience) {
+            tracing::debug!(rank = self.me, peer = self.peer, ?stuck, "last words were not heard");
+        }
+    }
+
+    fn cleared(&self, from: Target, len: u64) {
+        self.lock().sent.cleared(from, len);
+    }
+
+    fn counters(&self) -> Counters {
+        let mut state = self.lock();
+        if self.health.check().is_err() {
+            // Nobody attends to the wires of a dead world any more.
+            let _ = self.complete(&mut state);
+        }
+        state.sender.counters
+    }
+
+    fn forecast(&self) -> Counters {
+        self.lock().forecast.as_ref().map(Forecast::counters).unwrap_or_default()
+    }
+
+    fn fault(&self) -> Option<LaneError> {
+        match &self.lock().end {
+            Some(End::Failed(error, _)) => Some(error.clone().into()),
+            _ => None,
+        }
+    }
+}

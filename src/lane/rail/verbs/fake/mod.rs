@@ -1,0 +1,166 @@
+//! Cards without hardware: a stand-in for libibverbs in this process, for tests.
+//!
+//! A [`Fabric`] is a network of cards. Its library fills the same table as the real one, so everything above is what
+//! runs with cards: contexts, domains, keys with bounds and rights, queue pairs and their states, completions, credit
+//! for receives, queues that are full. Writes are copies, done when they are posted, or, while the fabric is
+//! [held](Fabric::hold), one at a time when their sender polls: so nothing can rely on instant execution.
+//!
+//! ```text
+//!   table    the C functions: find the fabric behind an object, translate
+//!   state    what a kernel and its cards hold: objects by number
+//!   execute  what a card does with a request
+//! ```
+//!
+//! Faults: a card that falls [silent](Fabric::silence), whose partners' retries end when the test says so
+//! ([`give_up`](Fabric::give_up)), and a card that is [removed](Fabric::remove).
+
+mod execute;
+mod state;
+mod table;
+mod tree;
+
+use std::ffi::CString;
+use std::net::Ipv6Addr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+pub use state::Statistics;
+use state::{Card, State};
+pub use tree::Tree;
+
+use super::library::Functions;
+use super::{Ground, Library, Rail, Settings, Sysfs};
+
+/// A network of cards, each with one port.
+pub struct Fabric {
+    state: Mutex<State>,
+    devices: Vec<Device>,
+    sysfs: Sysfs,
+    _tree: Tree,
+    /// Which of the table's functions list this fabric's cards.
+    slot: usize,
+}
+
+/// What `ibv_device` points at.
+pub struct Device {
+    fabric: Weak<Fabric>,
+    card: usize,
+    name: CString,
+}
+
+impl Fabric {
+    /// A network of cards of these names.
+    pub fn new(cards: &[&str]) -> Arc<Self> {
+        let tree = Tree::new();
+        let mut state = State::default();
+        for (at, name) in (1u16..).zip(cards) {
+            let gid: Ipv6Addr = std::net::Ipv4Addr::new(10, 0, (at >> 8) as u8, at as u8).to_ipv6_mapped();
+            let port = format!("class/infiniband/{name}/ports/1");
+            tree.write(&format!("{port}/gids/1"), &gid.to_string());
+            tree.write(&format!("{port}/gid_attrs/types/1"), "RoCE v2");
+            state.cards.push(Card::new(gid));
+        }
+        Arc::new_cyclic(|fabric: &Weak<Fabric>| {
+            let device = |(card, name): (usize, &&str)| Device {
+                fabric: fabric.clone(),
+                card,
+                name: CString::new(*name).unwrap(),
+            };
+            let devices = cards.iter().enumerate().map(device).collect();
+            Fabric {
+                state: Mutex::new(state),
+                devices,
+                sysfs: tree.sysfs(),
+                _tree: tree,
+                slot: table::enrol(fabric),
+            }
+        })
+    }
+
+    /// The library that drives these cards.
+    pub fn library(&self) -> Arc<Library> {
+        Library::of(self.functions())
+    }
+
+    /// Its functions, for who wants to leave some out.
+    pub fn functions(&self) -> Functions {
+        table::functions(self.slot)
+    }
+
+    /// What the kernel says of these cards.
+    pub fn sysfs(&self) -> &Sysfs {
+        &self.sysfs
+    }
+
+    /// A machine that has these cards.
+    pub fn ground(&self, settings: Settings) -> Ground {
+        Ground { library: self.library(), sysfs: self.sysfs.clone(), settings }
+    }
+
+    /// A card, open, with what the settings say.
+    pub fn rail(&self, card: &str, settings: &Settings) -> Rail {
+        let settings = Settings { cards: vec![card.to_owned()], ..settings.clone() };
+        let mut rails = Rail::open(&self.library(), &self.sysfs, &settings, 0).unwrap();
+        rails.remove(0)
+    }
+
+    /// From now on a request is executed when its sender polls, one per queue pair and poll.
+    pub fn hold(&self) {
+        self.state().held = true;
+    }
+
+    /// Executes all that waits, and from now on when it is posted.
+    pub fn flush(&self) {
+        let mut state = self.state();
+        state.held = false;
+        state.run_all();
+    }
+
+    /// From now on nothing goes to or from this card; what is posted waits for answers.
+    pub fn silence(&self, card: &str) {
+        let at = self.place(card);
+        self.state().cards[at].silent = true;
+    }
+
+    /// The retries of all requests that wait for a silent card have ended.
+    pub fn give_up(&self) {
+        self.state().give_up();
+    }
+
+    /// Takes a card out of the machine: its partners see it silent, its owner sees a fatal event and errors.
+    pub fn remove(&self, card: &str) {
+        let at = self.place(card);
+        self.state().remove(at);
+    }
+
+    /// Changes what a card can do, for what is opened or made later.
+    pub fn change(&self, card: &str, change: impl FnOnce(&mut Card)) {
+        let at = self.place(card);
+        change(&mut self.state().cards[at]);
+    }
+
+    /// What a card has done so far.
+    pub fn statistics(&self, card: &str) -> Statistics {
+        let at = self.place(card);
+        self.state().cards[at].statistics
+    }
+
+    /// Objects that are not destroyed, and objects that were destroyed too early: both 0 at the end of a good program.
+    pub fn leftovers(&self) -> (usize, usize) {
+        let state = self.state();
+        (state.objects(), state.too_early)
+    }
+
+    fn place(&self, card: &str) -> usize {
+        self.devices.iter().position(|device| device.name.to_bytes() == card.as_bytes()).unwrap()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Fabric {
+    fn drop(&mut self) {
+        table::leave(self.slot);
+    }
+}

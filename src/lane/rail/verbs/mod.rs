@@ -1,0 +1,91 @@
+//! Network cards: libibverbs behind a safe, typed face.
+//!
+//! The card reads and writes memory that was registered for it; the processor posts requests and polls completions.
+//! Everything is loaded at run time: without the library or a card there is a typed error, never a panic.
+//!
+//! ```text
+//!   Settings, Sysfs --> Rail: a card of this rank, open, and how its queue pairs go out
+//!
+//!   Library --> Context --+--> ProtectionDomain --+--> MemoryRegion --> Sge, Remote
+//!   (table of  (an open   |                       +--> QueuePair <-- SendChain, ReceiveChain
+//!   functions)  card)     +--> CompletionQueue -------^    |
+//!                                |                         +--> Endpoint: to the partner and back
+//!                                +--> Completion: done, or why not
+//! ```
+//!
+//! On it the lane stands. An [`Adapter`] is all cards of a rank; each pair of partners is joined by a connection, which is the
+//! rail; it keeps what is under way within bounds, and what it asks of the card can be told in advance.
+//!
+//! ```text
+//!   Adapter --+--> Device     a card, and the memory registered with it: keys that partners are told (keys, offer)
+//!             +--> Connection (the Rail)
+//!                    +--> Sender     requests: asked, posted, done        Block: staging, receives
+//!                    +--> Receiver   signals that come as messages        Sent, Heard: words and their numbers (signals)
+//!                    +--> Forecast   what all this comes to
+//! ```
+//!
+//! Whatever is made in another keeps it alive, so the order in which they are dropped is always right. A call that
+//! fails while something is dropped is traced: nobody could do anything about it.
+//!
+//! Why own declarations, and no crate for verbs: see `library`.
+
+mod adapter;
+mod asks;
+mod block;
+mod chain;
+mod choose;
+mod completion;
+mod connection;
+mod context;
+mod device;
+mod endpoint;
+mod errno;
+mod face;
+#[cfg(test)]
+mod fake;
+mod ffi;
+mod forecast;
+mod gid;
+mod keys;
+mod library;
+mod memory;
+mod offer;
+mod path;
+mod port;
+mod queue_pair;
+mod rail;
+mod receiver;
+mod sender;
+mod settings;
+mod signals;
+mod sysfs;
+#[cfg(test)]
+mod tests;
+mod work;
+
+pub use adapter::{Adapter, Ground, Setup};
+pub use completion::{Completion, CompletionQueue};
+#[cfg(test)]
+pub use completion::{Done, Failed, Kind};
+pub use context::Context;
+pub use endpoint::Endpoint;
+#[cfg(test)]
+pub use fake::Fabric;
+pub use library::Library;
+pub use memory::{Access, MemoryRegion, ProtectionDomain, Remote, Sge};
+pub use path::Path;
+#[cfg(test)]
+pub use port::{LinkLayer, Mtu};
+pub use queue_pair::{Caps, QueuePair, Queues};
+#[cfg(test)]
+pub use rail::Rail;
+pub use settings::{Settings, SignalMode};
+pub use sysfs::Sysfs;
+pub use work::{ChainCaps, Flags, ReceiveChain, SendChain};
+
+/// Says that something could not be destroyed.
+fn trace_failure(card: &str, call: &str, answer: i32) {
+    if let Err(errno) = errno::status(answer) {
+        tracing::warn!(card, call, errno, "a card's object could not be destroyed");
+    }
+}

@@ -1,0 +1,343 @@
+//! Queue pairs: reliable connections between two cards.
+//!
+//! ```text
+//!   create --> init: receives may be posted --connect(partner)--> ready to receive, ready to send --error--> error
+//!                                                                             |
+//!                                          a request fails, retries run out --+--> error: all else is flushed
+//! ```
+
+use std::net::Ipv6Addr;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use rustix::io::Errno;
+
+use super::chain::{Chain, Request};
+use super::completion::{CompletionQueue, Failed};
+use super::ffi::{
+    self, ibv_ah_attr, ibv_gid, ibv_global_route, ibv_qp, ibv_qp_attr, ibv_qp_cap, ibv_qp_init_attr,
+};
+use super::{Context, Endpoint, Path, ProtectionDomain, ReceiveChain, SendChain, errno};
+use crate::error::{Operation, VerbsError};
+
+/// Atomics under way that are worth having: signals, a few per partner.
+const ATOMICS: u8 = 16;
+
+/// How long a partner is told to wait that met no receive: 0.64 ms, about a turn of a busy receiver.
+const RNR_TIMER: u8 = 12;
+
+/// Routers that a packet may pass.
+const HOPS: u8 = 255;
+
+/// How much a queue pair holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Caps {
+    /// Requests in the send queue.
+    pub sends: u32,
+    /// Requests in the receive queue.
+    pub receives: u32,
+    /// Pieces of memory in a send.
+    pub send_sges: u32,
+    /// Pieces of memory in a receive.
+    pub receive_sges: u32,
+    /// Bytes that may travel inside a send.
+    pub inline: u32,
+}
+
+/// Which completion queues it reports to.
+#[derive(Clone, Copy, Debug)]
+pub struct Queues<'a> {
+    /// Sends.
+    pub send: &'a Arc<CompletionQueue>,
+    /// Receives.
+    pub receive: &'a Arc<CompletionQueue>,
+}
+
+/// One end of a reliable connection.
+#[derive(Debug)]
+pub struct QueuePair {
+    raw: NonNull<ibv_qp>,
+    number: u32,
+    peer: u32,
+    first_packet: u32,
+    caps: Caps,
+    path: Path,
+    domain: Arc<ProtectionDomain>,
+    _send: Arc<CompletionQueue>,
+    _receive: Arc<CompletionQueue>,
+}
+
+// SAFETY: drivers lock their queues; none belongs to a thread.
+unsafe impl Send for QueuePair {}
+// SAFETY: as above.
+unsafe impl Sync for QueuePair {}
+
+impl QueuePair {
+    /// A queue pair towards rank `peer` of the world. Receives may be posted at once, before it is connected.
+    ///
+    /// No inline bytes may be granted ([`caps`](Self::caps) tells); everything else is granted as asked, or more.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn create(
+        domain: &Arc<ProtectionDomain>,
+        queues: Queues<'_>,
+        caps: Caps,
+        path: &Path,
+        peer: u32,
+    ) -> Result<Self, VerbsError> {
+        let context = domain.context();
+        let first_packet = Endpoint::random_packet().map_err(|e| {
+            let errno = e.raw_os_error().unwrap_or(Errno::IO.raw_os_error());
+            context.failed("getrandom", errno)
+        })?;
+        let (raw, caps) = Self::allocate(domain, queues, caps)?;
+        // SAFETY: the call just returned it.
+        let number = unsafe { (*raw.as_ptr()).qp_num };
+        let (_send, _receive) = (Arc::clone(queues.send), Arc::clone(queues.receive));
+        let (path, domain) = (*path, Arc::clone(domain));
+        let this = QueuePair { raw, number, peer, first_packet, caps, path, domain, _send, _receive };
+        this.init().map_err(|errno| this.context().failed("ibv_modify_qp to INIT", errno))?;
+        Ok(this)
+    }
+
+    /// Drivers refuse what they cannot give inside a request instead of giving less: then without.
+    fn allocate(
+        domain: &Arc<ProtectionDomain>,
+        queues: Queues<'_>,
+        caps: Caps,
+    ) -> Result<(NonNull<ibv_qp>, Caps), VerbsError> {
+        let context = domain.context();
+        let create = |inline| {
+            let mut attr = ibv_qp_init_attr {
+                qp_context: ptr::null_mut(),
+                send_cq: queues.send.raw(),
+                recv_cq: queues.receive.raw(),
+                srq: ptr::null_mut(),
+                cap: ibv_qp_cap {
+                    max_send_wr: caps.sends,
+                    max_recv_wr: caps.receives,
+                    max_send_sge: caps.send_sges,
+                    max_recv_sge: caps.receive_sges,
+                    max_inline_data: inline,
+                },
+                qp_type: ffi::IBV_QPT_RC,
+                sq_sig_all: 0,
+            };
+            // SAFETY: the domain and both queues live, and are kept alive by the queue pair.
+            let raw = unsafe { (context.functions().create_qp)(domain.raw(), &mut attr) };
+            errno::object(raw).map(|raw| (raw, Caps::granted(&attr.cap)))
+        };
+        let mut answer = create(caps.inline);
+        if caps.inline > 0 && answer.is_err() {
+            answer = create(0);
+        }
+        answer.map_err(|errno| context.failed("ibv_create_qp", errno))
+    }
+
+    fn init(&self) -> Result<(), i32> {
+        let mut attr = blank(ffi::IBV_QPS_INIT);
+        attr.pkey_index = self.path.pkey_index;
+        attr.port_num = self.path.port;
+        attr.qp_access_flags = ffi::IBV_ACCESS_REMOTE_WRITE;
+        // Some drivers refuse what their card does not have.
+        if self.context().attributes().atomics {
+            attr.qp_access_flags |= ffi::IBV_ACCESS_REMOTE_ATOMIC;
+        }
+        self.modify(attr, ffi::IBV_QP_PKEY_INDEX | ffi::IBV_QP_PORT | ffi::IBV_QP_ACCESS_FLAGS)
+    }
+
+    /// What the partner must know to connect.
+    pub fn endpoint(&self) -> Endpoint {
+        Endpoint {
+            link: self.path.link,
+            mtu: self.path.mtu,
+            atomics_in: self.atomics_in(),
+            queue_pair: self.number,
+            first_packet: self.first_packet,
+            lid: self.path.lid,
+            gid: self.path.gid,
+        }
+    }
+
+    fn atomics_in(&self) -> u8 {
+        ATOMICS.min(self.context().attributes().atomics_in)
+    }
+
+    /// Connects to the partner's queue pair: from here on requests may be posted. The partner must have connected too,
+    /// or will soon: until then requests are sent again and again, as retries allow.
+    ///
+    /// # Errors
+    /// [`VerbsError::NoRoute`], [`VerbsError::LinkLayers`], [`VerbsError::Call`].
+    pub fn connect(&self, partner: &Endpoint) -> Result<(), VerbsError> {
+        if partner.link != self.path.link {
+            let card = self.context().card().to_owned();
+            return Err(VerbsError::LinkLayers { card, peer: self.peer });
+        }
+        self.ready_to_receive(partner).map_err(|errno| self.no_route(partner.gid, errno))?;
+        self.ready_to_send(partner).map_err(|errno| self.context().failed("ibv_modify_qp to RTS", errno))
+    }
+
+    fn ready_to_receive(&self, partner: &Endpoint) -> Result<(), i32> {
+        let mut attr = blank(ffi::IBV_QPS_RTR);
+        attr.path_mtu = self.path.mtu.min(partner.mtu).code();
+        attr.dest_qp_num = partner.queue_pair;
+        attr.rq_psn = partner.first_packet;
+        attr.max_dest_rd_atomic = self.atomics_in();
+        attr.min_rnr_timer = RNR_TIMER;
+        attr.ah_attr = ibv_ah_attr {
+            grh: ibv_global_route {
+                dgid: ibv_gid { raw: partner.gid.octets() },
+                flow_label: 0,
+                sgid_index: self.path.gid_index,
+                hop_limit: HOPS,
+                traffic_class: self.path.traffic_class,
+            },
+            dlid: partner.lid,
+            sl: self.path.service_level,
+            src_path_bits: 0,
+            static_rate: 0,
+            is_global: self.path.is_global(partner.gid).into(),
+            port_num: self.path.port,
+        };
+        let mask = ffi::IBV_QP_AV | ffi::IBV_QP_PATH_MTU | ffi::IBV_QP_DEST_QPN | ffi::IBV_QP_RQ_PSN;
+        self.modify(attr, mask | ffi::IBV_QP_MAX_DEST_RD_ATOMIC | ffi::IBV_QP_MIN_RNR_TIMER)
+    }
+
+    fn ready_to_send(&self, partner: &Endpoint) -> Result<(), i32> {
+        let mut attr = blank(ffi::IBV_QPS_RTS);
+        attr.sq_psn = self.first_packet;
+        attr.timeout = self.path.timeout;
+        attr.retry_cnt = self.path.retries;
+        attr.rnr_retry = self.path.rnr_retries;
+        // No more than the partner keeps answers for.
+        attr.max_rd_atomic = ATOMICS.min(self.context().attributes().atomics_out).min(partner.atomics_in);
+        let mask = ffi::IBV_QP_SQ_PSN | ffi::IBV_QP_TIMEOUT | ffi::IBV_QP_RETRY_CNT;
+        self.modify(attr, mask | ffi::IBV_QP_RNR_RETRY | ffi::IBV_QP_MAX_QP_RD_ATOMIC)
+    }
+
+    /// Ends the connection: what is under way is flushed, nothing of the partner is taken any more. Does not wait for it.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn error(&self) -> Result<(), VerbsError> {
+        self.modify(blank(ffi::IBV_QPS_ERR), 0)
+            .map_err(|errno| self.context().failed("ibv_modify_qp to ERR", errno))
+    }
+
+    /// Posts what waits in the chain, with one doorbell. What the card refuses stays in the chain.
+    ///
+    /// # Errors
+    /// [`VerbsError::Post`]: how many were taken, and the errno. `ENOMEM` says that the queue is full.
+    pub fn post_send(&self, chain: &mut SendChain) -> Result<(), VerbsError> {
+        // SAFETY: the context is open.
+        let post = unsafe { (*self.context().raw()).ops.post_send };
+        self.post("ibv_post_send", post, chain.chain())
+    }
+
+    /// Posts receives, as [`post_send`](Self::post_send).
+    ///
+    /// # Errors
+    /// [`VerbsError::Post`].
+    pub fn post_receive(&self, chain: &mut ReceiveChain) -> Result<(), VerbsError> {
+        // SAFETY: the context is open.
+        let post = unsafe { (*self.context().raw()).ops.post_recv };
+        self.post("ibv_post_recv", post, chain.chain())
+    }
+
+    fn post<R: Request>(
+        &self,
+        call: &'static str,
+        post: Option<unsafe extern "C" fn(*mut ibv_qp, *mut R, *mut *mut R) -> i32>,
+        chain: &mut Chain<R>,
+    ) -> Result<(), VerbsError> {
+        let mut bad = chain.link();
+        if bad.is_null() {
+            return Ok(());
+        }
+        let first = std::mem::replace(&mut bad, ptr::null_mut());
+        let answer = match post {
+            // SAFETY: the queue pair lives. The chain is linked, and stays as it is while the driver copies it. What
+            // its pieces name is registered, which promises that the card may read it, or else the card refuses.
+            Some(post) => errno::status(unsafe { post(self.raw.as_ptr(), first, &mut bad) }),
+            None => Err(Errno::NOSYS.raw_os_error()),
+        };
+        // A driver that refuses without saying which one refuses the first.
+        let refused = if answer.is_err() && bad.is_null() { first } else { bad };
+        let taken = chain.settle(if answer.is_ok() { ptr::null() } else { refused });
+        answer.map_err(|errno| VerbsError::Post {
+            card: self.context().card().to_owned(),
+            queue_pair: self.number,
+            peer: self.peer,
+            call,
+            taken,
+            errno,
+        })
+    }
+
+    /// The error of a request of this queue pair. What it was is known by its number.
+    pub fn failure(&self, operation: Operation, failed: Failed) -> VerbsError {
+        VerbsError::Completion {
+            card: self.context().card().to_owned(),
+            queue_pair: self.number,
+            peer: self.peer,
+            operation,
+            status: failed.status,
+            vendor: failed.vendor,
+        }
+    }
+
+    /// The partner (in the world).
+    pub fn peer(&self) -> u32 {
+        self.peer
+    }
+
+    /// What was granted.
+    pub fn caps(&self) -> Caps {
+        self.caps
+    }
+
+    fn context(&self) -> &Arc<Context> {
+        self.domain.context()
+    }
+
+    fn no_route(&self, remote: Ipv6Addr, errno: i32) -> VerbsError {
+        let card = self.context().card().to_owned();
+        VerbsError::NoRoute { card, peer: self.peer, gid: self.path.gid, remote, errno }
+    }
+
+    fn modify(&self, mut attr: ibv_qp_attr, mask: i32) -> Result<(), i32> {
+        let functions = self.context().functions();
+        // SAFETY: the queue pair lives; the structure is as the call expects it.
+        errno::status(unsafe {
+            (functions.modify_qp)(self.raw.as_ptr(), &mut attr, mask | ffi::IBV_QP_STATE)
+        })
+    }
+}
+
+impl Drop for QueuePair {
+    fn drop(&mut self) {
+        // SAFETY: created here, and dropped once; its domain and queues are still there.
+        let answer = unsafe { (self.context().functions().destroy_qp)(self.raw.as_ptr()) };
+        super::trace_failure(self.context().card(), "ibv_destroy_qp", answer);
+    }
+}
+
+impl Caps {
+    fn granted(cap: &ibv_qp_cap) -> Self {
+        Caps {
+            sends: cap.max_send_wr,
+            receives: cap.max_recv_wr,
+            send_sges: cap.max_send_sge,
+            receive_sges: cap.max_recv_sge,
+            inline: cap.max_inline_data,
+        }
+    }
+}
+
+fn blank(state: u32) -> ibv_qp_attr {
+    // SAFETY: all zero is a value of this plain structure.
+    let mut attr: ibv_qp_attr = unsafe { std::mem::zeroed() };
+    attr.qp_state = state;
+    attr
+}

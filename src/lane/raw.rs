@@ -1,0 +1,72 @@
+//! The yardstick's way between machines: as many bytes as a plan sends, in bare writes, to memory that nobody reads.
+
+use std::sync::Arc;
+
+use super::rail::Rail;
+use super::{Lanes, Reach, Window};
+use crate::error::Error;
+
+/// Bytes of one write: what a rail's chunks are like.
+pub const RAW: u64 = 256 << 10;
+
+/// Bare writes over the rails of a rank.
+#[derive(Debug)]
+pub struct Raw {
+    lanes: Arc<Lanes>,
+    scratch: Window,
+    /// Partner and bytes.
+    out: Vec<(u32, u64)>,
+}
+
+impl Raw {
+    /// Writes to `scratch`, [`RAW`] bytes at each rank, from this rank's part of it.
+    pub fn new(lanes: Arc<Lanes>, scratch: Window) -> Self {
+        Raw { lanes, scratch, out: Vec::new() }
+    }
+
+    /// So many bytes more go to a rank. `false` if no wire to another machine leads there, and nothing will go.
+    pub fn add(&mut self, to: u32, bytes: u64) -> bool {
+        let wired = matches!(&self.lanes.reach[to as usize], Reach::Rail(rail) if rail.lane() != "loop");
+        if wired {
+            match self.out.iter_mut().find(|(peer, _)| *peer == to) {
+                Some((_, sum)) => *sum += bytes,
+                None => self.out.push((to, bytes)),
+            }
+        }
+        wired
+    }
+
+    /// Writes it all, a chunk to each partner in turn, and waits until it has landed. A rail that fails has ended the
+    /// world, which whoever measures learns at the next meeting.
+    pub fn write(&self) {
+        let _ = self.try_write();
+    }
+
+    fn try_write(&self) -> Result<(), Error> {
+        let most = self.out.iter().map(|&(_, bytes)| bytes.div_ceil(RAW)).max().unwrap_or(0);
+        let source = self.scratch.bytes(self.lanes.rank)?;
+        for nth in 0..most {
+            for &(to, bytes) in &self.out {
+                let len = bytes.saturating_sub(nth * RAW).min(RAW);
+                if let (Some(rail), true) = (self.rail(to), len > 0) {
+                    let target = self.scratch.target(to, 0, len)?;
+                    let patience = self.lanes.patience(to);
+                    let _ = rail.put(target, &source[..len as usize], patience);
+                }
+            }
+        }
+        for &(to, _) in &self.out {
+            if let Some(rail) = self.rail(to) {
+                let _ = rail.flush(self.lanes.patience(to));
+            }
+        }
+        Ok(())
+    }
+
+    fn rail(&self, to: u32) -> Option<&dyn Rail> {
+        match &self.lanes.reach[to as usize] {
+            Reach::Rail(rail) => Some(rail.as_ref()),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! What all ranks must have in common before they become a world.
+
+use sha2::{Digest, Sha256};
+
+use super::Options;
+use crate::bootstrap::Hub;
+use crate::error::{BootstrapError, CallError, Error};
+
+/// Digests go round; the words themselves only if these differ, and only of the two that are then named.
+pub(super) fn on_conditions(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
+    let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
+    let mine = Sha256::digest(&options.conditions);
+    let digests = hub.gather("world/conditions", rank, size, mine.as_slice(), deadline)?;
+    let Some(differs) = digests.iter().position(|digest| *digest != digests[0]) else { return Ok(()) };
+    let named = [0, differs].contains(&(rank as usize));
+    let words = if named { options.conditions.as_bytes() } else { &[] };
+    let said = hub.gather("world/conditions/words", rank, size, words, deadline)?;
+    let [expected, seen] = [0, differs].map(|rank| String::from_utf8_lossy(&said[rank]).into_owned());
+    Err(BootstrapError::ConditionsDiffer { rank: differs as u32, seen, expected }.into())
+}
+
+/// Peers check offsets against sizes that they take to be their own.
+pub(super) fn on_sizes(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
+    let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
+    let mine = [options.config.heap, options.config.symmetric];
+    let said = hub.gather("world/sizes", rank, size, bytemuck::cast_slice(&mine), deadline)?;
+    for (blob, peer) in said.iter().zip(0..) {
+        let theirs = bytemuck::try_pod_read_unaligned::<[u64; 2]>(blob).unwrap_or_default();
+        for (what, mine, theirs) in
+            [("SIDELANE_HEAP", mine[0], theirs[0]), ("SIDELANE_SYMMETRIC", mine[1], theirs[1])]
+        {
+            if mine != theirs {
+                return Err(CallError::ConfigsDiffer { what, rank, peer, mine, theirs }.into());
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::World;
+    use super::*;
+    use crate::bootstrap::{self, Clocks};
+    use crate::config::Config;
+
+    #[test]
+    fn ranks_under_different_conditions_do_not_make_a_world_and_all_are_told_who_differs() {
+        let conditions = ["16 tokens", "16 tokens", "32 tokens"];
+        let hubs = bootstrap::threads(3, Clocks::default()).into_iter();
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = hubs
+                .zip(conditions)
+                .map(|(hub, conditions)| {
+                    let options = Options { conditions: conditions.to_owned(), ..Options::default() };
+                    scope.spawn(|| World::of(hub, options, "").unwrap_err())
+                })
+                .collect();
+            let (seen, expected) = ("32 tokens".to_owned(), "16 tokens".to_owned());
+            let error = BootstrapError::ConditionsDiffer { rank: 2, seen, expected };
+            for rank in ranks {
+                assert_eq!(rank.join().unwrap(), Error::Bootstrap(error.clone()));
+            }
+        });
+    }
+
+    #[test]
+    fn ranks_with_heaps_of_different_size_do_not_make_a_world() {
+        for nodes in [["a", "a"], ["a", "b"]] {
+            std::thread::scope(|scope| {
+                let hubs = bootstrap::threads(2, Clocks::default()).into_iter();
+                let ranks: Vec<_> = hubs
+                    .zip(nodes)
+                    .zip([1u64, 2])
+                    .map(|((hub, node), mib)| {
+                        scope.spawn(move || {
+                            let config = Config { heap: mib << 20, symmetric: 1 << 20, ..Config::default() };
+                            let options = Options { config, ..Options::default() };
+                            World::of(hub, options, node).unwrap_err()
+                        })
+                    })
+                    .collect();
+                for (rank, error) in ranks.into_iter().map(|rank| rank.join().unwrap()).enumerate() {
+                    assert!(
+                        matches!(error, Error::Call(CallError::ConfigsDiffer { what: "SIDELANE_HEAP", peer, .. })
+                            if peer == 1 - rank as u32),
+                        "{error:?}"
+                    );
+                }
+            });
+        }
+    }
+}

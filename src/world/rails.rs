@@ -1,0 +1,265 @@
+//! What joins a rank to other nodes: chosen once per world, by all ranks together.
+
+use std::sync::Arc;
+
+use super::Options;
+use super::setup::crowded;
+use crate::bootstrap::{Hub, Location};
+use crate::config::RailChoice;
+use crate::error::{BootstrapError, Error, LaneError, VerbsError};
+use crate::lane::{Adapter, Card, Ground, Region, Setup, TcpWires, Wiring};
+use crate::memory::Heap;
+use crate::topology::NodeMap;
+
+/// The wires of a rank, and who attends to them.
+#[derive(Debug)]
+pub(crate) struct Rails {
+    /// Attends to all of them.
+    pub card: Card,
+    /// What they are made of.
+    pub kind: Kind,
+    /// What was chosen.
+    pub report: RailReport,
+}
+
+/// What wires are made of.
+#[derive(Debug)]
+pub(crate) enum Kind {
+    /// A segment for each pair.
+    Loop,
+    /// Ends that are told of each other.
+    Wired(Box<dyn Wiring>),
+}
+
+/// Which lane joins the nodes of a world.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RailReport {
+    /// Name of the lane.
+    pub lane: &'static str,
+    /// Why it is this one.
+    pub why: Why,
+    /// This rank's cards; none where the lane needs none.
+    pub cards: Vec<String>,
+}
+
+/// Why a lane was chosen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Why {
+    /// It was asked for (`SIDELANE_RAIL`).
+    Asked,
+    /// All nodes are on one machine.
+    OneMachine,
+    /// They are on several, and all ranks have cards.
+    Cards,
+    /// They are on several, and a rank has no card that it could use.
+    NoCards {
+        /// The rank.
+        rank: u32,
+        /// What it says.
+        reason: String,
+    },
+}
+
+impl std::fmt::Display for Why {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Why::Asked => f.write_str("asked for"),
+            Why::OneMachine => f.write_str("all nodes are on one machine"),
+            Why::Cards => f.write_str("the nodes are on several machines, and all ranks have cards"),
+            Why::NoCards { rank, reason } => {
+                write!(f, "the nodes are on several machines, and rank {rank} has no card: {reason}")
+            }
+        }
+    }
+}
+
+/// What a choice depends on.
+pub(super) struct Place<'a> {
+    /// The meeting point.
+    pub hub: &'a dyn Hub,
+    /// Where each rank runs.
+    pub machines: &'a [Location],
+    /// Which ranks share memory.
+    pub nodes: &'a NodeMap,
+    /// What partners may write to first.
+    pub heap: &'a Heap,
+    /// What was asked for.
+    pub options: &'a Options,
+}
+
+impl Rails {
+    /// Chooses, and opens this rank's part. Collective over the world.
+    ///
+    /// # Errors
+    /// [`LaneError::ChoicesDiffer`] if ranks ask for different lanes, [`BootstrapError::Unreachable`] if the lane does not
+    /// reach all of them; what is wrong with this rank's part of a lane that was asked for, [`LaneError::PeerLacks`] on the
+    /// others.
+    pub(super) fn open(place: &Place<'_>) -> Result<Self, Error> {
+        let Place { hub, machines, heap, options, .. } = *place;
+        let (rank, choice) = (hub.rank(), options.rail);
+        place.compare()?;
+        let here = &machines[rank as usize];
+        let stranger = (0..).zip(machines).find(|(_, other)| !other.same_machine(here));
+        let card = Card::start(rank, Arc::clone(hub.health()), crowded(machines, rank))?;
+        let (lane, kind, why) = match (choice, stranger) {
+            (RailChoice::Loop, Some((rank, _))) => {
+                return Err(BootstrapError::Unreachable { me: hub.rank(), rank }.into());
+            }
+            (RailChoice::Loop, None) => ("loop", Kind::Loop, Why::Asked),
+            (RailChoice::Auto, None) => ("loop", Kind::Loop, Why::OneMachine),
+            (RailChoice::Verbs, _) => ("verbs", place.all_have("verbs", place.cards(&card))??, Why::Asked),
+            (RailChoice::Tcp, _) => ("tcp", place.all_have("tcp", place.tcp(&card))??, Why::Asked),
+            (RailChoice::Auto, Some(_)) => match place.all_have("verbs", place.cards(&card))? {
+                Ok(cards) => ("verbs", cards, Why::Cards),
+                // What was set by hand is not set aside in silence.
+                Err(lacking) if lacking.mistake => return Err(lacking.into()),
+                Err(lacking) => {
+                    let why = Why::NoCards { rank: lacking.rank, reason: lacking.reason.clone() };
+                    ("tcp", place.all_have("tcp", place.tcp(&card))??, why)
+                }
+            },
+        };
+        let cards = if let Kind::Wired(wiring) = &kind { wiring.describe() } else { Vec::new() };
+        let rails = Rails { card, kind, report: RailReport { lane, why, cards } };
+        rails.register(Region { mapped: Arc::clone(heap.mapped()), member: rank })?;
+        Ok(rails)
+    }
+
+    /// Lets partners write to a region. Returns its number, and what partners must be told of it.
+    ///
+    /// # Errors
+    /// Of the lane, if the memory cannot be registered.
+    pub fn register(&self, region: Region) -> Result<(u32, Vec<u8>), Error> {
+        let number = self.card.regions().add(region.clone());
+        match &self.kind {
+            Kind::Loop => Ok((number, Vec::new())),
+            Kind::Wired(wiring) => match wiring.register(number, &region) {
+                Ok(said) => Ok((number, said)),
+                Err(error) => {
+                    self.deregister(number);
+                    Err(error)
+                }
+            },
+        }
+    }
+
+    /// The end of that.
+    pub fn deregister(&self, number: u32) {
+        if let Kind::Wired(wiring) = &self.kind {
+            wiring.deregister(number);
+        }
+        self.card.regions().remove(number);
+    }
+}
+
+impl Place<'_> {
+    /// All ranks must have asked for the same.
+    fn compare(&self) -> Result<(), Error> {
+        let (hub, mine) = (self.hub, self.options.rail as u8);
+        let (rank, deadline) = (hub.rank(), self.options.clocks.rendezvous);
+        let said = hub.gather("world/rail", rank, hub.size(), &[mine], deadline)?;
+        match (0..).zip(&said).find(|(_, theirs)| theirs[..] != [mine]) {
+            None => Ok(()),
+            Some((peer, theirs)) => {
+                let theirs = RailChoice::ALL.into_iter().find(|&choice| theirs[..] == [choice as u8]);
+                let theirs = theirs.map_or("one that it does not know", RailChoice::name);
+                let mine = self.options.rail.name();
+                Err(LaneError::ChoicesDiffer { rank, peer, mine, theirs }.into())
+            }
+        }
+    }
+
+    /// This rank's sockets.
+    fn tcp(&self, card: &Card) -> Result<Kind, Error> {
+        let Place { hub, options, .. } = *self;
+        let (health, regions) = (Arc::clone(hub.health()), Arc::clone(card.regions()));
+        let wires = TcpWires::open(hub.pass()?, &options.tcp_address, options.clocks, health, regions)?;
+        Ok(Kind::Wired(Box::new(wires)))
+    }
+
+    /// This rank's network cards.
+    fn cards(&self, card: &Card) -> Result<Kind, Error> {
+        let Place { hub, machines, options, .. } = *self;
+        let rank = hub.rank();
+        let here = &machines[rank as usize];
+        let nth = machines[..rank as usize].iter().filter(|other| other.same_machine(here)).count() as u32;
+        let (regions, health) = (Arc::clone(card.regions()), Arc::clone(hub.health()));
+        let (strict, forecast) = (self.heap.boundary(), options.forecast);
+        let nodes = self.nodes.clone();
+        let setup = Setup { rank, nth, nodes, strict, regions, health, forecast };
+        #[cfg(test)]
+        if let Some(ground) = &options.stand_in {
+            return Ok(Kind::Wired(Box::new(Adapter::open(ground, setup)?)));
+        }
+        Ok(Kind::Wired(Box::new(Adapter::open(&Ground::here()?, setup)?)))
+    }
+
+    /// What this rank has opened, if all could: a rank that cannot tells the others, and does not leave them waiting.
+    fn all_have(
+        &self,
+        lane: &'static str,
+        opened: Result<Kind, Error>,
+    ) -> Result<Result<Kind, Lacking>, Error> {
+        let (hub, deadline) = (self.hub, self.options.clocks.rendezvous);
+        // Whoever can says nothing.
+        let mut said = Vec::new();
+        if let Err(error) = &opened {
+            said.push(u8::from(is_mistake(error)));
+            said.extend(error.to_string().into_bytes());
+        }
+        let key = format!("world/rail/{lane}");
+        let answers = hub.gather(&key, hub.rank(), hub.size(), &said, deadline)?;
+        let mistake = |answer: &&[u8]| answer.first() == Some(&1);
+        let lacking =
+            || (0..).zip(answers.iter().map(Vec::as_slice)).filter(|(_, answer)| !answer.is_empty());
+        let first = lacking().find(|(_, answer)| mistake(answer)).or_else(|| lacking().next());
+        Ok(match (opened, first) {
+            (Ok(kind), None) => Ok(kind),
+            (opened, first) => {
+                let (rank, answer) = first.unwrap_or((hub.rank(), &said));
+                let reason = String::from_utf8_lossy(answer.get(1..).unwrap_or_default()).into_owned();
+                Err(Lacking { rank, reason, lane, mistake: mistake(&answer), own: opened.err() })
+            }
+        })
+    }
+}
+
+/// Whether somebody asked for something that is not to be had, rather than that there is nothing to be had.
+fn is_mistake(error: &Error) -> bool {
+    use VerbsError as V;
+    let of_cards = |error: &LaneError| match error {
+        LaneError::Verbs(error) => matches!(
+            error,
+            V::NoSuchCard { .. }
+                | V::NoSuchPort { .. }
+                | V::NoSuchGid { .. }
+                | V::MtuTooLarge { .. }
+                | V::NoAtomics { .. }
+        ),
+        _ => false,
+    };
+    match error {
+        Error::Bootstrap(BootstrapError::BadVariable { .. }) => true,
+        Error::Lane(error) => of_cards(error),
+        _ => false,
+    }
+}
+
+/// Not all ranks can use a lane.
+struct Lacking {
+    /// The first that cannot.
+    rank: u32,
+    reason: String,
+    /// Whether somebody asked for something that is not to be had.
+    mistake: bool,
+    lane: &'static str,
+    /// What is wrong here.
+    own: Option<Error>,
+}
+
+impl From<Lacking> for Error {
+    fn from(lacking: Lacking) -> Self {
+        let Lacking { rank, reason, lane, own, .. } = lacking;
+        own.unwrap_or(LaneError::PeerLacks { rank, lane, reason }.into())
+    }
+}

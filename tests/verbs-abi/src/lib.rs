@@ -1,0 +1,24 @@
+//! Sidelane's declarations of libibverbs against those of the system: every size, offset and constant.
+//!
+//! ```text
+//!   ffi (the library's own source)  --+
+//!   rdma-sys (bindgen of the headers) +--> table: what, ours, theirs
+//!                                     |
+//!   the headers, by the C compiler  --+    a _Static_assert per row
+//! ```
+//!
+//! Both, because `rdma-sys` wrote those structures by hand that hold unions (completions, work requests, addresses), and
+//! knows no anonymous enums. Needs `libibverbs-dev`, `librdmacm-dev`, `libclang` (14 works, 18 does not) and `cc`:
+//!
+//! ```sh
+//! cargo test -p verbs-abi
+//! ```
+
+#[cfg(test)]
+#[allow(dead_code)]
+#[path = "../../../src/lane/rail/verbs/ffi/mod.rs"]
+mod ffi;
+#[cfg(test)]
+mod table;
+#[cfg(test)]
+mod tests;
