@@ -1,0 +1,81 @@
+//! The programs under test, built by cargo.
+
+use std::env;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde::Deserialize;
+
+use crate::error::{Error, Result};
+use crate::tool::output;
+
+/// What the machines run of this repository.
+pub struct Programs {
+    /// The `sidelane` program.
+    pub sidelane: PathBuf,
+    /// The library's own tests, the lanes' conformance suite among them.
+    pub library_tests: PathBuf,
+    /// This program: the agent.
+    pub agent: PathBuf,
+}
+
+/// One of cargo's messages, as far as it is of interest.
+#[derive(Deserialize)]
+struct Message {
+    target: Option<Target>,
+    executable: Option<PathBuf>,
+}
+
+#[derive(Deserialize)]
+struct Target {
+    name: String,
+    kind: Vec<String>,
+}
+
+#[derive(Deserialize)]
+struct Metadata {
+    target_directory: PathBuf,
+}
+
+/// The root of the repository.
+pub fn repository() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+}
+
+/// Where cargo builds; the bed keeps its own things beside.
+pub fn target_directory() -> Result<PathBuf> {
+    let answer = output(cargo().args(["metadata", "--format-version", "1", "--no-deps", "--offline"]))?;
+    serde_json::from_str::<Metadata>(&answer)
+        .map(|metadata| metadata.target_directory)
+        .map_err(|_| Error::Unreadable { program: "cargo", what: "target_directory", output: answer })
+}
+
+/// Builds in the given profile of cargo.
+pub fn build(profile: &str) -> Result<Programs> {
+    let agent = env::current_exe().map_err(|source| Error::Start { program: "testbed".into(), source })?;
+    Ok(Programs {
+        sidelane: built(profile, &["build", "--bin", "sidelane"], "bin")?,
+        library_tests: built(profile, &["test", "--lib", "--no-run"], "lib")?,
+        agent,
+    })
+}
+
+/// Lets cargo build, and finds what it built of this kind in its messages.
+fn built(profile: &str, what: &[&str], kind: &'static str) -> Result<PathBuf> {
+    let answer = output(cargo().args(what).args(["--profile", profile, "--message-format", "json"]))?;
+    let ours = |target: &Target| target.name == "sidelane" && target.kind.iter().any(|k| k == kind);
+    answer
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Message>(line).ok())
+        .filter(|message| message.target.as_ref().is_some_and(ours))
+        .find_map(|message| message.executable)
+        .ok_or(Error::NotBuilt { target: kind })
+}
+
+/// The cargo that runs this program, in the repository.
+fn cargo() -> Command {
+    let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo")));
+    command.current_dir(repository());
+    command
+}

@@ -1,0 +1,52 @@
+//! The program under test: one job of two nodes, a node on each machine.
+
+mod bench;
+mod conformance;
+mod perf;
+
+use serde::de::DeserializeOwned;
+
+pub use bench::{Bench, Counted, Route, names_the_lost};
+pub use conformance::{conformance, says_it_conforms};
+pub use perf::{Perf, Test};
+
+use crate::bed::{Bed, address};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+
+/// The lane that is here to be tested.
+pub const LANE: &str = "verbs";
+
+/// The cards' patience in a run that nothing disturbs: four seconds, as a virtual card may get no processor time for long.
+const CALM: &str = "SIDELANE_VERBS_TIMEOUT=20 SIDELANE_VERBS_RETRIES=6";
+
+/// And in one that is disturbed: a quarter of a second, six times; seven would be for ever with Soft-RoCE.
+const ALERT: &str = "SIDELANE_VERBS_TIMEOUT=16 SIDELANE_VERBS_RETRIES=6";
+
+/// Where machine 0 leaves its report.
+const REPORT: &str = "/tmp/report.json";
+
+/// What a machine of a job runs. No launcher knows the other, so the secret is said to both.
+fn command(machine: usize, ranks_per_node: u32, what: &str, patience: &str) -> String {
+    let master = address(0);
+    format!(
+        "SIDELANE_SECRET=testbed {patience} exec sidelane {what} --nodes 2 --ranks-per-node {ranks_per_node} \
+         --node-rank {machine} --master {master} --rail {LANE}"
+    )
+}
+
+/// Runs a job on both machines to its good end, and reads its report.
+fn report<T: DeserializeOwned>(
+    bed: &Bed,
+    deadline: Deadline,
+    command: impl Fn(usize) -> String,
+) -> Result<T> {
+    let json = |machine| if machine == 0 { format!(" --json {REPORT}") } else { String::new() };
+    bed.both(|machine| format!("{}{}", command(machine), json(machine)), deadline)?;
+    let text = bed.start(0, format!("cat {REPORT} && rm {REPORT}"))?.succeed(deadline)?.stdout;
+    serde_json::from_str(&text).map_err(|_| unreadable("its report", text))
+}
+
+fn unreadable(what: &'static str, output: String) -> Error {
+    Error::Unreadable { program: "sidelane", what, output }
+}

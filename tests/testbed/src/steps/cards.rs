@@ -1,0 +1,33 @@
+//! The ground to stand on: cards, wire, clocks.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::bed::{Bed, address};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::steps::{Asked, Findings};
+
+/// Clocks of guest and host may differ by this many seconds.
+const CLOCKS: u64 = 60;
+
+/// Every card has an active port, each machine reaches the other, and clocks are right.
+pub fn run(bed: &mut Bed, _: &Asked, deadline: Deadline) -> Result<Findings> {
+    let seen = bed.both(
+        |machine| {
+            format!(
+                "for card in /sys/class/infiniband/*; do ibv_devinfo -d ${{card##*/}} | grep -q PORT_ACTIVE || exit 1; done; \
+                 ping -c 1 -W 5 {} > /dev/null || exit 2; date +%s",
+                address(1 - machine)
+            )
+        },
+        deadline,
+    )?;
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    for one in seen {
+        let clock: Option<u64> = one.stdout.trim().parse().ok();
+        if clock.is_none_or(|clock| clock.abs_diff(now) > CLOCKS) {
+            return Err(Error::Unreadable { program: "date", what: "the time it is", output: one.stdout });
+        }
+    }
+    Ok(Findings::from(format!("{} per machine, {}", bed.cards(), bed.accelerator().name())))
+}

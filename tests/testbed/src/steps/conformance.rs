@@ -1,0 +1,19 @@
+//! The lane's contract, over a real wire: the library's own suite, played by a process on each machine.
+
+use super::{Asked, Findings};
+use crate::bed::Bed;
+use crate::deadline::Deadline;
+use crate::error::Result;
+use crate::sidelane::{conformance, says_it_conforms};
+
+/// The ways to signal.
+const SIGNALS: [&str; 3] = ["write", "fetch-add", "immediate"];
+
+pub fn run(bed: &mut Bed, _: &Asked, deadline: Deadline) -> Result<Findings> {
+    for signal in SIGNALS {
+        for output in bed.both(|machine| conformance(machine, signal), deadline)? {
+            says_it_conforms(&output.stdout)?;
+        }
+    }
+    Ok(format!("signals by {}", SIGNALS.join(", ")).into())
+}

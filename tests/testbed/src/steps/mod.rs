@@ -1,0 +1,70 @@
+//! What is done on the bed, step by step. One boot serves them all; each finds the bed whole and leaves it as it likes.
+//!
+//! A new step is a function in a file of its own and a line in [`STEPS`].
+
+mod bench;
+mod cards;
+mod compare;
+mod conformance;
+mod loss;
+
+use std::time::Duration;
+
+use crate::bed::Bed;
+use crate::deadline::Deadline;
+use crate::error::Result;
+use crate::report::Comparison;
+
+/// One thing to see.
+pub struct Step {
+    /// To ask for it by.
+    pub name: &'static str,
+    /// What is seen when it passes.
+    pub about: &'static str,
+    /// How long it may take.
+    pub within: Duration,
+    /// Does it.
+    pub run: fn(&mut Bed, &Asked, Deadline) -> Result<Findings>,
+}
+
+/// What the caller asked for.
+pub struct Asked {
+    /// How often to alternate between ours and the yardstick.
+    pub rounds: usize,
+}
+
+/// What a step has seen.
+#[derive(Default)]
+pub struct Findings {
+    /// In a few words.
+    pub note: String,
+    /// Figures beside a yardstick's.
+    pub comparisons: Vec<Comparison>,
+}
+
+impl From<String> for Findings {
+    fn from(note: String) -> Self {
+        Self { note, ..Self::default() }
+    }
+}
+
+/// In the order in which they are done.
+pub const STEPS: [Step; 8] = [
+    step("cards", "cards active, wire and clocks right", 30, cards::run),
+    step("conformance", "the contract of a lane, for each way to signal", 120, conformance::run),
+    step("bench", "2 x 2 ranks, pxn and direct: every row verified, every packet counted", 150, bench::run),
+    step("compare", "sidelane perf beside perftest, interleaved", 600, compare::run),
+    step("cut", "wire cut in mid-dispatch: every rank names a lost one", 120, loss::cut),
+    step("mended", "wire whole again: verified", 120, bench::again),
+    step("killed", "machine off in mid-dispatch: every rank left names a lost one", 180, loss::killed),
+    step("booted", "machine on again: verified", 120, bench::again),
+];
+
+const fn step(
+    name: &'static str,
+    about: &'static str,
+    seconds: u64,
+    run: fn(&mut Bed, &Asked, Deadline) -> Result<Findings>,
+) -> Step {
+    Step { name, about, within: Duration::from_secs(seconds), run }
+}
