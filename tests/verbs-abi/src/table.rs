@@ -148,6 +148,6 @@ fn constants(rows: &mut Vec<Row>) {
         IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE_WITH_IMM, IBV_WR_SEND, IBV_WR_ATOMIC_FETCH_AND_ADD,
     });
     constants!(rows, flags ibv_send_flags {
-        IBV_SEND_FENCE, IBV_SEND_SIGNALED, IBV_SEND_SOLICITED, IBV_SEND_INLINE,
+        IBV_SEND_FENCE, IBV_SEND_SIGNALED, IBV_SEND_INLINE,
     });
 }

@@ -41,8 +41,6 @@ pub struct Attributes {
     pub requests: u32,
     /// Completions in one completion queue.
     pub completions: u32,
-    /// Bytes of one registered region.
-    pub region_bytes: u64,
     /// Whether it has fetch-add.
     pub atomics: bool,
     /// Atomics that a queue pair may have under way.
@@ -198,7 +196,6 @@ impl Attributes {
         sges: 0,
         requests: 0,
         completions: 0,
-        region_bytes: 0,
         atomics: false,
         atomics_out: 0,
         atomics_in: 0,
@@ -212,7 +209,6 @@ impl Attributes {
             sges: count(attr.max_sge),
             requests: count(attr.max_qp_wr),
             completions: count(attr.max_cqe),
-            region_bytes: attr.max_mr_size,
             atomics: attr.atomic_cap != IBV_ATOMIC_NONE,
             atomics_out: small(attr.max_qp_init_rd_atom),
             atomics_in: small(attr.max_qp_rd_atom),

@@ -5,9 +5,9 @@
 
 use super::chain::Chain;
 use super::ffi::{
-    IBV_SEND_FENCE, IBV_SEND_INLINE, IBV_SEND_SIGNALED, IBV_SEND_SOLICITED, IBV_WR_ATOMIC_FETCH_AND_ADD,
-    IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE_WITH_IMM, IBV_WR_SEND, ibv_recv_wr, ibv_send_atomic, ibv_send_rdma,
-    ibv_send_target, ibv_send_wr, ibv_sge,
+    IBV_SEND_FENCE, IBV_SEND_INLINE, IBV_SEND_SIGNALED, IBV_WR_ATOMIC_FETCH_AND_ADD, IBV_WR_RDMA_WRITE,
+    IBV_WR_RDMA_WRITE_WITH_IMM, IBV_WR_SEND, ibv_recv_wr, ibv_send_atomic, ibv_send_rdma, ibv_send_target,
+    ibv_send_wr, ibv_sge,
 };
 use super::memory::{Remote, Sge};
 use crate::error::VerbsError;
@@ -20,8 +20,6 @@ bitflags::bitflags! {
         const SIGNALLED = IBV_SEND_SIGNALED;
         /// It waits for earlier atomics of its queue pair.
         const FENCE = IBV_SEND_FENCE;
-        /// The receive that it takes wakes who waits for solicited ones.
-        const SOLICITED = IBV_SEND_SOLICITED;
     }
 }
 

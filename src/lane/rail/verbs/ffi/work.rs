@@ -72,7 +72,6 @@ pub const IBV_WR_ATOMIC_FETCH_AND_ADD: c_uint = 6;
 
 pub const IBV_SEND_FENCE: c_uint = 1;
 pub const IBV_SEND_SIGNALED: c_uint = 1 << 1;
-pub const IBV_SEND_SOLICITED: c_uint = 1 << 2;
 pub const IBV_SEND_INLINE: c_uint = 1 << 3;
 
 const _: () = assert!(size_of::<ibv_sge>() == 16);
