@@ -1,4 +1,4 @@
-//! What only the verbs lane has: work requests that can be counted, keys that die, cards that fall silent or vanish.
+//! What only the verbs lane has: bits and counts that agree, keys that die, cards that fall silent or vanish.
 //! On cards without hardware; the same lane over a real wire is tried by `tests/testbed`.
 
 use std::sync::Arc;
@@ -121,47 +121,6 @@ fn rows_of_a_token_buffer_are_read_where_they_lie_and_all_others_copied_once() {
             bytes
         });
         assert!(rail_bytes.iter().all(|&bytes| bytes >= 20 * 2048), "{rail_bytes:?}");
-    }
-}
-
-/// What the rails of rank 0 did for a put of `len` bytes and a signal.
-fn put_and_signal(signal: SignalMode, len: usize) -> RailCounters {
-    let fabric = Fabric::new(&["card0"]);
-    let counted = on_ranks(&[0, 1], &options(&fabric, signal), |world| {
-        let mut window = world.all().unwrap().window(1 << 20).unwrap();
-        let mut counted = RailCounters::default();
-        if world.rank() == 0 {
-            // The first signal of a word tells more than the others.
-            window.signal(1, 1).unwrap();
-            window.quiet().unwrap();
-            let before = world.rail_counters();
-            window.put_signal(1, 64, &vec![7; len], 2).unwrap();
-            window.quiet().unwrap();
-            let after = world.rail_counters();
-            assert_eq!(after, world.rail_forecast());
-            counted = after - before;
-        } else {
-            window.wait_until(0, 2).unwrap();
-            let mut seen = vec![0; len];
-            window.read(64, &mut seen).unwrap();
-            assert!(seen.iter().all(|&byte| byte == 7));
-        }
-        window.barrier().unwrap();
-        counted
-    });
-    counted[0]
-}
-
-#[test]
-fn a_put_and_its_signal_are_two_work_requests_or_one_with_immediate_and_one_doorbell_each_way() {
-    for len in [8u64, 4096] {
-        let one_way = |signal| {
-            let RailCounters { requests, bytes, received, .. } = put_and_signal(signal, len as usize);
-            (requests, bytes, received)
-        };
-        assert_eq!(one_way(SignalMode::Write), (2, len + 8, 0));
-        assert_eq!(one_way(SignalMode::FetchAdd), (2, len, 0));
-        assert_eq!(one_way(SignalMode::Immediate), (1, len, 0));
     }
 }
 

@@ -1,15 +1,19 @@
 //! One suite for all lanes, kept as data, and the driver that runs it.
 //!
 //! ```text
-//!   cards.rs   what only cards have: work requests, keys, faults
-//!   late.rs    what comes late, and what a card does that fails
-//!   suite.rs   scenarios: who does what, and what comes of it
-//!   mod.rs     two ranks, each with its steps, over each lane
-//!   wire.rs    what only lanes with credits and a receiving card can show
+//!   cards.rs      what only cards have: registered memory, keys, faults
+//!   requests.rs   how many work requests a put and its signal are
+//!   any.rs        the same of any puts and signals
+//!   late.rs       what comes late, and what a card does that fails
+//!   suite.rs      scenarios: who does what, and what comes of it
+//!   mod.rs        two ranks, each with its steps, over each lane
+//!   wire.rs       what only lanes with credits and a receiving card can show
 //! ```
 
+mod any;
 mod cards;
 mod late;
+mod requests;
 mod suite;
 mod wire;
 

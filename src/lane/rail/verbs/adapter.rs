@@ -7,6 +7,7 @@ use super::block::Block;
 use super::connection::{Connection, Parts, SMALL};
 use super::device::{Device, Rights, ZEROS};
 use super::forecast::{Forecast, Rules};
+use super::gather::Bounds;
 use super::keys::{self, Theirs};
 use super::offer::Offer;
 use super::rail::Rail as CardRail;
@@ -178,9 +179,10 @@ impl Adapter {
         let chain =
             SendChain::new(ChainCaps { requests: BATCH, sges, inline: caps.inline.min(INSIDE) as usize });
         let limits = Limits { requests: requests.into(), bytes: settings.in_flight, batch: BATCH, mtu };
+        let bounds = Bounds { bytes: settings.chunk, pieces: sges, staged: block.staging() / 2 };
         let rules = Rules {
             chunk: settings.chunk,
-            portion: settings.chunk.min(block.staging() / 2),
+            staged: block.staging() / 2,
             small: SMALL as u64,
             pieces: sges,
             zeros: ZEROS,
@@ -193,12 +195,11 @@ impl Adapter {
             peer,
             signal: settings.signal,
             chunk: settings.chunk,
-            sges,
             device,
             completions,
             theirs: known,
             health: Arc::clone(&self.health),
-            sender: Sender::new(qp, block, chain, limits),
+            sender: Sender::new(qp, block, chain, limits, bounds),
             receiver,
             forecast: self.forecast.then(|| Forecast::new(rules)),
         }))

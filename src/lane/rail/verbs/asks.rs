@@ -1,8 +1,12 @@
 //! From puts and signals to requests: what lies where the card can read it goes in place, all else is staged.
+//!
+//! A put is cut where the write that is being gathered is full, or where the partner's memory ends, and each part travels
+//! with that write or begins the next.
 
 use super::block::Staged;
 use super::connection::{Connection, Halt, SMALL, State};
 use super::device::Source;
+use super::gather::Kept;
 use super::sender::Kind;
 use super::{Remote, SignalMode};
 use crate::lane::rail::Target;
@@ -17,13 +21,8 @@ impl Connection {
             return Ok(staged);
         }
         // What fills the staging may still be held back.
-        state.sender.hurry();
+        state.sender.post_soon();
         self.until(state, patience, |state| state.sender.block.stage(len as u32))
-    }
-
-    /// Bytes that can be staged at once.
-    fn portion(&self, state: &State) -> usize {
-        self.chunk.min(state.sender.block.staging() / 2) as usize
     }
 
     pub(super) fn put_bytes(
@@ -34,21 +33,21 @@ impl Connection {
         patience: Patience<'_>,
     ) -> Result<(), Halt> {
         let source = self.device.source(bytes).filter(|_| bytes.len() > SMALL);
-        let most = if source.is_some() { self.chunk as usize } else { self.portion(state) };
         let mut rest = bytes;
         while !rest.is_empty() {
-            let (remote, room) = self.remote(to)?;
-            let (head, tail) = rest.split_at(rest.len().min(most).min(room as usize));
+            let (remote, together) = self.remote(to)?;
+            let room = state.sender.room(remote, 1, source.is_none());
+            let (head, tail) = rest.split_at(rest.len().min(together.min(room.bytes) as usize));
             match source {
                 Some(source) => {
                     let piece = source.piece(bytes.len() - rest.len(), head.len());
-                    state.sender.ask(Kind::Write, remote, [piece]);
+                    state.sender.write(remote, [piece], Kept::InPlace);
                 }
                 None => {
                     let staged = self.stage(state, head.len(), patience)?;
                     fill(&staged, head);
                     state.sender.counters.copied += head.len() as u64;
-                    state.sender.ask_staged(Kind::Write, remote, &staged);
+                    state.sender.write(remote, [staged.piece], Kept::Staged(staged.until));
                 }
             }
             state.sender.post()?;
@@ -66,22 +65,22 @@ impl Connection {
         place: Source,
         patience: Patience<'_>,
     ) -> Result<(), Halt> {
-        let per_request = (self.chunk / source.row_bytes).max(1) as usize;
         let row_bytes = source.row_bytes as usize;
         let mut rest = rows;
-        while !rest.is_empty() {
-            let (remote, room) = self.remote(to)?;
-            let most = rest.len().min(per_request).min(room as usize / row_bytes);
+        while let Some((&first, others)) = rest.split_first() {
+            let (remote, together) = self.remote(to)?;
+            let room = state.sender.room(remote, source.row_bytes, false);
+            let most = rest.len().min(together.min(room.bytes) as usize / row_bytes);
             if most == 0 {
                 // A row that lies in two pieces of the partner's region.
-                self.put_bytes(state, to, source.row(rest[0]), patience)?;
-                (rest, to) = (&rest[1..], to.behind(row_bytes as u64));
+                self.put_bytes(state, to, source.row(first), patience)?;
+                (rest, to) = (others, to.behind(source.row_bytes));
                 continue;
             }
-            let count = runs(&rest[..most]).take(self.sges).map(<[u32]>::len).sum::<usize>();
+            let count = runs(&rest[..most]).take(room.pieces).map(<[u32]>::len).sum::<usize>();
             let (head, tail) = rest.split_at(count);
             let piece = |run: &[u32]| place.piece(run[0] as usize * row_bytes, run.len() * row_bytes);
-            state.sender.ask(Kind::Write, remote, runs(head).map(piece));
+            state.sender.write(remote, runs(head).map(piece), Kept::InPlace);
             state.sender.post()?;
             (rest, to) = (tail, to.behind((count * row_bytes) as u64));
         }
@@ -98,28 +97,46 @@ impl Connection {
         patience: Patience<'_>,
     ) -> Result<(), Halt> {
         let row_bytes = source.row_bytes as usize;
-        for group in rows.chunks((self.portion(state) / row_bytes).max(1)) {
-            let len = group.len() * row_bytes;
-            let (remote, room) = self.remote(to)?;
-            if len > self.portion(state) || room < len as u64 {
-                for &row in group {
-                    self.put_bytes(state, to, source.row(row), patience)?;
-                    to = to.behind(row_bytes as u64);
-                }
+        let large = source.row_bytes > state.sender.bounds().room(true).bytes;
+        let mut rest = rows;
+        while let Some((&first, others)) = rest.split_first() {
+            let (remote, together) = self.remote(to)?;
+            if large || together < source.row_bytes {
+                self.put_bytes(state, to, source.row(first), patience)?;
+                (rest, to) = (others, to.behind(source.row_bytes));
                 continue;
             }
+            let room = state.sender.room(remote, source.row_bytes, true);
+            let most = rest.len().min(together.min(room.bytes) as usize / row_bytes);
+            let (head, tail) = rest.split_at(most);
+            let len = most * row_bytes;
             let staged = self.stage(state, len, patience)?;
-            for (nth, &row) in group.iter().enumerate() {
-                // SAFETY: the staged bytes hold all rows of the group, one behind the other.
+            for (nth, &row) in head.iter().enumerate() {
+                // SAFETY: the staged bytes hold all these rows, one behind the other.
                 let at = unsafe { staged.at.add(nth * row_bytes) };
                 let row = source.row(row);
                 // SAFETY: as above; staging overlaps no source.
                 unsafe { std::ptr::copy_nonoverlapping(row.as_ptr(), at, row_bytes) };
             }
             state.sender.counters.copied += len as u64;
-            state.sender.ask_staged(Kind::Write, remote, &staged);
+            state.sender.write(remote, [staged.piece], Kept::Staged(staged.until));
             state.sender.post()?;
-            to = to.behind(len as u64);
+            (rest, to) = (tail, to.behind(len as u64));
+        }
+        Ok(())
+    }
+
+    /// Zeros, which are registered once for all.
+    pub(super) fn zeros(&self, state: &mut State, mut to: Target, len: u64) -> Result<(), Halt> {
+        let mut left = len;
+        while left > 0 {
+            let (remote, together) = self.remote(to)?;
+            let room = state.sender.room(remote, 1, false);
+            let zeros = self.device.zeros(left.min(together).min(room.bytes), room.pieces);
+            let count: u64 = zeros.clone().map(|piece| u64::from(piece.len())).sum();
+            state.sender.write(remote, zeros, Kept::Always);
+            state.sender.post()?;
+            (left, to) = (left - count, to.behind(count));
         }
         Ok(())
     }
@@ -137,13 +154,14 @@ impl Connection {
         if self.signal == SignalMode::Immediate {
             return self.number(state, to, remote, value, tag, patience);
         }
+        state.sender.close();
         if let Some(tag) = tag {
             let at = Remote { addr: remote.addr + FlagLine::tag_offset(value), rkey: remote.rkey };
             self.write_words(state, at, &tag.to_words(), patience)?;
         }
         if self.signal == SignalMode::FetchAdd {
             let growth = state.sent.growth(to, value);
-            state.sender.ask_constant(Kind::Add(growth), remote, []);
+            state.sender.ask(Kind::Add(growth), remote);
             return Ok(false);
         }
         self.write_words(state, remote, &[value], patience)?;
@@ -177,7 +195,7 @@ impl Connection {
         patience: Patience<'_>,
     ) -> Result<bool, Halt> {
         if !state.receiver.may_signal(state.sender.block.granted()) {
-            state.sender.hurry();
+            state.sender.post_soon();
             self.until(state, patience, |state| {
                 Ok(state.receiver.may_signal(state.sender.block.granted()).then_some(()))
             })?;
@@ -188,10 +206,11 @@ impl Connection {
         {
             state.receiver.signals();
             if !state.sender.take_along(immediate) {
-                state.sender.ask_constant(Kind::Immediate(immediate), remote, []);
+                state.sender.ask(Kind::Immediate(immediate), remote);
             }
             return Ok(true);
         }
+        state.sender.close();
         // Only once there is room for it is it counted: who waited in vain may signal again.
         let staged = self.stage(state, 64, patience)?;
         state.receiver.signals();
@@ -210,7 +229,7 @@ fn runs(rows: &[u32]) -> impl Iterator<Item = &[u32]> {
 }
 
 /// Copies bytes to where they were staged.
-pub(super) fn fill(staged: &Staged, bytes: &[u8]) {
+fn fill(staged: &Staged, bytes: &[u8]) {
     debug_assert_eq!(staged.piece.len() as usize, bytes.len());
     let len = bytes.len().min(staged.piece.len() as usize);
     // SAFETY: the staged bytes are the caller's until they are sent, and at least `len`.

@@ -1,8 +1,10 @@
 //! The registered memory that belongs to one rail.
 //!
 //! ```text
-//!   | granted: written by the partner | old value of an addition | receives of 64 bytes | staging |
+//!   | granted: written by the partner | what the partner is granted | old value of an addition | receives of 64 bytes | staging |
 //! ```
+//!
+//! What the partner is granted only grows, so it needs no staging: a card that reads it late tells the partner more.
 //!
 //! *Staging* is a ring of bytes that were not registered where they lay, and of what signals say: copied in at the head,
 //! free again at the tail when the card has read them.
@@ -18,8 +20,9 @@ use crate::memory::{Mapped, Segment};
 /// Bytes of a receive: a record's header.
 const RECEIVE: u64 = 64;
 const GRANTED: u64 = 0;
-const OLD: u64 = 64;
-const RECEIVES: u64 = 128;
+const GRANT: u64 = 64;
+const OLD: u64 = 128;
+const RECEIVES: u64 = 192;
 /// What is staged begins at a multiple of this.
 const ALIGN: u64 = 64;
 
@@ -67,6 +70,14 @@ impl Block {
         unsafe { FlagLine::new(self.at) }.value()
     }
 
+    /// What the partner is to be told: so many of its signals were taken.
+    pub fn grant(&self, taken: u64) -> Result<Sge, VerbsError> {
+        // SAFETY: the second line of the block, aligned.
+        let line = unsafe { FlagLine::new(self.at.add(GRANT as usize)) };
+        line.raise(taken, None);
+        self.region.sge(GRANT, 8)
+    }
+
     /// Where an addition leaves the old value.
     pub fn old(&self) -> Result<Sge, VerbsError> {
         self.region.sge(OLD, 8)
@@ -94,7 +105,7 @@ impl Block {
     /// # Errors
     /// [`VerbsError::OutOfRegion`] if it can never be.
     pub fn stage(&mut self, len: u32) -> Result<Option<Staged>, VerbsError> {
-        let bytes = u64::from(len).next_multiple_of(ALIGN);
+        let bytes = Self::staged_bytes(len.into());
         let at = self.head % self.staging;
         let skip = if at + bytes > self.staging { self.staging - at } else { 0 };
         let until = self.head + skip + bytes;
@@ -108,7 +119,17 @@ impl Block {
         Ok(Some(Staged { at: unsafe { self.at.as_ptr().add(offset as usize) }, piece, until }))
     }
 
-    /// Bytes that can be staged at once.
+    /// Bytes of the ring that a piece takes.
+    pub fn staged_bytes(len: u64) -> u64 {
+        len.next_multiple_of(ALIGN)
+    }
+
+    /// Bytes of a piece that takes at most `room` bytes of the ring.
+    pub fn whole(room: u64) -> u64 {
+        room - room % ALIGN
+    }
+
+    /// Bytes of the ring.
     pub fn staging(&self) -> u64 {
         self.staging
     }

@@ -18,13 +18,12 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
-use super::asks::fill;
 use super::completion::Failed;
 use super::device::Device;
 use super::forecast::Forecast;
 use super::keys::Theirs;
 use super::receiver::Receiver;
-use super::sender::{self, Kind, RECEIVE, Sender};
+use super::sender::{self, RECEIVE, Sender};
 use super::signals::Sent;
 use super::{Completion, CompletionQueue, Remote, SignalMode};
 use crate::bootstrap::Health;
@@ -45,7 +44,6 @@ pub struct Connection {
     pub(super) peer: u32,
     pub(super) signal: SignalMode,
     pub(super) chunk: u64,
-    pub(super) sges: usize,
     pub(super) device: Arc<Device>,
     pub(super) completions: Arc<CompletionQueue>,
     pub(super) theirs: RwLock<Theirs>,
@@ -59,7 +57,6 @@ pub struct Parts {
     pub peer: u32,
     pub signal: SignalMode,
     pub chunk: u64,
-    pub sges: usize,
     pub device: Arc<Device>,
     pub completions: Arc<CompletionQueue>,
     pub theirs: Theirs,
@@ -103,11 +100,11 @@ pub(super) enum End {
 impl Connection {
     /// A rail that is connected.
     pub fn new(parts: Parts) -> Self {
-        let Parts { me, peer, signal, chunk, sges, device, completions, theirs, health, .. } = parts;
+        let Parts { me, peer, signal, chunk, device, completions, theirs, health, .. } = parts;
         let (sender, receiver, forecast) = (parts.sender, parts.receiver, parts.forecast);
         let state = Mutex::new(State { sender, receiver, sent: Sent::default(), forecast, end: None });
         let theirs = RwLock::new(theirs);
-        Connection { me, peer, signal, chunk, sges, device, completions, theirs, state, health }
+        Connection { me, peer, signal, chunk, device, completions, theirs, state, health }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
@@ -190,13 +187,9 @@ impl Connection {
     /// Takes completions and posts what can be posted. Returns whether there was anything.
     pub(super) fn step(&self, state: &mut State) -> Result<bool, VerbsError> {
         let mut any = self.complete(state)?;
-        if let Some(taken) = state.receiver.to_grant()
-            && let Some(staged) = state.sender.block.stage(8)?
-        {
-            fill(&staged, &taken.to_ne_bytes());
-            state.sender.ask_staged(Kind::Write, state.receiver.grant_to(), &staged);
+        if let Some(taken) = state.receiver.to_grant() {
+            state.sender.grant(state.receiver.grant_to(), taken)?;
             state.receiver.granted(taken);
-            state.sender.hurry();
             if let Some(forecast) = &mut state.forecast {
                 forecast.grant();
             }

@@ -7,7 +7,6 @@ use std::time::Instant;
 use super::SignalMode;
 use super::connection::{Connection, End};
 use super::forecast::Forecast;
-use super::sender::Kind;
 use crate::bootstrap::Health;
 use crate::error::{Cause, LaneError};
 use crate::lane::RowSource;
@@ -26,8 +25,12 @@ impl Rail for Connection {
 
     fn put(&self, to: Target, bytes: &[u8], patience: Patience<'_>) -> Result<(), Stuck> {
         self.with(patience, |state| {
+            if bytes.is_empty() {
+                return Ok(());
+            }
             if let Some(forecast) = &mut state.forecast {
-                forecast.put(bytes.len() as u64, self.device.source(bytes).is_some());
+                let registered = self.device.source(bytes).is_some();
+                forecast.put(self.remote(to)?.0, bytes.len() as u64, registered);
             }
             self.put_bytes(state, to, bytes, patience)
         })
@@ -43,8 +46,11 @@ impl Rail for Connection {
         let registered = self.device.source(source.bytes);
         let in_place = registered.filter(|_| source.row_bytes <= self.chunk);
         self.with(patience, |state| {
+            if rows.is_empty() {
+                return Ok(());
+            }
             if let Some(forecast) = &mut state.forecast {
-                forecast.rows(rows, source.row_bytes, registered.is_some());
+                forecast.rows(self.remote(to)?.0, rows, source.row_bytes, registered.is_some());
             }
             match in_place {
                 Some(place) => self.gather(state, to, (rows, source), place, patience),
@@ -55,19 +61,13 @@ impl Rail for Connection {
 
     fn zero(&self, to: Target, len: u64, patience: Patience<'_>) -> Result<(), Stuck> {
         self.with(patience, |state| {
+            if len == 0 {
+                return Ok(());
+            }
             if let Some(forecast) = &mut state.forecast {
-                forecast.zero(len);
+                forecast.zero(self.remote(to)?.0, len);
             }
-            let (mut to, mut left) = (to, len);
-            while left > 0 {
-                let (remote, room) = self.remote(to)?;
-                let zeros = self.device.zeros(left.min(room).min(self.chunk), self.sges);
-                let count: u64 = zeros.clone().map(|piece| u64::from(piece.len())).sum();
-                state.sender.ask_constant(Kind::Write, remote, zeros);
-                state.sender.post()?;
-                (left, to) = (left - count, to.behind(count));
-            }
-            Ok(())
+            self.zeros(state, to, len)
         })
     }
 

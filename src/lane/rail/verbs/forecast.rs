@@ -1,11 +1,12 @@
 //! What a rail will ask of its card, told from the calls alone: what the card's own counts are held against.
 //!
-//! The rules of the lane, as arithmetic: a put is so many chunks; rows in place are so many runs of neighbours, thirty or a
-//! chunk to a request; a signal is one request more, or two with a tag, or none if it travels with the put before it. A
-//! batch is a doorbell, a doorbell a completion. Exact as long as nothing waits for credit: then a batch may be cut short,
-//! and only requests, packets and bytes are.
+//! The rules of the lane, as arithmetic. Puts are pieces: what is copied is one, rows in place are one for each run of
+//! neighbours. Pieces that lie one behind the other at the partner are one request, until it has thirty pieces or a chunk
+//! of bytes, or until a signal. A signal is one request more, or two with a tag, or none if it travels with the puts before it.
+//! A batch is a doorbell, a doorbell a completion. Exact as long as nothing waits for credit: then a batch may be cut
+//! short, and only requests, packets and bytes are.
 
-use super::SignalMode;
+use super::{Remote, SignalMode};
 use crate::lane::rail::Counters;
 
 /// The rules of one rail.
@@ -13,8 +14,8 @@ use crate::lane::rail::Counters;
 pub struct Rules {
     /// Bytes of one write.
     pub chunk: u64,
-    /// Bytes that are staged at once.
-    pub portion: u64,
+    /// Bytes of staging that one write may hold.
+    pub staged: u64,
     /// Puts of at most so many bytes are staged wherever they lie.
     pub small: u64,
     /// Pieces of a request.
@@ -29,85 +30,108 @@ pub struct Rules {
     pub signal: SignalMode,
 }
 
+/// A piece that is staged takes a multiple of so many bytes.
+const STAGED: u64 = 64;
+
 /// What will have been asked.
 #[derive(Debug)]
 pub struct Forecast {
     rules: Rules,
     counters: Counters,
-    /// Requests that are held back, and whether the last one is a write of data.
+    /// Requests that are held back for a full batch.
     held: u64,
-    ends_in_data: bool,
+    /// The write that the next put may travel with.
+    open: Option<Open>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Open {
+    /// The place behind it.
+    behind: Remote,
+    bytes: u64,
+    pieces: usize,
+    staged: u64,
 }
 
 impl Forecast {
     /// Nothing yet.
     pub fn new(rules: Rules) -> Self {
-        Forecast { rules, counters: Counters::default(), held: 0, ends_in_data: false }
+        Forecast { rules, counters: Counters::default(), held: 0, open: None }
     }
 
-    /// What has been forecast so far.
+    /// What has been forecast so far, without what is still open.
     pub fn counters(&self) -> Counters {
         self.counters
     }
 
     /// Bytes that lie together, in registered memory or not.
-    pub fn put(&mut self, len: u64, registered: bool) {
-        let in_place = registered && len > self.rules.small;
-        self.portions(len, in_place);
+    pub fn put(&mut self, to: Remote, len: u64, registered: bool) {
+        let copied = !registered || len <= self.rules.small;
+        self.stream(to, len, copied, |left, (bytes, _)| (left.min(bytes), 1));
     }
 
-    fn portions(&mut self, len: u64, in_place: bool) {
-        let most = if in_place { self.rules.chunk } else { self.rules.portion };
-        for nth in 0..len.div_ceil(most) {
-            self.data((len - nth * most).min(most), !in_place);
+    /// Zeros.
+    pub fn zero(&mut self, to: Remote, len: u64) {
+        let zeros = self.rules.zeros;
+        self.stream(to, len, false, |left, (bytes, pieces)| {
+            let bytes = left.min(bytes).min(pieces as u64 * zeros);
+            (bytes, bytes.div_ceil(zeros) as usize)
+        });
+    }
+
+    /// `len` bytes, of which `part` takes as many as there is room for.
+    fn stream(
+        &mut self,
+        mut to: Remote,
+        len: u64,
+        copied: bool,
+        part: impl Fn(u64, (u64, usize)) -> (u64, usize),
+    ) {
+        let mut left = len;
+        while left > 0 {
+            let (bytes, pieces) = part(left, self.room(to, 1, copied));
+            self.data(to, bytes, pieces, copied);
+            (left, to.addr) = (left - bytes, to.addr + bytes);
         }
     }
 
     /// Rows by index.
-    pub fn rows(&mut self, rows: &[u32], row_bytes: u64, registered: bool) {
-        let Rules { chunk, portion, pieces, small, .. } = self.rules;
-        if registered && row_bytes <= chunk {
-            let most = (chunk / row_bytes) as usize;
-            let mut rest = rows;
-            while !rest.is_empty() {
-                let (mut taken, mut runs) = (0, 0);
-                while taken < rest.len().min(most) {
-                    let next = taken > 0 && rest[taken - 1].checked_add(1) == Some(rest[taken]);
-                    if !next {
-                        if runs == pieces {
-                            break;
-                        }
-                        runs += 1;
-                    }
-                    taken += 1;
-                }
-                self.data(taken as u64 * row_bytes, false);
-                rest = &rest[taken..];
+    pub fn rows(&mut self, mut to: Remote, rows: &[u32], row_bytes: u64, registered: bool) {
+        let Rules { chunk, staged, .. } = self.rules;
+        let copied = !(registered && row_bytes <= chunk);
+        if copied && row_bytes > chunk.min(staged) {
+            for _ in rows {
+                self.put(to, row_bytes, registered);
+                to.addr += row_bytes;
             }
-        } else if row_bytes <= portion {
-            let group = portion / row_bytes;
-            let all = rows.len() as u64;
-            for nth in 0..all.div_ceil(group) {
-                self.data((all - nth * group).min(group) * row_bytes, true);
-            }
-        } else {
-            rows.iter().for_each(|_| self.portions(row_bytes, registered && row_bytes > small));
+            return;
         }
-    }
-
-    /// Zeros.
-    pub fn zero(&mut self, len: u64) {
-        let most = self.rules.chunk.min(self.rules.pieces as u64 * self.rules.zeros);
-        for nth in 0..len.div_ceil(most) {
-            self.data((len - nth * most).min(most), false);
+        let mut rest = rows;
+        while !rest.is_empty() {
+            let (bytes, most) = self.room(to, row_bytes, copied);
+            let (mut taken, mut pieces) = (0, usize::from(copied));
+            while taken < rest.len().min((bytes / row_bytes) as usize) {
+                let next = taken > 0 && rest[taken - 1].checked_add(1) == Some(rest[taken]);
+                if !copied && !next {
+                    if pieces == most {
+                        break;
+                    }
+                    pieces += 1;
+                }
+                taken += 1;
+            }
+            let bytes = taken as u64 * row_bytes;
+            self.data(to, bytes, pieces, copied);
+            (rest, to.addr) = (&rest[taken..], to.addr + bytes);
         }
     }
 
     /// A signal, with a tag or not; `named` if its word has a number and the growth fits beside it.
     pub fn signal(&mut self, tagged: bool, named: bool) {
+        let open = self.close();
         match self.rules.signal {
             SignalMode::Immediate if named && !tagged => {
-                if !self.ends_in_data {
+                if !open {
                     self.request(0);
                 }
             }
@@ -120,40 +144,70 @@ impl Forecast {
                 self.request(if mode == SignalMode::Write { 8 } else { 0 });
             }
         }
-        self.hurry();
+        self.post();
     }
 
-    /// The partner is told how many of its signals were taken.
+    /// The partner is told how many of its signals were taken: at once, and past a write that is open.
     pub fn grant(&mut self) {
         self.request(8);
-        self.hurry();
+        self.post();
     }
 
     /// All that is held back goes out.
     pub fn hurry(&mut self) {
-        self.counters.doorbells += self.held.div_ceil(self.rules.batch);
-        self.counters.completions = self.counters.doorbells;
-        (self.held, self.ends_in_data) = (0, false);
+        self.close();
+        self.post();
     }
 
-    fn data(&mut self, bytes: u64, copied: bool) {
-        self.request(bytes);
-        self.ends_in_data = true;
+    /// Bytes and pieces that still travel with the write that is open, if at least `least` bytes for `to` do; else of a new
+    /// one.
+    fn room(&mut self, to: Remote, least: u64, copied: bool) -> (u64, usize) {
+        let Rules { chunk, staged, pieces, .. } = self.rules;
+        if let Some(open) = self.open.filter(|open| open.behind == to && open.pieces < pieces) {
+            let unstaged = staged.saturating_sub(open.staged) / STAGED * STAGED;
+            let bytes = (chunk - open.bytes).min(if copied { unstaged } else { u64::MAX });
+            if bytes >= least {
+                return (bytes, pieces - open.pieces);
+            }
+        }
+        self.close();
+        (if copied { chunk.min(staged) } else { chunk }, pieces)
+    }
+
+    fn data(&mut self, to: Remote, bytes: u64, pieces: usize, copied: bool) {
+        let open = self.open.get_or_insert(Open { behind: to, bytes: 0, pieces: 0, staged: 0 });
+        open.behind.addr += bytes;
+        open.bytes += bytes;
+        open.pieces += pieces;
         if copied {
+            open.staged += bytes.next_multiple_of(STAGED);
             self.counters.copied += bytes;
         }
     }
 
+    /// Nothing more travels with the write that is open. Returns whether there was one.
+    fn close(&mut self) -> bool {
+        let open = self.open.take();
+        if let Some(Open { bytes, .. }) = open {
+            self.request(bytes);
+        }
+        open.is_some()
+    }
+
     fn request(&mut self, bytes: u64) {
-        self.ends_in_data = false;
         self.counters.requests += 1;
         self.counters.bytes += bytes;
         self.counters.packets += bytes.div_ceil(self.rules.mtu).max(1);
         self.held += 1;
-        if self.held > self.rules.batch {
-            self.held -= self.rules.batch;
-            self.counters.doorbells += 1;
-            self.counters.completions += 1;
+        if self.held == self.rules.batch {
+            self.post();
         }
+    }
+
+    /// A doorbell for what is held back.
+    fn post(&mut self) {
+        self.counters.doorbells += u64::from(self.held > 0);
+        self.counters.completions = self.counters.doorbells;
+        self.held = 0;
     }
 }

@@ -19,7 +19,8 @@
 //! ```text
 //!   Adapter --+--> Device     a card, and the memory registered with it: keys that partners are told (keys, offer)
 //!             +--> Connection (the Rail)
-//!                    +--> Sender     requests: asked, posted, done        Block: staging, receives
+//!                    +--> Gather     puts that travel together            Block: staging, receives
+//!                    +--> Sender     requests: asked, posted, done
 //!                    +--> Receiver   signals that come as messages        Sent, Heard: words and their numbers (signals)
 //!                    +--> Forecast   what all this comes to
 //! ```
@@ -45,6 +46,7 @@ mod face;
 mod fake;
 mod ffi;
 mod forecast;
+mod gather;
 mod gid;
 mod keys;
 mod library;

@@ -1,18 +1,19 @@
 //! The send queue of one rail: what is asked for, what the card has, what is done.
 //!
 //! ```text
-//!   asked ------------> posted ------------> done
-//!      queue, pieces       flights: one per doorbell, with the bytes and the staging it frees
+//!   put --> gathered --> asked ------------> posted ------------> done
+//!           one write       queue, pieces       flights: one per doorbell, with the bytes and the staging it frees
 //! ```
 //!
 //! Requests wait in a queue of our own, so that nothing the card holds can overflow: a post takes no more than there is
 //! room for, in requests and in bytes under way. They are posted in batches, one doorbell each, and only the last of a
-//! batch makes a completion. While nothing says that it is urgent, the last request is held back: the signal that comes
-//! next may travel with it.
+//! batch makes a completion. The last write is held back until something says that it is complete: the put or the signal
+//! that comes next may travel with it ([`Gather`]).
 
 use std::collections::VecDeque;
 
 use super::block::{Block, Staged};
+use super::gather::{Bounds, Gather, Kept, Room};
 use super::{Flags, QueuePair, Remote, SendChain, Sge};
 use crate::error::{Operation, VerbsError};
 use crate::lane::rail::Counters;
@@ -69,6 +70,7 @@ pub struct Sender {
     pub block: Block,
     pub counters: Counters,
     chain: SendChain,
+    gather: Gather,
     queue: VecDeque<Request>,
     pieces: VecDeque<Sge>,
     flights: VecDeque<Flight>,
@@ -88,12 +90,13 @@ pub const RECEIVE: u64 = 1 << 63;
 
 impl Sender {
     /// An empty queue.
-    pub fn new(qp: QueuePair, block: Block, chain: SendChain, limits: Limits) -> Self {
+    pub fn new(qp: QueuePair, block: Block, chain: SendChain, limits: Limits, bounds: Bounds) -> Self {
         Sender {
             qp,
             block,
             counters: Counters::default(),
             chain,
+            gather: Gather::new(bounds),
             queue: VecDeque::new(),
             pieces: VecDeque::new(),
             flights: VecDeque::new(),
@@ -107,23 +110,68 @@ impl Sender {
         }
     }
 
-    /// Asks for a request whose pieces lie in registered memory of others: they are read until it is done.
-    pub fn ask(&mut self, kind: Kind, to: Remote, pieces: impl IntoIterator<Item = Sge>) {
-        self.push(kind, to, pieces, None);
-        self.in_place = self.asked;
+    /// Room for at least `least` bytes at `to`, which are copied first or not: in the write that is being gathered, if they
+    /// lie behind it, or else in a new one.
+    pub fn room(&mut self, to: Remote, least: u64, staged: bool) -> Room {
+        let fits = |room: &Room| room.pieces > 0 && room.bytes >= least;
+        self.gather.room(to, staged).filter(fits).unwrap_or_else(|| {
+            self.close();
+            self.gather.bounds.room(staged)
+        })
     }
 
-    /// Asks for a request whose bytes have been staged.
+    /// What a write that holds nothing yet takes.
+    pub fn bounds(&self) -> Bounds {
+        self.gather.bounds
+    }
+
+    /// Writes pieces to `to`, for which [`Sender::room`] has said that there is room.
+    pub fn write(&mut self, to: Remote, pieces: impl IntoIterator<Item = Sge>, kept: Kept) {
+        self.gather.add(to, pieces, kept);
+    }
+
+    /// Nothing more travels with the write that is being gathered, if there is one, unless as `kind`.
+    fn close_as(&mut self, kind: Kind) -> bool {
+        let Gather { to, bytes, until, in_place, .. } = self.gather;
+        let pieces = self.gather.pieces.len();
+        if pieces == 0 {
+            return false;
+        }
+        self.pieces.extend(self.gather.pieces.drain(..));
+        self.push(Request { kind, to, pieces, bytes, staged: until, words: [0; 3] });
+        if in_place {
+            self.in_place = self.asked;
+        }
+        true
+    }
+
+    /// Nothing more travels with the write that is being gathered. Whoever stages what will not is to say so first: who
+    /// waits for room may wait for this very write.
+    pub fn close(&mut self) {
+        self.close_as(Kind::Write);
+    }
+
+    /// Ends the write that is being gathered, if there is one, with this immediate. Returns whether there is.
+    pub fn take_along(&mut self, immediate: u32) -> bool {
+        self.close_as(Kind::Immediate(immediate))
+    }
+
+    /// Asks for a request without bytes of others, behind everything so far.
+    pub fn ask(&mut self, kind: Kind, to: Remote) {
+        self.close();
+        self.push(Request { kind, to, pieces: 0, bytes: 0, staged: None, words: [0; 3] });
+    }
+
+    /// Asks for a request whose bytes have been staged, behind everything so far.
     pub fn ask_staged(&mut self, kind: Kind, to: Remote, staged: &Staged) {
-        self.push(kind, to, [staged.piece], Some(staged.until));
+        self.close();
+        self.pieces.push_back(staged.piece);
+        let bytes = staged.piece.len().into();
+        self.push(Request { kind, to, pieces: 1, bytes, staged: Some(staged.until), words: [0; 3] });
     }
 
-    /// Asks for a request of bytes that never change.
-    pub fn ask_constant(&mut self, kind: Kind, to: Remote, pieces: impl IntoIterator<Item = Sge>) {
-        self.push(kind, to, pieces, None);
-    }
-
-    /// Asks for a write of words that travel inside the request. `false` if the card does not take so many.
+    /// Asks for a write of words that travel inside the request, behind everything so far. `false` if the card does not
+    /// take so many.
     pub fn ask_inside(&mut self, to: Remote, words: &[u64]) -> bool {
         let mut inside = [0; 3];
         let Some(place) = inside.get_mut(..words.len()) else { return false };
@@ -131,42 +179,37 @@ impl Sender {
             return false;
         }
         place.copy_from_slice(words);
+        self.close();
         let bytes = size_of_val(words) as u64;
-        self.queue.push_back(Request {
-            kind: Kind::Write,
-            to,
-            pieces: 0,
-            bytes,
-            staged: None,
-            words: inside,
-        });
-        self.asked += 1;
+        self.push(Request { kind: Kind::Write, to, pieces: 0, bytes, staged: None, words: inside });
         true
     }
 
-    fn push(&mut self, kind: Kind, to: Remote, pieces: impl IntoIterator<Item = Sge>, staged: Option<u64>) {
-        let first = self.pieces.len();
-        self.pieces.extend(pieces);
-        let bytes = self.pieces.range(first..).map(|piece| u64::from(piece.len())).sum();
-        let pieces = self.pieces.len() - first;
-        self.queue.push_back(Request { kind, to, pieces, bytes, staged, words: [0; 3] });
+    /// Tells the partner at once how many of its signals were taken. This may overtake a write that is being gathered: it
+    /// says nothing of it, and when it is said is up to the partner.
+    pub fn grant(&mut self, to: Remote, taken: u64) -> Result<(), VerbsError> {
+        let piece = self.block.grant(taken)?;
+        self.pieces.push_back(piece);
+        let bytes = piece.len().into();
+        self.push(Request { kind: Kind::Write, to, pieces: 1, bytes, staged: None, words: [0; 3] });
+        self.post_soon();
+        Ok(())
+    }
+
+    fn push(&mut self, request: Request) {
+        self.queue.push_back(request);
         self.asked += 1;
     }
 
-    /// Makes the last write take this immediate along, if it has not been posted. Returns whether it does.
-    pub fn take_along(&mut self, immediate: u32) -> bool {
-        match self.queue.back_mut() {
-            Some(last) if last.kind == Kind::Write && last.pieces > 0 => {
-                last.kind = Kind::Immediate(immediate);
-                true
-            }
-            _ => false,
-        }
+    /// All requests so far are to be posted as soon as there is room; a write that is being gathered may go on.
+    pub fn post_soon(&mut self) {
+        self.due = self.asked;
     }
 
     /// Everything so far is to be posted as soon as there is room.
     pub fn hurry(&mut self) {
-        self.due = self.asked;
+        self.close();
+        self.post_soon();
     }
 
     /// Posts what is due and what fills a batch, as far as there is room. Returns whether it posted anything.
@@ -178,7 +221,7 @@ impl Sender {
         loop {
             let due = self.due.saturating_sub(self.posted) as usize;
             let ready = match due {
-                0 if self.queue.len() > self.limits.batch => self.limits.batch,
+                0 if self.queue.len() >= self.limits.batch => self.limits.batch,
                 due => due.min(self.limits.batch),
             };
             let room = (self.limits.requests - (self.posted - self.done)) as usize;
@@ -252,6 +295,7 @@ impl Sender {
 
     /// Forgets what has not been posted: there is nobody to send it to.
     pub fn abandon(&mut self) {
+        self.gather.pieces.clear();
         self.queue.clear();
         self.pieces.clear();
         self.flights.clear();
@@ -260,12 +304,12 @@ impl Sender {
         self.under_way = 0;
     }
 
-    /// Whether memory of others is read no more.
+    /// Whether everything asked for is under way, and memory of others read no more.
     pub fn is_settled(&self) -> bool {
         self.posted == self.asked && self.done >= self.in_place
     }
 
-    /// Whether everything has landed.
+    /// Whether everything asked for has landed.
     pub fn is_done(&self) -> bool {
         self.done == self.asked
     }

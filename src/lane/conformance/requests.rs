@@ -1,0 +1,373 @@
+//! How many work requests come of some puts and a signal: exactly, by the rail's own count, by its forecast and by the
+//! card's.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use half::bf16;
+
+use super::cards::{SHORT, on_ranks, options};
+use crate::config::Config;
+use crate::gate::{Pattern, synthetic};
+use crate::lane::rail::{Fabric, Rail, Settings, SignalMode, Target};
+use crate::lane::wait::Patience;
+use crate::lane::{RailCounters, Reach, RowSource, Window};
+use crate::plan::{Mode, Overflow, RowLayout};
+use crate::schedule::{Index, Tag};
+use crate::topology::Route;
+use crate::{ExpertParallel, Options};
+
+/// Bytes of the window: a flag's line, what lands, and, from `SOURCE` on, what is sent.
+const WINDOW: u64 = 1 << 20;
+pub(super) const DATA: u64 = 64;
+pub(super) const SOURCE: u64 = WINDOW / 2;
+pub(super) const ROW: u64 = 64;
+
+/// One end of a rail, and a window at the other.
+pub(super) struct End<'a> {
+    pub rail: &'a dyn Rail,
+    window: &'a Window,
+    pub patience: Patience<'a>,
+    /// What is sent in place, and the same bytes in memory that is not registered.
+    registered: &'a [u8],
+    elsewhere: &'a [u8],
+}
+
+impl End<'_> {
+    fn to(&self, offset: u64) -> Target {
+        self.window.target(1, offset, 1).unwrap()
+    }
+
+    fn source(&self, registered: bool) -> &[u8] {
+        if registered { self.registered } else { self.elsewhere }
+    }
+
+    /// The first `len` bytes of the source to `DATA + at`.
+    pub fn put(&self, at: u64, len: u64, registered: bool) {
+        let bytes = &self.source(registered)[..len as usize];
+        self.rail.put(self.to(DATA + at), bytes, self.patience).unwrap();
+    }
+
+    pub fn rows(&self, at: u64, rows: &[u32], registered: bool) {
+        let source = RowSource { bytes: self.source(registered), row_bytes: ROW, rows, index: Index::Listed };
+        self.rail.put_rows(self.to(DATA + at), rows, source, self.patience).unwrap();
+    }
+
+    pub fn zero(&self, at: u64, len: u64) {
+        self.rail.zero(self.to(DATA + at), len, self.patience).unwrap();
+    }
+
+    pub fn signal(&self, value: u64, tag: Option<Tag>) {
+        self.rail.signal(self.to(0), value, tag, self.patience).unwrap();
+    }
+}
+
+/// Byte `i` of the source.
+pub(super) fn pattern(i: u64) -> u8 {
+    (i.wrapping_mul(37) ^ (i >> 6).wrapping_mul(101)) as u8 | 1
+}
+
+/// `count` rows, no two of them neighbours.
+fn scattered(count: usize) -> Vec<u32> {
+    (0..count as u32).map(|row| 2 * (row * 7 % 61)).collect()
+}
+
+/// Cards that take `pieces` pieces to a request and, if `held`, execute only when they are looked at.
+pub(super) fn fabric(pieces: u32, held: bool) -> Arc<Fabric> {
+    let fabric = Fabric::new(&["card0"]);
+    fabric.change("card0", |card| card.sges = pieces);
+    if held {
+        fabric.hold();
+    }
+    fabric
+}
+
+/// Ranks with little memory: there are many of them.
+fn small(fabric: &Arc<Fabric>, settings: &Settings) -> Options {
+    let config = Config { heap: 4 << 20, symmetric: 2 << 20, ..Config::default() };
+    let stand_in = Some(fabric.ground(settings.clone()));
+    Options { config, stand_in, ..options(fabric, settings.signal) }
+}
+
+/// What rank 0 asked of its card for what `act` did, and what is at rank 1 when all has landed.
+pub(super) fn counted(
+    fabric: &Arc<Fabric>,
+    settings: Settings,
+    act: impl Fn(&End<'_>) + Sync,
+) -> (RailCounters, Vec<u8>) {
+    let options = small(fabric, &settings);
+    let mut seen = on_ranks(&[0, 1], &options, |world| {
+        let group = world.all().unwrap();
+        let lanes = group.lanes(Route::Direct).unwrap();
+        let range = group.take_symmetric(WINDOW).unwrap();
+        let window = range.window();
+        let part = window.parts[world.rank() as usize];
+        let mut counted = RailCounters::default();
+        if world.rank() == 0 {
+            let elsewhere: Vec<u8> = (0..WINDOW - SOURCE).map(pattern).collect();
+            window.mapped.write(0, part.offset + SOURCE, &elsewhere).unwrap();
+            let Reach::Rail(rail) = &lanes.reach[1] else { panic!("over a wire") };
+            let (rail, patience) = (rail.as_ref(), lanes.patience(1));
+            let registered = &window.bytes(0).unwrap()[SOURCE as usize..];
+            let end = End { rail, window: &window, patience, registered, elsewhere: &elsewhere };
+            // The first signal of a word says more than the others.
+            end.signal(1, None);
+            rail.flush(patience).unwrap();
+            let (before, card) = (rail.counters(), fabric.statistics("card0"));
+            act(&end);
+            rail.flush(patience).unwrap();
+            counted = rail.counters() - before;
+            let seen = fabric.statistics("card0");
+            assert_eq!(counted.requests, seen.requests - card.requests);
+            assert_eq!(counted.doorbells, seen.doorbells - card.doorbells);
+            assert_eq!(asked(rail.counters()), asked(rail.forecast()));
+        }
+        group.gather(&[]).unwrap();
+        let mut landed = vec![0; (SOURCE - DATA) as usize];
+        window.mapped.read(world.rank(), part.offset + DATA, &mut landed).unwrap();
+        group.gather(&[]).unwrap();
+        (counted, landed)
+    });
+    (seen[0].0, std::mem::take(&mut seen[1].1))
+}
+
+/// What does not depend on time, whatever waits for credit.
+pub(super) fn asked(counters: RailCounters) -> RailCounters {
+    RailCounters { doorbells: 0, completions: 0, received: 0, ..counters }
+}
+
+/// How many work requests what `act` does are, with one doorbell for all of them, and a signal.
+fn requests(pieces: u32, signal: SignalMode, act: impl Fn(&End<'_>) + Sync) -> u64 {
+    let settings = Settings { signal, ..Settings::default() };
+    let (counted, _) = counted(&fabric(pieces, false), settings, |end| {
+        act(end);
+        end.signal(2, None);
+    });
+    assert_eq!(counted.doorbells, 1);
+    counted.requests
+}
+
+/// What a signal is by itself, when it does not travel with a put.
+fn alone(signal: SignalMode) -> u64 {
+    u64::from(signal != SignalMode::Immediate)
+}
+
+#[test]
+fn as_many_rows_as_a_request_has_pieces_are_one_with_their_signal_and_one_row_more_is_two() {
+    for (signal, pieces) in SignalMode::ALL.into_iter().flat_map(|signal| [2, 30].map(|n| (signal, n))) {
+        for (rows, expected) in [(1, 1), (pieces as usize, 1), (pieces as usize + 1, 2)] {
+            let seen = requests(pieces, signal, |end| end.rows(0, &scattered(rows), true));
+            assert_eq!(seen, expected + alone(signal), "{rows} rows of {pieces}, {signal:?}");
+        }
+        let seen = requests(pieces, signal, |end| end.rows(0, &[5, 6, 7, 8, 9, 10], true));
+        assert_eq!(seen, 1 + alone(signal), "neighbours are one piece");
+    }
+}
+
+#[test]
+fn a_header_and_the_rows_behind_it_are_one_with_their_signal_and_one_row_more_is_two() {
+    for (signal, pieces) in SignalMode::ALL.into_iter().flat_map(|signal| [2, 30].map(|n| (signal, n))) {
+        // Copied, and large enough to be read in place.
+        for header in [ROW, 2048] {
+            for (rows, expected) in [(pieces as usize - 1, 1), (pieces as usize, 2)] {
+                let seen = requests(pieces, signal, |end| {
+                    end.put(0, header, true);
+                    end.rows(header, &scattered(rows), true);
+                });
+                let what = (header, rows, pieces, signal);
+                assert_eq!(seen, expected + alone(signal), "{what:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_lands_elsewhere_does_not_travel_along() {
+    for signal in SignalMode::ALL {
+        let two = |act: fn(&End<'_>)| assert_eq!(requests(8, signal, act), 2 + alone(signal), "{signal:?}");
+        two(|end| {
+            end.put(0, ROW, true);
+            end.rows(ROW + 16, &[3], true);
+        });
+        two(|end| {
+            end.put(ROW, ROW, true);
+            end.put(0, ROW, true);
+        });
+        let one = |act: fn(&End<'_>)| assert_eq!(requests(8, signal, act), 1 + alone(signal), "{signal:?}");
+        one(|end| {
+            end.rows(0, &[3, 9, 1], false);
+            end.zero(3 * ROW, 100);
+            end.put(3 * ROW + 100, 5000, true);
+        });
+    }
+}
+
+#[test]
+fn a_write_that_is_gathered_ends_with_a_chunk_a_signal_and_a_settling() {
+    let settings = Settings { chunk: 4096, signal: SignalMode::Immediate, ..Settings::default() };
+    let (all, _) = counted(&fabric(8, false), settings, |end| {
+        end.put(0, 96, false);
+        // Two chunks in all: the first takes what it can.
+        end.put(96, 8096, true);
+        end.signal(2, None);
+        end.put(8192, 100, false);
+        end.signal(3, None);
+        end.put(8292, 100, false);
+        end.rail.settle(end.patience).unwrap();
+        end.put(8392, 100, false);
+    });
+    assert_eq!((all.requests, all.bytes), (2 + 1 + 1 + 1, 8192 + 300));
+    assert_eq!(all.doorbells, 4, "a batch for each signal, for the settling and for the end");
+}
+
+/// What the rails of rank 0 did for a put of `len` bytes and a signal.
+fn put_and_signal(signal: SignalMode, len: usize) -> RailCounters {
+    let fabric = Fabric::new(&["card0"]);
+    let counted = on_ranks(&[0, 1], &options(&fabric, signal), |world| {
+        let mut window = world.all().unwrap().window(1 << 20).unwrap();
+        let mut counted = RailCounters::default();
+        if world.rank() == 0 {
+            // The first signal of a word tells more than the others.
+            window.signal(1, 1).unwrap();
+            window.quiet().unwrap();
+            let before = world.rail_counters();
+            window.put_signal(1, 64, &vec![7; len], 2).unwrap();
+            window.quiet().unwrap();
+            let after = world.rail_counters();
+            assert_eq!(after, world.rail_forecast());
+            counted = after - before;
+        } else {
+            window.wait_until(0, 2).unwrap();
+            let mut seen = vec![0; len];
+            window.read(64, &mut seen).unwrap();
+            assert!(seen.iter().all(|&byte| byte == 7));
+        }
+        window.barrier().unwrap();
+        counted
+    });
+    counted[0]
+}
+
+#[test]
+fn a_put_and_its_signal_are_two_work_requests_or_one_with_immediate_and_one_doorbell_each_way() {
+    for len in [8u64, 4096] {
+        let one_way = |signal| {
+            let RailCounters { requests, bytes, received, .. } = put_and_signal(signal, len as usize);
+            (requests, bytes, received)
+        };
+        assert_eq!(one_way(SignalMode::Write), (2, len + 8, 0));
+        assert_eq!(one_way(SignalMode::FetchAdd), (2, len, 0));
+        assert_eq!(one_way(SignalMode::Immediate), (1, len, 0));
+    }
+}
+
+#[test]
+fn telling_a_partner_that_its_signals_were_taken_does_not_end_a_write_that_is_gathered() {
+    let fabric = fabric(8, false);
+    let options = small(&fabric, &Settings { signal: SignalMode::Immediate, ..Settings::default() });
+    on_ranks(&[0, 1], &options, |world| {
+        let group = world.all().unwrap();
+        let lanes = group.lanes(Route::Direct).unwrap();
+        let range = group.take_symmetric(4096).unwrap();
+        let (window, peer) = (range.window(), 1 - world.rank());
+        let Reach::Rail(rail) = &lanes.reach[peer as usize] else { panic!("over a wire") };
+        let patience = lanes.patience(peer);
+        let to = |offset| window.target(peer, offset, 1).unwrap();
+        rail.signal(to(0), 1, None, patience).unwrap();
+        rail.flush(patience).unwrap();
+        let before = rail.counters();
+        if world.rank() == 0 {
+            rail.put(to(64), &[1; 100], patience).unwrap();
+        }
+        group.gather(&[]).unwrap();
+        if world.rank() == 1 {
+            // With the first one a quarter of the receives: then there is something to tell.
+            for value in 2..=64 {
+                rail.signal(to(0), value, None, patience).unwrap();
+            }
+            rail.flush(patience).unwrap();
+        } else {
+            let until = Instant::now() + SHORT;
+            while rail.counters().requests == before.requests {
+                assert!(Instant::now() < until, "nothing is told");
+                lanes.progress();
+            }
+            rail.put(to(164), &[2; 100], patience).unwrap();
+            rail.signal(to(0), 2, None, patience).unwrap();
+            rail.flush(patience).unwrap();
+            let counted = rail.counters() - before;
+            assert_eq!((counted.requests, counted.doorbells, counted.bytes), (2, 2, 8 + 200));
+            assert_eq!(asked(rail.counters()), asked(rail.forecast()));
+        }
+        group.gather(&[]).unwrap();
+        let mut seen = [0u8; 200];
+        window.mapped.read(world.rank(), window.parts[world.rank() as usize].offset + 64, &mut seen).unwrap();
+        group.gather(&[]).unwrap();
+        let expected = if world.rank() == 1 { [[1; 100], [2; 100]].concat() } else { vec![0; 200] };
+        assert!(seen[..] == expected[..]);
+    });
+}
+
+/// Parts of a block that is handed on.
+const CHUNKS: usize = 4;
+
+/// What each rank asks of its card in a dispatch of `tokens` tokens into fixed slots, when all words have been named.
+fn dispatched(route: Route, signal: SignalMode, tokens: usize, registered: bool) -> Vec<RailCounters> {
+    const HIDDEN: usize = 64;
+    let nodes: &[u32] = if route == Route::Pxn { &[0, 0, 1, 1] } else { &[0, 1] };
+    let experts = 4 * nodes.len() as u32;
+    on_ranks(nodes, &small(&fabric(8, false), &Settings { signal, ..Settings::default() }), |world| {
+        let group = world.all().unwrap();
+        let builder = ExpertParallel::builder(&group).unwrap().experts(experts).top_k(experts).hidden(HIDDEN);
+        let mode = Mode::Slots { rows: 7, overflow: Overflow::Error };
+        let mut ep =
+            builder.layout(RowLayout::RankMajor).mode(mode).route(route).max_tokens(7).build().unwrap();
+        // Every token goes to every rank.
+        let routing = synthetic(Pattern::Uniform, experts, experts, tokens as u32, 7, world.rank()).unwrap();
+        let mut buffer = ep.token_buffer(tokens as u32).unwrap();
+        let elsewhere: Vec<bf16> = (0..tokens * HIDDEN).map(|i| bf16::from_f32((i % 97) as f32)).collect();
+        buffer.rows_mut::<bf16>().unwrap().copy_from_slice(&elsewhere);
+        let mut counted = RailCounters::default();
+        for _ in 0..3 {
+            group.gather(&[]).unwrap();
+            let before = world.rail_counters();
+            let x = if registered { buffer.rows::<bf16>().unwrap() } else { &elsewhere };
+            let (rows, handle) = ep.dispatch(x, &routing).unwrap();
+            counted = world.rail_counters() - before;
+            let used = rows.rows::<bf16>().unwrap().chunks(7 * HIDDEN);
+            assert!(
+                used.len() == nodes.len()
+                    && used.into_iter().all(|slots| {
+                        slots[..tokens * HIDDEN] == elsewhere
+                            && slots[tokens * HIDDEN..].iter().all(|&x| x == bf16::ZERO)
+                    })
+            );
+            drop((rows, handle));
+            assert_eq!(asked(world.rail_counters()), asked(world.rail_forecast()));
+        }
+        counted
+    })
+}
+
+#[test]
+fn a_dispatch_into_fixed_slots_is_as_many_requests_to_a_partner_as_its_puts_and_signals_say() {
+    for (signal, registered) in
+        SignalMode::ALL.into_iter().flat_map(|signal| [false, true].map(|r| (signal, r)))
+    {
+        for tokens in [1, 3, 7] {
+            let immediate = signal == SignalMode::Immediate;
+            // That this node is here, and the signal; the header of the block, and the signal with its tag.
+            let before = if immediate { 1 + 2 } else { 2 + 3 };
+            // Rows with the zeros of unused slots; what goes with them with its zeros; the signal.
+            let slot = if immediate { 1 + 1 } else { 1 + 1 + 1 };
+            // Rows of each chunk that has any, and its signal: the relay makes the zeros.
+            let chunks = if immediate { CHUNKS } else { CHUNKS.min(tokens) + CHUNKS };
+            for (route, expected) in [(Route::Direct, before + slot), (Route::Pxn, before + chunks)] {
+                for seen in dispatched(route, signal, tokens, registered) {
+                    let what = format!("{route:?}, {tokens} tokens, {signal:?}, registered {registered}");
+                    assert_eq!(seen.requests, expected as u64, "{what}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! The write that is being gathered: puts that lie one behind the other at the partner travel in one request.
+//!
+//! ```text
+//!   put header | put_rows 7 2 9 | zero          at the partner   | header | 7 | 2 | 9 | 0 0 |
+//!         \          |  |  |       |
+//!       [ staged    in place     zeros ]        a request: at most a chunk of bytes, as many pieces as a card takes
+//! ```
+//!
+//! It ends with what lies elsewhere, with a signal, which may travel with it, and when everything is to go out: all of
+//! them calls. What the card has done so far ends nothing, so how many requests some calls come to does not depend on time.
+//!
+//! What of it is staged takes at most half of the staging: whoever waits for room to stage one more piece of it gets that
+//! room when all before it has been read, though it is not posted itself.
+
+use super::block::Block;
+use super::{Remote, Sge};
+
+/// What one request may hold.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    /// Bytes.
+    pub bytes: u64,
+    /// Pieces.
+    pub pieces: usize,
+    /// Bytes of staging.
+    pub staged: u64,
+}
+
+impl Bounds {
+    /// Room in a request that holds nothing yet; `staged` of what is copied.
+    pub fn room(&self, staged: bool) -> Room {
+        let bytes = if staged { self.bytes.min(self.staged) } else { self.bytes };
+        Room { bytes, pieces: self.pieces }
+    }
+}
+
+/// What a request still takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Bytes.
+    pub bytes: u64,
+    /// Pieces.
+    pub pieces: usize,
+}
+
+/// Where pieces lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kept {
+    /// In memory of others, who want to know when it is read no more.
+    InPlace,
+    /// In the ring of staged bytes, which is free up to here once they have been read.
+    Staged(u64),
+    /// In memory that is always the card's.
+    Always,
+}
+
+/// The write that is being gathered; none while it has no pieces.
+pub struct Gather {
+    pub bounds: Bounds,
+    pub to: Remote,
+    pub bytes: u64,
+    pub pieces: Vec<Sge>,
+    /// Bytes of staging that it holds, and up to where staging is free when it is done.
+    staged: u64,
+    pub until: Option<u64>,
+    /// Whether it reads memory of others.
+    pub in_place: bool,
+}
+
+impl Gather {
+    /// Nothing yet.
+    pub fn new(bounds: Bounds) -> Self {
+        Gather {
+            bounds,
+            to: Remote { addr: 0, rkey: 0 },
+            bytes: 0,
+            pieces: Vec::with_capacity(bounds.pieces),
+            staged: 0,
+            until: None,
+            in_place: false,
+        }
+    }
+
+    /// What can still travel to `to` with what has been gathered; `None` if that is nothing, or lies elsewhere.
+    pub fn room(&self, to: Remote, staged: bool) -> Option<Room> {
+        let behind = Remote { addr: self.to.addr + self.bytes, rkey: self.to.rkey };
+        if self.pieces.is_empty() || to != behind {
+            return None;
+        }
+        let mut bytes = self.bounds.bytes - self.bytes;
+        if staged {
+            bytes = bytes.min(Block::whole(self.bounds.staged.saturating_sub(self.staged)));
+        }
+        Some(Room { bytes, pieces: self.bounds.pieces - self.pieces.len() })
+    }
+
+    /// Pieces for `to`, for which there is room.
+    pub fn add(&mut self, to: Remote, pieces: impl IntoIterator<Item = Sge>, kept: Kept) {
+        if self.pieces.is_empty() {
+            (self.to, self.bytes, self.staged, self.until, self.in_place) = (to, 0, 0, None, false);
+        }
+        let first = self.pieces.len();
+        self.pieces.extend(pieces);
+        let bytes: u64 = self.pieces[first..].iter().map(|piece| u64::from(piece.len())).sum();
+        self.bytes += bytes;
+        match kept {
+            Kept::InPlace => self.in_place = true,
+            Kept::Staged(until) => {
+                self.staged += Block::staged_bytes(bytes);
+                self.until = Some(until);
+            }
+            Kept::Always => {}
+        }
+    }
+}
