@@ -9,7 +9,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use half::bf16;
-use sidelane::gate::Routing;
+use sidelane::gate::{Call, Capacity, Gate, GateConfig, Keep, Noise, Preset, Routing, Select};
 use sidelane::plan::{Mode, Order, Overflow, RowLayout};
 use sidelane::topology::Route;
 use sidelane::{Dtype, ExpertParallel};
@@ -117,6 +117,31 @@ fn calls_that_drop_rows_do_not_allocate() {
                 let seen = allocations() - before;
                 assert_eq!(seen, 0, "at rank {}, {mode:?}, {route:?}, {layout:?}, {spans}", world.rank());
             });
+        }
+    }
+}
+
+#[test]
+fn a_gate_does_not_allocate() {
+    for preset in Preset::ALL {
+        let config = preset.config(16, preset.fixed_top_k().unwrap_or(4)).unwrap();
+        let mut configs = vec![config.clone()];
+        for keep in [Keep::Score, Keep::Position, Keep::FirstChoices, Keep::Priority, Keep::Random] {
+            let capacity = config.capacity.map(|capacity| Capacity { keep, ..capacity });
+            configs.push(GateConfig { capacity, ..config.clone() });
+        }
+        let select = Select::Sinkhorn { tolerance: 1e-4 };
+        configs.push(GateConfig { select, noise: Noise::None, ..config });
+        for config in configs {
+            let logits: Vec<f32> = (0..60 * 16).map(|i| (i * 37 % 101) as f32 * 0.05).collect();
+            let call = Call { training: true, ..Call::default() };
+            let mut gate = Gate::new(config.clone()).unwrap();
+            gate.route(&Call { logits: &logits, ..call }).unwrap();
+            let before = allocations();
+            for tokens in [60, 1, 0, 30, 60] {
+                gate.route(&Call { logits: &logits[..tokens * 16], ..call }).unwrap();
+            }
+            assert_eq!(allocations() - before, 0, "{config:?}");
         }
     }
 }

@@ -10,6 +10,7 @@
 //! | [`SimdError`] | an instruction set that was forced and is missing |
 //! | [`LaneError`] | puts, signals and waits |
 //! | [`VerbsError`] | network cards: the library, devices, work requests |
+//! | [`GateError`] | bad input of a router |
 //! | [`PlanError`] | routing and placement: bad input of a call |
 //! | [`CallError`] | dispatch and combine as collective calls |
 
@@ -17,6 +18,7 @@ mod bootstrap;
 mod call;
 mod cause;
 mod completion;
+mod gate;
 mod lane;
 mod memory;
 mod plan;
@@ -27,6 +29,7 @@ pub use bootstrap::BootstrapError;
 pub use call::{CallError, CallKind};
 pub use cause::{Cause, Loss};
 pub use completion::{CompletionStatus, Operation};
+pub use gate::GateError;
 pub use lane::LaneError;
 pub use memory::MemoryError;
 pub use plan::PlanError;
@@ -51,6 +54,9 @@ pub enum Error {
     /// Bytes or signals could not be moved, or did not come.
     #[error(transparent)]
     Lane(#[from] LaneError),
+    /// The input of a router is wrong.
+    #[error(transparent)]
+    Gate(#[from] GateError),
     /// The input of a call is wrong.
     #[error(transparent)]
     Plan(#[from] PlanError),

@@ -1,12 +1,74 @@
-//! From router scores to a [`Routing`]. Pure: no memory but its own, no I/O.
+//! From the logits of a router to a [`Routing`], as the systems do that people train with. Pure: no memory but its own, no
+//! I/O.
 //!
-//! Two sources stand in for a router where there is no model: [`synthetic()`] draws decisions from a [`Pattern`],
-//! [`Recorded`] replays those of a real one.
+//! ```text
+//!   x [T,H] --(jitter)--> your matrix product --> logits [T,E]
+//!                                                    |  noise, while training
+//!                                                    v
+//!                         scores [T,E]   softmax | sigmoid | sqrt-softplus          --> losses and their gradients
+//!                                                    |  + bias, best groups, Sinkhorn, recorded choices
+//!                                                    v
+//!                         choices [T,K]  -->  weights [T,K]   divided by their sum, scaled
+//!                                                    |  second choices thinned out; capacity: who is kept, and where
+//!                                                    v
+//!   Decision:  experts [T,K] (-1: dropped), weights, slots, counts           --> Routing --> dispatch
+//!                                                    |
+//!                         bias' = bias + rate * sign(mean - counts)            after each batch, over all ranks
+//! ```
+//!
+//! A [`GateConfig`] says how each step is done, a [`Preset`] is the configuration of a known system, a [`Gate`] carries it
+//! out and keeps its memory: of calls of one size only the first allocates.
+//!
+//! **Bits.** The same call gives the same bits on every machine: sums have a fixed order, exponentials are our own, and
+//! random numbers are named by (seed, step, purpose, rank, token). Scores and weights are made in f64 and rounded once.
+//! Of equal scores the first expert wins.
+//!
+//! Where there is no model, two sources stand in: [`synthetic()`] draws decisions from a [`Pattern`], [`Recorded`] replays
+//! those of a real one.
 
+mod bias;
+mod call;
+mod capacity;
+mod check;
+mod config;
+mod decision;
+mod jitter;
+mod keep;
+mod losses;
+mod math;
+mod noise;
+mod normalise;
+mod place;
+mod preset;
+mod random;
 mod recorded;
+mod replay;
+mod residual;
+mod router;
 mod routing;
+mod score;
+mod second;
+mod select;
+mod sinkhorn;
 mod synthetic;
+mod token;
+mod top_k;
 
+pub use bias::update_bias;
+pub use call::Call;
+pub use config::{
+    Capacity, Divisor, GateConfig, GroupScore, Keep, Noise, Normalise, Rule, Score, Second, Select,
+};
+pub use decision::Decision;
+pub use jitter::jitter;
+pub use losses::{
+    Balance, LossInput, Map, Parts, Share, Totals, Unused, WeightsInput, weights_backward, z_loss,
+};
+pub use place::{Choices, Placement, place};
+pub use preset::{Preset, PresetError};
+pub use random::Draw;
 pub use recorded::{Recorded, RecordedError};
+pub use residual::{Residual, ResidualGradients};
+pub use router::Gate;
 pub use routing::Routing;
 pub use synthetic::{Pattern, PatternError, synthetic};

@@ -46,6 +46,11 @@ impl<'a> Routing<'a> {
         Ok(Routing { top_k, experts, weights })
     }
 
+    /// From two arrays that are known to fit.
+    pub(super) fn borrowed(top_k: u32, experts: &'a [i32], weights: &'a [f32]) -> Self {
+        Routing { top_k, experts: experts.into(), weights: weights.into() }
+    }
+
     /// Number of tokens.
     pub fn tokens(&self) -> u32 {
         (self.experts.len() / self.top_k as usize) as u32

@@ -1,0 +1,377 @@
+//! Against plain f64 with the standard library's functions; gradients against central differences of it.
+
+use super::*;
+use crate::gate::{Call, Divisor, Gate, GateConfig, Noise, Normalise, Preset, Score, Second, Select};
+
+const SCORES: [Score; 4] = [Score::Softmax, Score::SoftmaxOfChosen, Score::Sigmoid, Score::SqrtSoftplus];
+
+/// Logits from -4 to 4, all different.
+fn logits(count: usize) -> Vec<f32> {
+    (0..count).map(|i| (i * 7919 % 1009) as f32 / 126.0 - 4.0).collect()
+}
+
+fn wide(logits: &[f32]) -> Vec<f64> {
+    logits.iter().map(|&logit| f64::from(logit)).collect()
+}
+
+/// Scores of one token, not divided.
+fn scores(score: Score, logits: &[f64]) -> Vec<f64> {
+    match score {
+        Score::Softmax | Score::SoftmaxOfChosen => {
+            let all: f64 = logits.iter().map(|x| x.exp()).sum();
+            logits.iter().map(|x| x.exp() / all).collect()
+        }
+        Score::Sigmoid => logits.iter().map(|x| 1.0 / (1.0 + (-x).exp())).collect(),
+        Score::SqrtSoftplus => logits.iter().map(|x| x.exp().ln_1p().sqrt()).collect(),
+    }
+}
+
+/// Whether `gradient` is the slope of `f` at `at`, to 1e-5 of the largest slope.
+fn assert_slope(gradient: &[f32], at: &[f64], f: impl Fn(&[f64]) -> f64, what: &str) {
+    let step = 1e-5;
+    let slopes: Vec<f64> = (0..at.len())
+        .map(|i| {
+            let moved = |by: f64| {
+                let mut x = at.to_vec();
+                x[i] += by;
+                f(&x)
+            };
+            (moved(step) - moved(-step)) / (2.0 * step)
+        })
+        .collect();
+    let largest = slopes.iter().fold(0.0, |a: f64, b| a.max(b.abs()));
+    assert!(largest > 1e-3, "{what}: nothing to compare");
+    for (i, (&d, slope)) in gradient.iter().zip(&slopes).enumerate() {
+        assert!((f64::from(d) - slope).abs() <= 1e-5 * largest, "{what}, element {i}: {d}, expected {slope}");
+    }
+}
+
+fn assert_close(seen: f32, expected: f64, what: &str) {
+    assert!(
+        (f64::from(seen) - expected).abs() <= 1e-6 * expected.abs(),
+        "{what}: {seen}, expected {expected}"
+    );
+}
+
+const T: usize = 12;
+const E: usize = 5;
+const K: usize = 2;
+/// Choices that are not the best.
+const CHOICES: [i32; T * K] = [0, 3, 1, 2, 4, 0, 3, 4, 0, 1, 0, 2, 2, 4, 1, 0, 0, 4, 3, 1, 2, 0, 4, 1];
+const USED: [bool; T] = [true, true, false, true, true, true, false, true, true, true, true, false];
+
+fn input(logits: &[f32]) -> LossInput<'_> {
+    let (experts, top_k) = (E as u32, K as u32);
+    LossInput { logits, experts, top_k, choices: &CHOICES, used: Some(&USED), totals: None }
+}
+
+fn part_of(parts: Parts, token: usize) -> (usize, usize) {
+    match parts {
+        Parts::Whole => (0, 1),
+        Parts::Consecutive(n) => (token / (T / n as usize), n as usize),
+        Parts::Interleaved(n) => (token % n as usize, n as usize),
+    }
+}
+
+fn reference_counts(balance: &Balance, logits: &[f32]) -> Vec<Vec<f64>> {
+    let mut counts = vec![vec![0.0; E]; part_of(balance.parts, 0).1];
+    for t in (0..T).filter(|&t| USED[t]) {
+        let mut best: Vec<usize> = (0..E).collect();
+        best.sort_by(|&a, &b| logits[t * E + b].total_cmp(&logits[t * E + a]));
+        let given = CHOICES[t * K..][..K].iter().map(|&id| id as usize);
+        let chosen: Vec<usize> = match balance.map {
+            Map::FirstChoices => given.take(1).collect(),
+            Map::AllChoices => given.collect(),
+            Map::Fresh => best[..K].to_vec(),
+        };
+        chosen.into_iter().for_each(|e| counts[part_of(balance.parts, t).0][e] += 1.0);
+    }
+    counts
+}
+
+fn reference_loss(balance: &Balance, counts: &[Vec<f64>], logits: &[f64]) -> f64 {
+    let parts = counts.len() as f64;
+    let used = USED.iter().filter(|&&used| used).count() as f64;
+    let n = if balance.unused == Unused::LeftOut { used } else { T as f64 } / parts;
+    let choices = if balance.share == Share::OfTokens { 1.0 } else { K as f64 };
+    let mut loss = 0.0;
+    for t in (0..T).filter(|&t| USED[t] || balance.unused == Unused::Shared) {
+        let scores = scores(balance.score, &logits[t * E..][..E]);
+        let sum: f64 = scores.iter().sum();
+        for e in 0..E {
+            let count = counts[part_of(balance.parts, t).0][e];
+            loss += count / (choices * n) * scores[e] / sum / n;
+        }
+    }
+    f64::from(balance.coefficient) * E as f64 * loss / parts
+}
+
+#[test]
+fn every_balance_agrees_with_its_formula_and_its_slope() {
+    let logits = logits(T * E);
+    for score in SCORES {
+        for map in [Map::FirstChoices, Map::AllChoices, Map::Fresh] {
+            for share in [Share::OfTokens, Share::OfChoices] {
+                for unused in [Unused::LeftOut, Unused::Zero, Unused::Shared] {
+                    for parts in [Parts::Whole, Parts::Consecutive(3), Parts::Interleaved(4)] {
+                        let balance = Balance { coefficient: 0.75, score, map, share, unused, parts };
+                        let what = format!("{balance:?}");
+                        let counts = reference_counts(&balance, &logits);
+                        let mut own = vec![0.0; counts.len() * E];
+                        balance.counts(&input(&logits), &mut own).unwrap();
+                        assert_eq!(own, counts.concat(), "{what}");
+                        let mut gradient = vec![0.0; T * E];
+                        let loss = balance.loss(&input(&logits), Some(&mut gradient)).unwrap();
+                        let reference = |x: &[f64]| reference_loss(&balance, &counts, x);
+                        assert_close(loss, reference(&wide(&logits)), &what);
+                        assert_slope(&gradient, &wide(&logits), reference, &what);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn even_scores_cost_one_or_as_many_as_there_are_choices() {
+    let even = [1.5; T * E];
+    for preset in Preset::ALL {
+        let balance = Balance { coefficient: 0.5, ..Balance::of(preset) };
+        let loss = balance.loss(&LossInput { used: None, ..input(&even) }, None).unwrap();
+        let choices =
+            if balance.map == Map::AllChoices && balance.share == Share::OfTokens { 2.0 } else { 1.0 };
+        assert_close(loss, 0.5 * choices, preset.name());
+    }
+}
+
+#[test]
+fn what_unused_tokens_do_is_what_their_system_does() {
+    let zero = [0.0; 4];
+    let input = LossInput { logits: &zero, experts: 2, top_k: 1, choices: &[0, -1], ..LossInput::default() };
+    let input = LossInput { used: Some(&[true, false]), ..input };
+    let of_first = 0.5;
+    for (unused, loss, of_second) in
+        [(Unused::LeftOut, 1.0, 0.0), (Unused::Zero, 0.25, 0.0), (Unused::Shared, 0.5, 0.125)]
+    {
+        let balance = Balance { unused, ..Balance::of(Preset::Switch) };
+        let mut gradient = [0.0; 4];
+        assert_eq!(balance.loss(&input, Some(&mut gradient)), Ok(loss));
+        let first = if unused == Unused::LeftOut { of_first } else { of_first / 4.0 };
+        assert_eq!(gradient, [first, -first, of_second, -of_second], "{unused:?}");
+    }
+}
+
+#[test]
+fn losses_of_ranks_that_share_their_counts_add_up_to_the_whole() {
+    let logits = logits(T * E);
+    for preset in [Preset::Megatron, Preset::DeepseekV3, Preset::DeepspeedTop1] {
+        let balance = Balance::of(preset);
+        let whole = input(&logits);
+        let mut gradient = vec![0.0; T * E];
+        let loss = balance.loss(&whole, Some(&mut gradient)).unwrap();
+        let mut counts = [0.0; E];
+        let rank = |r: usize| LossInput {
+            logits: &logits[r * T / 2 * E..][..T / 2 * E],
+            choices: &CHOICES[r * T / 2 * K..][..T / 2 * K],
+            used: Some(&USED[r * T / 2..][..T / 2]),
+            ..whole
+        };
+        (0..2).for_each(|r| balance.counts(&rank(r), &mut counts).unwrap());
+        let tokens = if balance.unused == Unused::LeftOut { 9.0 } else { 12.0 };
+        let totals = Some(Totals { counts: &counts, tokens });
+        let mut parts = vec![0.0; T * E];
+        let own: Vec<f32> = parts
+            .chunks_mut(T / 2 * E)
+            .enumerate()
+            .map(|(r, gradient)| balance.loss(&LossInput { totals, ..rank(r) }, Some(gradient)).unwrap())
+            .collect();
+        assert!(own.iter().all(|&own| own > 0.1 * loss));
+        assert_close(own.iter().sum(), loss.into(), preset.name());
+        assert_eq!(parts, gradient);
+    }
+}
+
+#[test]
+fn gradients_are_added_and_losses_without_tokens_are_nothing() {
+    let logits = logits(T * E);
+    let balance = Balance::of(Preset::Megatron);
+    let (mut once, mut twice) = (vec![0.0; T * E], vec![0.0; T * E]);
+    balance.loss(&input(&logits), Some(&mut once)).unwrap();
+    z_loss(0.5, &logits, E as u32, None, Some(&mut twice)).unwrap();
+    let z = twice.clone();
+    balance.loss(&input(&logits), Some(&mut twice)).unwrap();
+    assert!(twice.iter().zip(z.iter().zip(&once)).all(|(sum, (a, b))| *sum == a + b));
+
+    let none = LossInput { used: Some(&[false; T]), ..input(&logits) };
+    let mut untouched = [0.0; T * E];
+    for preset in Preset::ALL {
+        assert_eq!(Balance::of(preset).loss(&none, Some(&mut untouched)), Ok(0.0));
+        let empty = LossInput { experts: 5, top_k: 2, ..LossInput::default() };
+        assert_eq!(Balance::of(preset).loss(&empty, None), Ok(0.0));
+    }
+    assert_eq!(z_loss(1.0, &logits, E as u32, none.used, Some(&mut untouched)), Ok(0.0));
+    assert_eq!(untouched, [0.0; T * E]);
+}
+
+#[test]
+fn the_z_loss_agrees_with_its_formula_and_its_slope() {
+    let logits = logits(T * E);
+    for used in [None, Some(&USED[..])] {
+        let counts = |t: &usize| used.is_none_or(|used| used[*t]);
+        let reference = |x: &[f64]| {
+            let z = |t: usize| x[t * E..][..E].iter().map(|x| x.exp()).sum::<f64>().ln();
+            let n = (0..T).filter(counts).count() as f64;
+            0.25 * (0..T).filter(counts).map(|t| z(t) * z(t)).sum::<f64>() / n
+        };
+        let mut gradient = vec![0.0; T * E];
+        let loss = z_loss(0.25, &logits, E as u32, used, Some(&mut gradient)).unwrap();
+        assert_close(loss, reference(&wide(&logits)), "z");
+        assert_slope(&gradient, &wide(&logits), reference, "z");
+    }
+    // Where e^x is beyond f64.
+    let loss = z_loss(1.0, &[1e4, -1e4, 1e4, 1e4], 2, None, None).unwrap();
+    assert_close(loss, (1e8 + (1e4 + 2f64.ln()).powi(2)) / 2.0, "large");
+}
+
+/// Weights in f64, from choices and what is left of them.
+fn reference_weights(config: &GateConfig, x: &[f64], choices: &[i32], left: &[i32]) -> Vec<f64> {
+    let mut weights = vec![0.0; choices.len()];
+    for t in 0..choices.len() / K {
+        let row = t * K..(t + 1) * K;
+        let (choices, left) = (&choices[row.clone()], &left[row.clone()]);
+        let x = &x[t * E..][..E];
+        let mut own: Vec<f64> = if config.score == Score::SoftmaxOfChosen {
+            let few: Vec<f64> = choices.iter().filter(|&&id| id >= 0).map(|&id| x[id as usize]).collect();
+            let mut few = scores(config.score, &few).into_iter();
+            choices.iter().map(|&id| if id < 0 { 0.0 } else { few.next().unwrap() }).collect()
+        } else {
+            let all = scores(config.score, x);
+            choices.iter().map(|&id| if id < 0 { 0.0 } else { all[id as usize] }).collect()
+        };
+        let (set, divisor) = match config.normalise {
+            Normalise::Never => (choices, None),
+            Normalise::BeforeDrop(divisor) => (choices, Some(divisor)),
+            Normalise::AfterDrop(divisor) => (left, Some(divisor)),
+        };
+        let sum: f64 = own.iter().zip(set).filter(|&(_, &id)| id >= 0).map(|(score, _)| score).sum();
+        let by = match divisor {
+            None => 1.0,
+            Some(Divisor::SumPlus(more)) => sum + f64::from(more),
+            Some(Divisor::SumAtLeast(least)) => sum.max(f64::from(least)),
+        };
+        own.iter_mut().zip(left).for_each(|(own, &id)| {
+            if id < 0 {
+                *own = 0.0
+            }
+        });
+        let own = own.into_iter().map(|own| own / by * f64::from(config.scaling));
+        weights[row].iter_mut().zip(own).for_each(|(to, own)| *to = own);
+    }
+    weights
+}
+
+fn config(score: Score, normalise: Normalise) -> GateConfig {
+    GateConfig {
+        experts: E as u32,
+        top_k: K as u32,
+        score,
+        select: Select::Best,
+        noise: Noise::None,
+        second: Second::All,
+        normalise,
+        scaling: 2.5,
+        capacity: None,
+    }
+}
+
+#[test]
+fn weights_lead_back_to_the_logits_from_which_they_were_made() {
+    let logits = logits(T * E);
+    // Sums lie below and above 0.5.
+    let divisors = [Divisor::SumPlus(1e-20), Divisor::SumPlus(0.25), Divisor::SumAtLeast(0.5)];
+    let normalised = divisors.into_iter().flat_map(|d| [Normalise::BeforeDrop(d), Normalise::AfterDrop(d)]);
+    let d_weights: Vec<f32> = (0..T * K).map(|i| (i * 5 % 7) as f32 - 2.0).collect();
+    for normalise in normalised.chain([Normalise::Never]) {
+        for score in SCORES {
+            let config = config(score, normalise);
+            let what = format!("{score:?}, {normalise:?}");
+            let call = Call { logits: &logits, used: Some(&USED), ..Call::default() };
+            let mut gate = Gate::new(config.clone()).unwrap();
+            let decision = gate.route(&call).unwrap();
+            let choices = decision.choices();
+            let expected = reference_weights(&config, &wide(&logits), choices, choices);
+            for (&weight, expected) in decision.weights().iter().zip(expected) {
+                assert_close(weight, expected, &what);
+            }
+
+            let mut left = choices.to_vec();
+            [0, 5, 8, 9, 21].into_iter().for_each(|dropped| left[dropped] = -1);
+            let loss = |x: &[f64]| {
+                let weights = reference_weights(&config, x, choices, &left);
+                weights.iter().zip(&d_weights).map(|(weight, &d)| weight * f64::from(d)).sum()
+            };
+            let input = WeightsInput { logits: &logits, choices, experts: &left, d_weights: &d_weights };
+            let mut gradient = vec![0.0; T * E];
+            weights_backward(&config, &input, &mut gradient).unwrap();
+            assert_slope(&gradient, &wide(&logits), loss, &what);
+            for t in (0..T).filter(|&t| !USED[t] || t == 4) {
+                assert_eq!(gradient[t * E..][..E], [0.0; E], "{what}: token {t} chose nothing");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_weight_of_a_single_choice_moves_only_where_it_is_not_one() {
+    let single = |score, normalise| {
+        let config = GateConfig { top_k: 1, scaling: 1.0, ..config(score, normalise) };
+        let input = WeightsInput { logits: &[0.0; E], choices: &[2], experts: &[2], d_weights: &[1.0] };
+        let mut gradient = [0.0; E];
+        weights_backward(&config, &input, &mut gradient).unwrap();
+        gradient
+    };
+    let plus = Normalise::BeforeDrop(Divisor::SumPlus(1e-20));
+    // Megatron leaves the weight of a single choice as it is.
+    assert_eq!(single(Score::Sigmoid, plus), [0.0, 0.0, 0.25, 0.0, 0.0]);
+    assert_eq!(single(Score::SoftmaxOfChosen, plus), [0.0; E]);
+    assert_eq!(single(Score::Sigmoid, Normalise::AfterDrop(Divisor::SumAtLeast(1e-6))), [0.0; E]);
+}
+
+#[test]
+fn bad_input_is_named_and_the_gradient_left_alone() {
+    let fine = logits(T * E);
+    let balance = Balance::of(Preset::Switch);
+    let mut gradient = vec![0.5; T * E];
+    let mut fails =
+        |balance: Balance, input: LossInput<'_>| balance.loss(&input, Some(&mut gradient)).unwrap_err();
+    let mut bad = fine.clone();
+    bad[2 * E + 3] = f32::NEG_INFINITY;
+    let error = fails(balance, input(&bad));
+    assert_eq!(error, GateError::NotFinite { token: 2, expert: 3, seen: f32::NEG_INFINITY });
+    let mut ids = CHOICES;
+    ids[5] = E as i32;
+    let error = fails(balance, LossInput { choices: &ids, ..input(&fine) });
+    assert_eq!(error, GateError::BadChoice { token: 2, k: 1, expert: 5, experts: 5 });
+    let number = |error| match error {
+        GateError::BadNumber { parameter, .. } => parameter,
+        other => panic!("{other}"),
+    };
+    assert_eq!(number(fails(Balance { parts: Parts::Interleaved(5), ..balance }, input(&fine))), "parts");
+    assert_eq!(number(fails(Balance { parts: Parts::Consecutive(0), ..balance }, input(&fine))), "parts");
+    assert_eq!(number(fails(Balance { coefficient: f32::NAN, ..balance }, input(&fine))), "coefficient");
+    assert_eq!(number(fails(balance, LossInput { top_k: 6, ..input(&fine) })), "top_k");
+    assert_eq!(number(fails(balance, LossInput { experts: 0, ..input(&fine) })), "experts");
+    let totals = Some(Totals { counts: &[1.0; E], tokens: f64::INFINITY });
+    assert_eq!(number(fails(balance, LossInput { totals, ..input(&fine) })), "total tokens");
+    let shape = |error| match error {
+        GateError::WrongShape { what, .. } => what,
+        other => panic!("{other}"),
+    };
+    assert_eq!(shape(fails(balance, LossInput { logits: &fine[1..], ..input(&fine) })), "logits");
+    assert_eq!(shape(fails(balance, LossInput { choices: &CHOICES[2..], ..input(&fine) })), "choices");
+    assert_eq!(shape(fails(balance, LossInput { used: Some(&USED[1..]), ..input(&fine) })), "used");
+    let totals = Some(Totals { counts: &[1.0; E + 1], tokens: 9.0 });
+    assert_eq!(shape(fails(balance, LossInput { totals, ..input(&fine) })), "total counts");
+    assert!(gradient.iter().all(|&d| d == 0.5));
+    assert_eq!(shape(z_loss(1.0, &fine, E as u32, None, Some(&mut gradient[1..])).unwrap_err()), "gradient");
+}

@@ -1,0 +1,117 @@
+//! The router: calls in, decisions out.
+
+use super::keep::{Chosen, Keeper};
+use super::normalise::weigh;
+use super::token::{Row, Tokens};
+use super::{Call, Capacity, Decision, GateConfig, Keep, Rule};
+use crate::error::GateError;
+
+/// A router with its configuration and its memory: after the first call of a size nothing is allocated.
+///
+/// ```
+/// use sidelane::gate::{Call, Gate, Preset};
+/// let mut gate = Gate::new(Preset::Mixtral.config(4, 2)?)?;
+/// let decision = gate.route(&Call { logits: &[0.0, 2.0, 1.0, 2.0], ..Call::default() })?;
+/// assert_eq!(decision.experts(), [1, 3]);
+/// assert_eq!(decision.weights(), [0.5, 0.5]);
+/// # Ok::<(), sidelane::error::GateError>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Gate {
+    config: GateConfig,
+    decision: Decision,
+    tokens: Tokens,
+    /// Unrounded scores of the choices, `[tokens, top_k]`.
+    chosen: Vec<f64>,
+    /// Scores of the choices, rounded, `[tokens, top_k]`.
+    worth: Vec<f32>,
+    keeper: Keeper,
+}
+
+/// All choices find room, in token order.
+const DROPLESS: Capacity =
+    Capacity { rule: Rule::Needed, minimum: 0, align: 1, keep: Keep::Position, groups: 1, pad: false };
+
+impl Gate {
+    /// A router.
+    ///
+    /// # Errors
+    /// What [`GateConfig::check`] finds.
+    pub fn new(config: GateConfig) -> Result<Gate, GateError> {
+        config.check()?;
+        let decision = Decision { top_k: config.top_k, ..Decision::default() };
+        let (tokens, keeper) = (Tokens::default(), Keeper::default());
+        Ok(Gate { config, decision, tokens, keeper, chosen: Vec::new(), worth: Vec::new() })
+    }
+
+    /// By what it decides.
+    pub fn config(&self) -> &GateConfig {
+        &self.config
+    }
+
+    /// Decides for all tokens of `call`.
+    ///
+    /// # Errors
+    /// [`GateError::WrongShape`], [`GateError::NotFinite`], [`GateError::BadNumber`], [`GateError::Conflict`] and
+    /// [`GateError::BadReplay`] name what is wrong with the call. Then nothing is decided, and the next call works.
+    pub fn route(&mut self, call: &Call<'_>) -> Result<&Decision, GateError> {
+        let Gate { config, decision, tokens, chosen, .. } = self;
+        let count = call.check(config)?;
+        let (experts, k) = (config.experts as usize, config.top_k as usize);
+        let scored = if config.score.before_choice() { experts } else { 0 };
+        decision.make_room(count as usize, scored);
+        chosen.resize(count as usize * k, 0.0);
+        tokens.begin(config, call)?;
+        for token in 0..count {
+            let at = token as usize;
+            let row = Row {
+                scores: &mut decision.scores[at * scored..][..scored],
+                ids: &mut decision.choices[at * k..][..k],
+                chosen: &mut chosen[at * k..][..k],
+            };
+            tokens.decide(config, call, token, row)?;
+        }
+        self.drop(call)?;
+        Ok(&self.decision)
+    }
+
+    /// From all choices to those that are left, their weights, places and counts.
+    fn drop(&mut self, call: &Call<'_>) -> Result<(), GateError> {
+        let Gate { config, decision: of, chosen, keeper, worth, .. } = self;
+        let (k, scaling, normalise) = (config.top_k as usize, config.scaling, config.normalise);
+        weigh(normalise.before(), scaling, k, chosen, &of.choices, &mut of.weights);
+        of.experts.copy_from_slice(&of.choices);
+        if call.training {
+            config.second.thin(call.draw, &of.weights, &mut of.experts);
+        }
+        let capacity = config.capacity.as_ref().unwrap_or(&DROPLESS);
+        let worth = if capacity.keep == Keep::Priority {
+            worth.clear();
+            worth.extend(chosen.iter().map(|&score| score as f32));
+            &worth[..]
+        } else {
+            &of.weights
+        };
+        let (experts, top_k) = (config.experts, config.top_k);
+        let chosen_by = Chosen { experts, top_k, ids: &mut of.experts, scores: worth, slots: &mut of.slots };
+        let kept = keeper.keep(capacity, call.needed, call.training, call.draw, chosen_by)?;
+        (of.capacity, of.required) = (kept.capacity, kept.required);
+        if let Some(after) = normalise.after() {
+            weigh(Some(after), scaling, k, chosen, &of.experts, &mut of.weights);
+        }
+        of.weights
+            .iter_mut()
+            .zip(&of.experts)
+            .filter(|(_, id)| **id < 0)
+            .for_each(|(weight, _)| *weight = 0.0);
+        count(&mut of.counts_before, experts, &of.choices);
+        count(&mut of.counts_after, experts, &of.experts);
+        Ok(())
+    }
+}
+
+fn count(counts: &mut Vec<u32>, experts: u32, ids: &[i32]) {
+    counts.clear();
+    counts.resize(experts as usize, 0);
+    ids.iter().filter_map(|&id| usize::try_from(id).ok()).for_each(|id| counts[id] += 1);
+}

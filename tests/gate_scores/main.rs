@@ -1,0 +1,43 @@
+//! What a gate scores, chooses and weighs, against f64 and against numbers worked out by hand.
+
+mod examples;
+mod noise;
+mod properties;
+mod refusals;
+mod replay;
+mod sinkhorn;
+
+use sidelane::gate::{GateConfig, Noise, Normalise, Score, Second, Select};
+
+/// A softmax of all, dropless.
+pub fn plain(experts: u32, top_k: u32) -> GateConfig {
+    GateConfig {
+        experts,
+        top_k,
+        score: Score::Softmax,
+        select: Select::Best,
+        noise: Noise::None,
+        second: Second::All,
+        normalise: Normalise::Never,
+        scaling: 1.0,
+        capacity: None,
+    }
+}
+
+/// How many f32 lie between two of the same sign.
+pub fn ulps(a: f32, b: f32) -> u32 {
+    assert!(a.is_finite() && b.is_finite() && a >= 0.0 && b >= 0.0, "{a} {b}");
+    a.to_bits().abs_diff(b.to_bits())
+}
+
+/// Numbers that anybody can draw again, from -1 to 1.
+pub fn numbers(seed: u64, count: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..count).map(|_| next()).collect()
+}

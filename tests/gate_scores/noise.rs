@@ -1,0 +1,144 @@
+//! Noise: only while training, the same for the same draw, and distributed as it should be.
+
+use sidelane::gate::{Call, Decision, Divisor, Draw, Gate, GateConfig, Noise, Normalise, Score, Second};
+
+use super::{numbers, plain, ulps};
+
+const DRAW: Draw = Draw { seed: 7, step: 3, rank: 1 };
+const ALL: [Noise; 4] =
+    [Noise::Gumbel, Noise::GumbelAfterFirst, Noise::Jitter { eps: 0.5 }, Noise::Normal { deviation: 1.0 }];
+
+fn route(config: &GateConfig, logits: &[f32], training: bool, draw: Draw) -> Decision {
+    let mut gate = Gate::new(config.clone()).unwrap();
+    gate.route(&Call { logits, training, draw, ..Call::default() }).unwrap().clone()
+}
+
+#[test]
+fn there_is_noise_only_while_training() {
+    let logits = numbers(1, 50 * 8);
+    for noise in ALL {
+        let config = GateConfig { noise, ..plain(8, 3) };
+        let quiet = route(&plain(8, 3), &logits, true, DRAW);
+        assert_eq!(route(&config, &logits, false, DRAW).choices(), quiet.choices(), "{noise:?}");
+        assert_ne!(route(&config, &logits, true, DRAW).choices(), quiet.choices(), "{noise:?}");
+    }
+}
+
+#[test]
+fn a_draw_is_the_same_again_and_does_not_depend_on_the_number_of_tokens() {
+    let logits = numbers(2, 50 * 8);
+    for noise in ALL {
+        let config = GateConfig { noise, ..plain(8, 3) };
+        let all = route(&config, &logits, true, DRAW);
+        let few = route(&config, &logits[..20 * 8], true, DRAW);
+        assert_eq!(few.choices(), &all.choices()[..20 * 3], "{noise:?}");
+        assert_eq!(few.weights(), &all.weights()[..20 * 3], "{noise:?}");
+        for other in [Draw { seed: 8, ..DRAW }, Draw { step: 4, ..DRAW }, Draw { rank: 2, ..DRAW }] {
+            assert_ne!(route(&config, &logits, true, other).choices(), all.choices(), "{noise:?} {other:?}");
+        }
+    }
+}
+
+#[test]
+fn gumbel_noise_moves_the_choice_and_not_the_weights() {
+    let logits = numbers(3, 200 * 8);
+    for (noise, kept) in [(Noise::Gumbel, 0), (Noise::GumbelAfterFirst, 1)] {
+        let decision = route(&GateConfig { noise, ..plain(8, 2) }, &logits, true, DRAW);
+        let quiet = route(&plain(8, 2), &logits, false, DRAW);
+        assert_eq!(decision.scores(), quiet.scores());
+        let scores = decision.scores().unwrap();
+        for (token, ids) in decision.experts().chunks(2).enumerate() {
+            assert_ne!(ids[0], ids[1]);
+            for (k, &id) in ids.iter().enumerate() {
+                assert_eq!(decision.weights()[token * 2 + k], scores[token * 8 + id as usize]);
+            }
+            assert!(kept == 0 || ids[0] == quiet.experts()[token * 2]);
+        }
+        assert_ne!(decision.experts(), quiet.experts());
+    }
+}
+
+#[test]
+fn gumbel_noise_samples_the_softmax() {
+    let tokens = 20_000;
+    let row = [5f32, 3.0, 2.0].map(f32::ln);
+    let logits = row.repeat(tokens);
+    let decision = route(&GateConfig { noise: Noise::Gumbel, ..plain(3, 1) }, &logits, true, DRAW);
+    let shares = decision.counts_before().iter().map(|&count| f64::from(count) / tokens as f64);
+    for (share, expected) in shares.zip([0.5, 0.3, 0.2]) {
+        // Five standard deviations.
+        assert!((share - expected).abs() < 5.0 * (0.25 / tokens as f64).sqrt(), "{share}, not {expected}");
+    }
+    // The second, of those that are left, once the first is known.
+    let after = route(&GateConfig { noise: Noise::GumbelAfterFirst, ..plain(3, 2) }, &logits, true, DRAW);
+    let seconds = after.choices().chunks(2).filter(|ids| ids[1] == 1).count();
+    assert!(after.choices().chunks(2).all(|ids| ids[0] == 0));
+    assert!((seconds as f64 / tokens as f64 - 0.6).abs() < 5.0 * (0.25 / tokens as f64).sqrt());
+}
+
+/// What became of `tokens` equal logits: their sigmoids are the weights, and are turned back.
+fn noisy_logits(noise: Noise, logit: f32, deviation: Option<&[f32]>, tokens: usize) -> Vec<f64> {
+    let config = GateConfig { noise, score: Score::Sigmoid, ..plain(1, 1) };
+    let logits = vec![logit; tokens];
+    let call = Call { logits: &logits, deviation, training: true, draw: DRAW, ..Call::default() };
+    let decision = Gate::new(config).unwrap().route(&call).unwrap().clone();
+    decision.weights().iter().map(|&weight| (f64::from(weight) / (1.0 - f64::from(weight))).ln()).collect()
+}
+
+#[test]
+fn jitter_is_a_factor_within_eps() {
+    let logits = noisy_logits(Noise::Jitter { eps: 0.25 }, -4.0, None, 2000);
+    let (least, most) = logits.iter().fold((0f64, -9f64), |(a, b), &x| (a.min(x), b.max(x)));
+    assert!(least >= -5.0 - 1e-5 && most <= -3.0 + 1e-5, "{least} {most}");
+    assert!(least < -4.9 && most > -3.1, "{least} {most}");
+    let mean = logits.iter().sum::<f64>() / 2000.0;
+    assert!((mean + 4.0).abs() < 0.1, "{mean}");
+}
+
+#[test]
+fn normal_noise_has_its_deviation_times_that_of_each_logit() {
+    let tokens = 4000;
+    for (own, expected) in [(None, 0.5), (Some(0.5), 0.25), (Some(0.0), 0.0)] {
+        let own = own.map(|own| vec![own; tokens]);
+        let logits = noisy_logits(Noise::Normal { deviation: 0.5 }, -1.0, own.as_deref(), tokens);
+        let mean = logits.iter().sum::<f64>() / tokens as f64;
+        let deviation = (logits.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / tokens as f64).sqrt();
+        assert!((mean + 1.0).abs() < 5.0 * 0.5 / (tokens as f64).sqrt(), "{mean}");
+        assert!((deviation - expected).abs() < 0.05, "{deviation}, not {expected}");
+    }
+}
+
+#[test]
+fn noise_leaves_the_largest_logits_finite() {
+    for noise in ALL {
+        let config = GateConfig { noise, ..plain(2, 2) };
+        let decision = route(&config, &[f32::MAX, f32::MIN], true, DRAW);
+        assert!(decision.weights().iter().all(|weight| weight.is_finite()), "{noise:?}");
+    }
+}
+
+#[test]
+fn second_choices_are_thinned_out_by_their_weight() {
+    let tokens = 10_000;
+    let logits = [8f32, 2.0, 1.0].map(f32::ln).repeat(tokens);
+    let config = GateConfig {
+        second: Second::Random { threshold: 0.5 },
+        normalise: Normalise::BeforeDrop(Divisor::SumPlus(0.0)),
+        ..plain(3, 2)
+    };
+    let thinned = route(&config, &logits, true, DRAW);
+    let left = thinned.experts().chunks(2).filter(|ids| ids[1] == 1).count();
+    // The weight is 0.2: twice that are kept.
+    assert!((left as f64 / tokens as f64 - 0.4).abs() < 5.0 * (0.25 / tokens as f64).sqrt(), "{left}");
+    assert!(thinned.experts().chunks(2).all(|ids| ids[0] == 0));
+    assert_eq!(thinned.counts_before(), [tokens as u32, tokens as u32, 0]);
+    assert_eq!(thinned.counts_after(), [tokens as u32, left as u32, 0]);
+    assert_eq!(thinned.required(), tokens as u32);
+    for (ids, weights) in thinned.experts().chunks(2).zip(thinned.weights().chunks(2)) {
+        assert!(ulps(weights[0], 0.8) <= 2 && (ids[1] < 0) == (weights[1] == 0.0));
+    }
+    assert!(route(&config, &logits, false, DRAW).dropped().all(|dropped| !dropped));
+    // A weight of one half is always kept.
+    let even = route(&config, &[0.0; 3].repeat(tokens), true, DRAW);
+    assert!(even.dropped().all(|dropped| !dropped));
+}

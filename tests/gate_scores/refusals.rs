@@ -1,0 +1,170 @@
+//! Bad input, each kind with its error.
+
+use sidelane::error::GateError;
+use sidelane::gate::{
+    Call, Capacity, Divisor, Gate, GateConfig, GroupScore, Keep, Noise, Normalise, Preset, Rule, Score,
+    Second, Select,
+};
+
+use super::plain;
+
+fn parameter(config: GateConfig) -> &'static str {
+    match Gate::new(config).unwrap_err() {
+        GateError::BadNumber { parameter, .. } => parameter,
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn numbers_that_cannot_be_used_are_named() {
+    assert_eq!(parameter(plain(0, 1)), "experts");
+    assert_eq!(parameter(plain((1 << 20) + 1, 1)), "experts");
+    assert_eq!(parameter(plain(4, 0)), "top_k");
+    assert_eq!(parameter(plain(4, 5)), "top_k");
+    for scaling in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        assert_eq!(parameter(GateConfig { scaling, ..plain(4, 1) }), "scaling");
+    }
+    for tolerance in [0.0, -1e-4, f32::NAN] {
+        let select = Select::Sinkhorn { tolerance };
+        assert_eq!(parameter(GateConfig { select, ..plain(4, 1) }), "tolerance");
+    }
+    for eps in [-0.1, 1.1, f32::NAN] {
+        assert_eq!(parameter(GateConfig { noise: Noise::Jitter { eps }, ..plain(4, 1) }), "eps");
+    }
+    for deviation in [-0.1, f32::NAN, f32::INFINITY] {
+        assert_eq!(parameter(GateConfig { noise: Noise::Normal { deviation }, ..plain(4, 1) }), "deviation");
+    }
+    for threshold in [0.0, -0.5, f32::NAN] {
+        assert_eq!(
+            parameter(GateConfig { second: Second::Random { threshold }, ..plain(4, 2) }),
+            "threshold"
+        );
+    }
+    assert_eq!(parameter(GateConfig { second: Second::Random { threshold: 0.5 }, ..plain(4, 3) }), "top_k");
+    let divided = |divisor| GateConfig { normalise: Normalise::AfterDrop(divisor), ..plain(4, 2) };
+    assert_eq!(parameter(divided(Divisor::SumPlus(-1.0))), "sum plus");
+    assert_eq!(parameter(divided(Divisor::SumAtLeast(0.0))), "sum at least");
+    let capacity = |factor| Capacity {
+        rule: Rule::CeilF64 { factor },
+        minimum: 0,
+        align: 1,
+        keep: Keep::Score,
+        groups: 1,
+        pad: false,
+    };
+    for factor in [0.0, -1.0, f64::NAN] {
+        assert_eq!(
+            parameter(GateConfig { capacity: Some(capacity(factor)), ..plain(4, 2) }),
+            "capacity factor"
+        );
+    }
+}
+
+#[test]
+fn groups_must_fit_the_experts_and_the_choices() {
+    let of = |experts, top_k, count, kept, by| {
+        parameter(GateConfig { select: Select::Groups { count, kept, by }, ..plain(experts, top_k) })
+    };
+    assert_eq!(of(8, 2, 0, 1, GroupScore::Best), "groups");
+    assert_eq!(of(8, 2, 3, 1, GroupScore::Best), "groups");
+    assert_eq!(of(8, 2, 16, 1, GroupScore::Best), "groups");
+    assert_eq!(of(8, 2, 4, 0, GroupScore::Best), "kept groups");
+    assert_eq!(of(8, 2, 4, 5, GroupScore::Best), "kept groups");
+    assert_eq!(of(8, 5, 4, 2, GroupScore::Best), "top_k");
+    assert_eq!(of(8, 2, 4, 2, GroupScore::SumOfBest(0)), "best of a group");
+    assert_eq!(of(8, 2, 4, 2, GroupScore::SumOfBest(3)), "best of a group");
+}
+
+#[test]
+fn settings_that_exclude_each_other_are_named() {
+    let conflict = |config| matches!(Gate::new(config), Err(GateError::Conflict { .. }));
+    let sinkhorn = Select::Sinkhorn { tolerance: 1e-4 };
+    let groups = Select::Groups { count: 2, kept: 1, by: GroupScore::Best };
+    for noise in [Noise::Gumbel, Noise::GumbelAfterFirst] {
+        assert!(conflict(GateConfig { noise, select: sinkhorn, ..plain(4, 1) }));
+        assert!(conflict(GateConfig { noise, select: groups, ..plain(4, 1) }));
+        for score in [Score::Sigmoid, Score::SqrtSoftplus] {
+            assert!(conflict(GateConfig { noise, score, ..plain(4, 1) }));
+        }
+        assert!(!conflict(GateConfig { noise, score: Score::SoftmaxOfChosen, ..plain(4, 1) }));
+    }
+    assert!(conflict(GateConfig { noise: Noise::Jitter { eps: 0.1 }, select: sinkhorn, ..plain(4, 1) }));
+}
+
+#[test]
+fn presets_refuse_choices_that_their_system_does_not_know() {
+    for preset in Preset::ALL {
+        let Some(fixed) = preset.fixed_top_k() else { continue };
+        assert!(preset.config(8, fixed).is_ok());
+        for top_k in [1, 2, 3].into_iter().filter(|&top_k| top_k != fixed) {
+            let error = preset.config(8, top_k).unwrap_err();
+            assert!(matches!(error, GateError::BadNumber { parameter: "top_k", .. }), "{preset}: {error}");
+        }
+    }
+    let error = Preset::DeepseekV3.config(60, 8).unwrap_err();
+    assert!(matches!(error, GateError::BadNumber { parameter: "groups", seen: 8.0, .. }), "{error}");
+}
+
+#[test]
+fn logits_that_are_not_finite_are_named() {
+    for preset in [Preset::Mixtral, Preset::Qwen3, Preset::DeepseekV3] {
+        let mut gate = Gate::new(preset.config(64, 8).unwrap()).unwrap();
+        for seen in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for (token, expert) in [(0, 0), (1, 63), (2, 31)] {
+                let mut logits = vec![0.5; 3 * 64];
+                logits[token as usize * 64 + expert as usize] = seen;
+                let error = gate.route(&Call { logits: &logits, ..Call::default() }).unwrap_err();
+                let GateError::NotFinite { token: t, expert: e, seen: s } = error else { panic!("{error}") };
+                assert_eq!((t, e, s.to_bits()), (token, expert, seen.to_bits()));
+            }
+        }
+        assert_eq!(gate.route(&Call { logits: &[0.5; 64], ..Call::default() }).unwrap().tokens(), 1);
+    }
+}
+
+#[test]
+fn arrays_of_the_wrong_length_are_named() {
+    let config = GateConfig { noise: Noise::Normal { deviation: 1.0 }, ..plain(4, 2) };
+    let mut gate = Gate::new(config).unwrap();
+    let logits = [0.0; 12];
+    let right = Call { logits: &logits, ..Call::default() };
+    let calls = [
+        ("logits", Call { logits: &logits[..11], ..right }),
+        ("bias", Call { bias: Some(&[0.0; 5]), ..right }),
+        ("deviation", Call { deviation: Some(&[0.0; 11]), ..right }),
+        ("used", Call { used: Some(&[true; 4]), ..right }),
+        ("recorded choices", Call { replay: Some(&[0; 5]), ..right }),
+    ];
+    for (name, call) in calls {
+        let error = gate.route(&call).unwrap_err();
+        assert!(matches!(error, GateError::WrongShape { what, .. } if what == name), "{name}: {error}");
+    }
+    for (name, call) in [
+        ("bias", Call { bias: Some(&[0.0, 0.0, f32::NAN, 0.0]), ..right }),
+        (
+            "deviation",
+            Call { deviation: Some(&[0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]), ..right },
+        ),
+    ] {
+        let error = gate.route(&call).unwrap_err();
+        assert!(matches!(error, GateError::BadElement { what, .. } if what == name), "{name}: {error}");
+    }
+    assert!(gate.route(&right).is_ok());
+}
+
+#[test]
+fn arrays_that_a_router_has_no_use_for_are_refused() {
+    let bias = Some(&[0.0; 4][..]);
+    for config in [
+        GateConfig { score: Score::SoftmaxOfChosen, ..plain(4, 2) },
+        GateConfig { select: Select::Sinkhorn { tolerance: 1e-4 }, ..plain(4, 2) },
+        GateConfig { noise: Noise::Gumbel, ..plain(4, 1) },
+    ] {
+        let call = Call { logits: &[0.0; 4], bias, ..Call::default() };
+        let error = Gate::new(config).unwrap().route(&call).unwrap_err();
+        assert!(matches!(error, GateError::Conflict { one: "bias", .. }), "{error}");
+    }
+    let call = Call { logits: &[0.0; 4], deviation: bias, ..Call::default() };
+    let error = Gate::new(plain(4, 2)).unwrap().route(&call).unwrap_err();
+    assert!(matches!(error, GateError::Conflict { one: "deviation", .. }), "{error}");
+}
