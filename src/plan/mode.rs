@@ -1,5 +1,8 @@
 //! How much a rank receives, and who decides it.
 
+use crate::error::GateError;
+use crate::gate::{GateConfig, Rule};
+
 /// How receive memory is sized.
 ///
 /// | mode | sizes | counts |
@@ -42,6 +45,40 @@ pub enum Overflow {
 }
 
 impl Mode {
+    /// What a gate asks of the exchange where each rank has `tokens` tokens.
+    ///
+    /// A capacity that is padded is drop-and-pad: every rank has `capacity` rows per local group at every expert,
+    /// unused ones zero, and no counts are exchanged; what the gate keeps always fits. Otherwise sizes are exact.
+    ///
+    /// ```
+    /// use sidelane::gate::{Capacity, Preset};
+    /// use sidelane::plan::{Mode, Overflow};
+    /// let mut config = Preset::Switch.config(8, 1)?;
+    /// assert_eq!(Mode::of_gate(&config, 64)?, Mode::Eager);
+    /// config.capacity = config.capacity.map(|capacity| Capacity { pad: true, ..capacity });
+    /// assert_eq!(Mode::of_gate(&config, 64)?, Mode::Slots { rows: 10, overflow: Overflow::Error });
+    /// # Ok::<(), sidelane::error::GateError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`GateError::Conflict`] for a padded capacity that follows the need: slots are fixed before the call;
+    /// [`GateError::BadNumber`] for tokens that cannot be split into the local groups.
+    pub fn of_gate(config: &GateConfig, tokens: u32) -> Result<Self, GateError> {
+        let Some(capacity) = config.capacity.filter(|capacity| capacity.pad) else { return Ok(Mode::Eager) };
+        if matches!(capacity.rule, Rule::Needed)
+            || matches!(capacity.rule, Rule::Tutel { factor } if factor <= 0.0)
+        {
+            let (one, other) = ("capacity pad", "a capacity that follows the need");
+            return Err(GateError::Conflict { one, other, why: "slots are fixed before the call" });
+        }
+        if !tokens.is_multiple_of(capacity.groups) {
+            let (parameter, expected) = ("capacity groups", "a divisor of the number of tokens");
+            return Err(GateError::BadNumber { parameter, seen: capacity.groups.into(), expected });
+        }
+        let rows = capacity.rows(tokens / capacity.groups, config.experts, config.top_k, 0);
+        Ok(Mode::Slots { rows: rows.saturating_mul(capacity.groups), overflow: Overflow::Error })
+    }
+
     /// The receive budget, if there is one.
     pub fn budget(self) -> Option<u32> {
         match self {

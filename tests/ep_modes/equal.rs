@@ -4,7 +4,7 @@ use half::bf16;
 use sidelane::ep::Handle;
 use sidelane::plan::{ExpertMap, Mode, Overflow, RowLayout};
 use sidelane::topology::Route;
-use sidelane::{ExpertParallel, World};
+use sidelane::{ExpertParallel, Options, World};
 
 use crate::support::layer::{Expected, bits, nothing_is_held};
 use crate::support::visible::Case;
@@ -13,7 +13,7 @@ use crate::{groups, loads, weighted_or_not};
 
 /// What a layer gives to its rank: all that does not depend on where rows lie.
 #[derive(Debug, PartialEq)]
-struct Step {
+pub struct Step {
     out: Vec<u8>,
     of_x: Vec<u8>,
     of_choices: Vec<u8>,
@@ -75,9 +75,14 @@ fn step(world: &World, ep: &mut ExpertParallel, all: &Expected<bf16>) -> Step {
 }
 
 /// The step of every rank, for these tokens.
-fn steps(case: &Case, all: &Expected<bf16>) -> Vec<Step> {
+pub fn steps(case: &Case, all: &Expected<bf16>) -> Vec<Step> {
+    steps_in(&tiny(), case, all)
+}
+
+/// The same in worlds with other options.
+pub fn steps_in(options: &Options, case: &Case, all: &Expected<bf16>) -> Vec<Step> {
     let expected = Expected::of(case, all.all.clone());
-    on_ranks(&case.nodes, &tiny(), |world| {
+    on_ranks(&case.nodes, options, |world| {
         let group = world.all().unwrap();
         let mut ep = expected.layer(&group);
         let step = step(&world, &mut ep, &expected);

@@ -4,6 +4,7 @@
 mod support;
 
 mod equal;
+mod gate;
 mod live;
 mod refused;
 mod room;
