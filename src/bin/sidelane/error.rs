@@ -8,6 +8,8 @@ use std::process::ExitCode;
 use crate::bench::ConfigError;
 use crate::launch::ShapeError;
 use crate::perf::PerfError;
+use crate::route::RouteError;
+use crate::routing::RoutingError;
 
 /// Any error that ends the program.
 #[derive(Debug, thiserror::Error)]
@@ -29,6 +31,14 @@ pub enum CliError {
     /// The machines of a job were not given the same options.
     #[error("rank {rank} was started under other conditions than rank 0: {differences}")]
     Conditions { rank: u32, differences: String },
+
+    /// The routing cannot be had.
+    #[error(transparent)]
+    Routing(#[from] RoutingError),
+
+    /// What `route` is asked for cannot be shown.
+    #[error(transparent)]
+    Route(#[from] RouteError),
 
     /// The ranks or sizes of `perf` are none.
     #[error(transparent)]
@@ -76,6 +86,8 @@ impl CliError {
         ExitCode::from(match self {
             CliError::Shape(_)
             | CliError::Config(_)
+            | CliError::Routing(_)
+            | CliError::Route(_)
             | CliError::Perf(_)
             | CliError::NoSecret { .. }
             | CliError::Conditions { .. }

@@ -1,10 +1,12 @@
 //! The `sidelane` program: `bench` measures dispatch and combine, `perf` what they are made of, `trace` shows what ranks do
-//! and when, `launch` starts ranks, `doctor` says what the machine offers.
+//! and when, `route` what a router asks of them, `launch` starts ranks, `doctor` says what the machine offers.
 
 mod bench;
 mod conditions;
 mod doctor;
 mod error;
+#[cfg(test)]
+mod json_keys;
 mod launch;
 mod machines;
 mod output;
@@ -12,6 +14,8 @@ mod perf;
 mod progress;
 mod rail;
 mod ranks;
+mod route;
+mod routing;
 mod stats;
 mod svg;
 mod table;
@@ -37,6 +41,7 @@ enum Command {
     Trace(trace::TraceArgs),
     #[command(hide = true)]
     TraceRank(ranks::RankArgs),
+    Route(route::RouteArgs),
     Perf(perf::PerfArgs),
     #[command(hide = true)]
     PerfRank(ranks::RankArgs),
@@ -50,6 +55,7 @@ fn main() -> ExitCode {
         Command::BenchRank(args) => bench::rank(&args),
         Command::Trace(args) => trace::main(&args),
         Command::TraceRank(args) => trace::rank(&args),
+        Command::Route(args) => route::main(&args),
         Command::Perf(args) => perf::main(&args),
         Command::PerfRank(args) => perf::rank(&args),
         Command::Launch(args) => launch::main(args),

@@ -1,6 +1,7 @@
-//! Standard output that may be a pipe: `sidelane doctor | head` is no error.
+//! Where results go: files, and standard output that may be a pipe: `sidelane doctor | head` is no error.
 
 use std::io::{self, Write};
+use std::path::Path;
 
 use crate::error::CliError;
 
@@ -11,4 +12,9 @@ pub fn print(text: &str) -> Result<(), CliError> {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(CliError::Output(error)),
         _ => Ok(()),
     }
+}
+
+/// Writes a file.
+pub fn write(path: &Path, text: &str) -> Result<(), CliError> {
+    std::fs::write(path, text).map_err(|source| CliError::Write { path: path.to_owned(), source })
 }

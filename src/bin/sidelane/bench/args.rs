@@ -10,8 +10,8 @@ use sidelane::topology::Route;
 
 use super::room::RoomMode;
 use super::row_type::RowType;
-use super::source::Source;
 use crate::launch::MachineArgs;
+use crate::routing::Source;
 
 /// What dispatches and combines are made of.
 #[derive(Args)]

@@ -2,23 +2,18 @@
 //!
 //! The program resolves once and hands the result to every rank that it starts; ranks of other machines are compared.
 
-use std::io;
-use std::path::PathBuf;
-
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sidelane::dtype::{Dtype, Wire};
 use sidelane::error::PlanError;
-use sidelane::gate::RecordedError;
 use sidelane::plan::{Order, RowLayout};
 use sidelane::topology::{NodeMap, Route};
 
 use super::args::ConditionArgs;
 use super::room::Room;
 use super::row_type::RowType;
-use super::source::{Router, Source};
-use super::trained;
-use crate::launch::{ShapeError, node_sizes};
+use crate::launch::{ShapeError, node_labels, node_sizes_or};
+use crate::routing::{Routed, RoutingError, Share, Source};
 
 /// Conditions that cannot be met.
 #[derive(Debug, thiserror::Error)]
@@ -66,19 +61,13 @@ pub enum ConfigError {
     )]
     SlotsFull { slots: u32, most: u32 },
 
-    /// The routing file cannot be read.
-    #[error(
-        "cannot read the routing file {path:?}: {source} (other than files: recorded, uniform, zipf:S, incast)"
-    )]
-    Unreadable { path: PathBuf, source: io::Error },
-
     /// The library cannot use them.
     #[error(transparent)]
     Plan(#[from] PlanError),
 
-    /// A recording is wrong, or is not what the options say.
-    #[error("routing {routing}: {source}")]
-    Recorded { routing: Source, source: RecordedError },
+    /// The routing cannot be had.
+    #[error(transparent)]
+    Routing(#[from] RoutingError),
 }
 
 /// The conditions of a measurement.
@@ -110,34 +99,16 @@ impl Config {
     /// From the command line and what the recording or the routing file says. Without a number of rounds as many as take
     /// half a minute.
     pub fn resolve(args: &ConditionArgs, backward: bool, rounds: Option<u32>) -> Result<Self, ConfigError> {
-        const NODES: u32 = 2;
-        const RANKS_PER_NODE: u32 = 4;
-        let ranks_per_node = match args.ranks_per_node.as_slice() {
-            [] => node_sizes(args.nodes.or(Some(NODES)), &[RANKS_PER_NODE])?,
-            sizes => node_sizes(args.nodes, sizes)?,
-        };
-        let routing = args.routing.clone().unwrap_or_else(|| Source::default_for(args.experts, args.top_k));
-        let router = Router::open(&routing)?;
-        let (experts, top_k) = match &router {
-            Router::Recorded(recorded) => {
-                let experts = args.experts.or(recorded.experts()).unwrap_or(trained::EXPERTS);
-                recorded
-                    .require(Some(experts), args.top_k)
-                    .map_err(|source| ConfigError::Recorded { routing: routing.clone(), source })?;
-                (experts, recorded.top_k())
-            }
-            Router::Drawn(_) => {
-                (args.experts.unwrap_or(trained::EXPERTS), args.top_k.unwrap_or(trained::TOP_K))
-            }
-        };
+        let ranks_per_node = node_sizes_or((2, 4), args.nodes, &args.ranks_per_node)?;
+        let routed = Routed::resolve(args.routing.clone(), args.experts, args.top_k)?;
         let config = Config {
             nodes: ranks_per_node.len() as u32,
             ranks_per_node,
             tokens: args.tokens,
             hidden: args.hidden,
             dtype: args.dtype,
-            top_k,
-            experts,
+            top_k: routed.top_k,
+            experts: routed.experts,
             order: args.order,
             wire: args.wire,
             layout: args.layout,
@@ -146,13 +117,13 @@ impl Config {
             spans: args.spans,
             align: args.align,
             backward,
-            routing,
+            routing: routed.source.clone(),
             rounds: rounds.unwrap_or(0),
             seed: args.seed,
         };
         config.check(rounds)?;
         let rounds = rounds.unwrap_or_else(|| config.rounds_in_budget());
-        let room = Room::resolve(args, &config, &router)?;
+        let room = Room::resolve(args, &config, &routed.router)?;
         Ok(Config { rounds, room, ..config })
     }
 
@@ -198,12 +169,14 @@ impl Config {
         self.ranks_per_node.iter().sum()
     }
 
+    /// What each rank takes of the routing.
+    pub fn share(&self) -> Share {
+        Share { experts: self.experts, top_k: self.top_k, tokens: self.tokens, seed: self.seed }
+    }
+
     /// Which ranks share a node.
     pub fn node_map(&self) -> NodeMap {
-        let sizes = self.ranks_per_node.iter().enumerate();
-        let labels: Vec<usize> =
-            sizes.flat_map(|(node, &ranks)| std::iter::repeat_n(node, ranks as usize)).collect();
-        NodeMap::from_labels(&labels)
+        NodeMap::from_labels(&node_labels(&self.ranks_per_node))
     }
 
     /// Type of partial sums, if the order of addition makes some.

@@ -1,7 +1,11 @@
+use std::path::PathBuf;
+
 use clap::Parser;
 
 use super::super::args::BenchArgs;
 use super::*;
+use crate::routing::Router;
+use sidelane::gate::RecordedError;
 use sidelane::plan::{Mode, Overflow};
 
 #[derive(Parser)]
@@ -110,7 +114,11 @@ fn a_file_that_contradicts_the_options_is_refused() {
     let file = File::new("contradicts", true);
     for (words, key) in [("--experts 64", "num_experts"), ("--top-k 8", "top_k")] {
         let error = file.resolve(words).unwrap_err();
-        let ConfigError::Recorded { source: RecordedError::Contradiction { what, .. }, .. } = error else {
+        let ConfigError::Routing(RoutingError::Recorded {
+            source: RecordedError::Contradiction { what, .. },
+            ..
+        }) = error
+        else {
             panic!("{error}")
         };
         assert_eq!(what, key);
@@ -148,7 +156,7 @@ fn a_file_without_meta_takes_the_experts_of_the_options_or_the_default() {
 #[test]
 fn a_misspelt_pattern_is_a_missing_file_whose_error_lists_the_patterns() {
     let error = resolve("--routing unifrom").unwrap_err();
-    assert!(matches!(error, ConfigError::Unreadable { .. }));
+    assert!(matches!(error, ConfigError::Routing(RoutingError::Unreadable { .. })));
     for word in ["unifrom", "recorded", "uniform", "zipf:S", "incast"] {
         assert!(error.to_string().contains(word), "{word} in {error}");
     }
@@ -181,7 +189,7 @@ fn ranks_of_one_file_read_on_where_the_last_one_ended() {
     let file = File::new("ranks", true);
     let config = file.resolve("--tokens 3").unwrap();
     let router = Router::open(&config.routing).unwrap();
-    let routing = router.routing(&config, 1).unwrap();
+    let routing = router.routing(config.share(), 1).unwrap();
     assert_eq!((routing.tokens(), routing.experts_of(2)), (3, &[3, 0][..]));
 }
 

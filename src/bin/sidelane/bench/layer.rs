@@ -6,12 +6,12 @@ use sidelane::gate::Routing;
 use sidelane::{Error, ExpertParallel, Group, World};
 
 use super::config::Config;
-use super::source::Router;
 use super::tensor::{Number, fill};
 use super::verify::Expected;
 use crate::error::CliError;
 use crate::machines::Machines;
 use crate::ranks::{self, Sizes};
+use crate::routing::Router;
 
 /// Everything a rank calls with.
 pub struct Layer<'c, E> {
@@ -113,7 +113,7 @@ impl<'c, E: Number> Layer<'c, E> {
             .spans(config.spans)
             .build()?;
         let router = Router::open(&config.routing)?;
-        let routing = router.routing(config, world.rank()).map_err(Error::from)?;
+        let routing = router.routing(config.share(), world.rank()).map_err(Error::from)?;
         let expected = Expected::new(config, &router, world.rank()).map_err(Error::from)?;
         let mut x = Vec::new();
         (0..config.tokens).for_each(|token| fill(&mut x, config.seed, world.rank(), token, config.hidden));

@@ -25,11 +25,9 @@ mod recording;
 mod report;
 mod room;
 mod row_type;
-mod source;
 mod table;
 mod task;
 mod tensor;
-mod trained;
 mod verify;
 mod words;
 
@@ -48,19 +46,12 @@ use std::process::ExitCode;
 
 use crate::error::CliError;
 use crate::ranks::{self, RankArgs};
-use source::Source;
 use task::Task;
 
 /// Starts the ranks of a measurement and waits for rank 0's report.
 pub fn main(args: &BenchArgs) -> Result<ExitCode, CliError> {
     let task = Task::resolve(args)?;
-    if args.conditions.routing.is_none() && task.config.routing != Source::Recorded {
-        let (experts, top_k) = (trained::EXPERTS, trained::TOP_K);
-        eprintln!(
-            "sidelane: routing is {}: the recorded one has {experts} experts, top-{top_k}",
-            task.config.routing
-        );
-    }
+    task.config.routing.say_if_drawn(args.conditions.routing.as_ref());
     ranks::start("bench-rank", &task.config.ranks_per_node, &args.conditions.machines, &task)
 }
 

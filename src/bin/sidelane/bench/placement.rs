@@ -6,7 +6,7 @@ use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, Mode, RowLayout};
 
 use super::config::Config;
-use super::source::Router;
+use crate::routing::Router;
 
 /// Whose token a row is, and the first choice of the token that it stands for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,7 +42,7 @@ impl Placement {
         let ranks = 0..config.ranks();
         Ok(Placement {
             map: ExpertMap::contiguous(config.experts, config.ranks())?,
-            routings: ranks.map(|rank| router.routing(config, rank)).collect::<Result<_, _>>()?,
+            routings: ranks.map(|rank| router.routing(config.share(), rank)).collect::<Result<_, _>>()?,
             layout: config.layout,
             align: config.align as usize,
             mode,

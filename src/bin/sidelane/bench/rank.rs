@@ -32,8 +32,7 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     let Some(report) = report else { return Ok(ExitCode::SUCCESS) };
     output::print(&table::text(&report))?;
     if let Some(path) = &task.json {
-        let failed = |source| CliError::Write { path: path.clone(), source };
-        std::fs::write(path, report.json() + "\n").map_err(failed)?;
+        output::write(path, &(report.json() + "\n"))?;
     }
     Ok(if report.verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

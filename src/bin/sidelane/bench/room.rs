@@ -7,7 +7,7 @@ use sidelane::plan::{Mode, Overflow, RowLayout};
 use super::args::ConditionArgs;
 use super::config::{Config, ConfigError};
 use super::placement::Placement;
-use super::source::Router;
+use crate::routing::Router;
 
 /// What `--mode` names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]

@@ -10,9 +10,9 @@ use sidelane::topology::{Paths, Route};
 use super::args::BenchArgs;
 use super::config::{Config, ConfigError};
 use super::placement::Placement;
-use super::source::Router;
 use crate::conditions;
 use crate::ranks::Sizes;
+use crate::routing::Router;
 
 /// Everything a rank of a measurement needs to know, and every rank the same.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -11,8 +11,8 @@ use sidelane::topology::NodeMap;
 use super::config::Config;
 use super::placement::{Origin, Placement};
 use super::row_type::Plain;
-use super::source::Router;
 use super::tensor::{Number, expert, fill};
+use crate::routing::Router;
 
 /// What one rank should see.
 pub struct Expected {

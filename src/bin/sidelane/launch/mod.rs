@@ -18,7 +18,9 @@ mod tag;
 pub use args::LaunchArgs;
 pub use job::{Job, Outcome};
 pub use machines::MachineArgs;
-pub use shape::{ShapeError, node_sizes, shape_words};
+pub use shape::{ShapeError, node_labels, node_sizes_or, shape_words};
+
+use shape::node_sizes;
 
 use std::process::ExitCode;
 

@@ -1,6 +1,5 @@
 //! What every rank does: measure where it is one of the pair, and wait for the figures where it is not.
 
-use std::path::Path;
 use std::process::ExitCode;
 
 use sidelane::World;
@@ -22,10 +21,10 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     let Some(report) = measure(task, &world)? else { return Ok(ExitCode::SUCCESS) };
     output::print(&table::text(&report))?;
     if let Some(path) = &task.json {
-        write(path, &(report.json() + "\n"))?;
+        output::write(path, &(report.json() + "\n"))?;
     }
     if let Some(path) = &task.svg {
-        write(path, &plot::draw(&report))?;
+        output::write(path, &plot::draw(&report))?;
     }
     Ok(if report.verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -73,8 +72,4 @@ fn describe(world: &World, (from, to): (u32, u32)) -> PairReport {
     let rail = if nodes.same_node(from, to) { None } else { Rail::of(world) };
     let (lane, lane_reason) = rail.map_or(("shm".into(), None), |rail| (rail.lane, Some(rail.reason)));
     PairReport { from: end(from), to: end(to), lane, lane_reason, runs: Vec::new() }
-}
-
-fn write(path: &Path, text: &str) -> Result<(), CliError> {
-    std::fs::write(path, text).map_err(|source| CliError::Write { path: path.to_owned(), source })
 }

@@ -8,7 +8,7 @@ use serde_json::json;
 use super::args::{PerfArgs, Test};
 use super::sizes::Sizes;
 use crate::conditions;
-use crate::launch::{ShapeError, node_sizes};
+use crate::launch::{ShapeError, node_sizes_or};
 use crate::ranks;
 
 /// Pairs that cannot be measured.
@@ -68,11 +68,7 @@ pub struct Run {
 impl Task {
     /// From the command line.
     pub fn resolve(args: &PerfArgs) -> Result<Self, PerfError> {
-        const NODES: u32 = 2;
-        let ranks_per_node = match args.ranks_per_node.as_slice() {
-            [] => node_sizes(args.nodes.or(Some(NODES)), &[1])?,
-            sizes => node_sizes(args.nodes, sizes)?,
-        };
+        let ranks_per_node = node_sizes_or((2, 1), args.nodes, &args.ranks_per_node)?;
         let matrix = args.pairs.is_some();
         let pairs =
             if matrix { all_pairs(&ranks_per_node)? } else { vec![(0, peer(args.peer, &ranks_per_node)?)] };

@@ -1,6 +1,5 @@
 //! What every rank of a trace does: check, record, check; rank 0 writes.
 
-use std::path::Path;
 use std::process::ExitCode;
 
 use half::{bf16, f16};
@@ -37,15 +36,11 @@ fn run<E: Number>(task: &Task) -> Result<ExitCode, CliError> {
     let report = Report::new(&task.config, &layer.machines, &verdict, nodes, &timelines);
     write_trace(&task.out, nodes, &timelines)?;
     if let Some(path) = &task.svg {
-        write(path, &picture::draw(&task.config, nodes, &timelines))?;
+        output::write(path, &picture::draw(&task.config, nodes, &timelines))?;
     }
     if let Some(path) = &task.json {
-        write(path, &(report.json() + "\n"))?;
+        output::write(path, &(report.json() + "\n"))?;
     }
     output::print(&report.text(&task.out))?;
     Ok(if report.verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
-fn write(path: &Path, text: &str) -> Result<(), CliError> {
-    std::fs::write(path, text).map_err(|source| CliError::Write { path: path.to_owned(), source })
 }

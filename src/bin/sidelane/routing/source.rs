@@ -11,8 +11,7 @@ use sha2::{Digest, Sha256};
 use sidelane::error::PlanError;
 use sidelane::gate::{Pattern, PatternError, Recorded, Routing, synthetic};
 
-use super::config::{Config, ConfigError};
-use super::trained;
+use super::{RoutingError, trained};
 
 /// What `--routing` names.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -31,11 +30,17 @@ impl Source {
             && top_k.is_none_or(|top_k| top_k == trained::TOP_K);
         if fits { Source::Recorded } else { Source::Pattern(Pattern::Zipf(1.0)) }
     }
-}
 
-impl Source {
+    /// Says so where nothing was asked for and the recording does not fit.
+    pub fn say_if_drawn(&self, asked: Option<&Source>) {
+        if asked.is_none() && *self != Source::Recorded {
+            let (experts, top_k) = (trained::EXPERTS, trained::TOP_K);
+            eprintln!("sidelane: routing is {self}: the recorded one has {experts} experts, top-{top_k}");
+        }
+    }
+
     /// Of the file's content, if it is one.
-    pub fn digest(&self) -> Result<Option<String>, ConfigError> {
+    pub fn digest(&self) -> Result<Option<String>, RoutingError> {
         let Source::File(path) = self else { return Ok(None) };
         let digest = Sha256::digest(read(path)?);
         Ok(Some(digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect()))
@@ -82,6 +87,16 @@ impl From<Source> for String {
     }
 }
 
+/// What each rank takes of a source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Share {
+    pub experts: u32,
+    pub top_k: u32,
+    /// Of one rank.
+    pub tokens: u32,
+    pub seed: u64,
+}
+
 /// A source that is ready to answer.
 pub enum Router {
     Drawn(Pattern),
@@ -90,32 +105,29 @@ pub enum Router {
 
 impl Router {
     /// Reads the recording or the file, if it is one of them.
-    pub fn open(routing: &Source) -> Result<Self, ConfigError> {
+    pub fn open(routing: &Source) -> Result<Self, RoutingError> {
         let text = match routing {
             Source::Pattern(pattern) => return Ok(Router::Drawn(*pattern)),
             Source::Recorded => Cow::Borrowed(trained::TEXT),
             Source::File(path) => Cow::Owned(read(path)?),
         };
         let recorded = Recorded::parse(&text)
-            .map_err(|source| ConfigError::Recorded { routing: routing.clone(), source })?;
+            .map_err(|source| RoutingError::Recorded { routing: routing.clone(), source })?;
         Ok(Router::Recorded(recorded))
     }
 
     /// The decisions of one rank: any rank can ask for those of any other.
-    pub fn routing(&self, config: &Config, rank: u32) -> Result<Routing<'static>, PlanError> {
+    pub fn routing(&self, share: Share, rank: u32) -> Result<Routing<'static>, PlanError> {
+        let Share { experts, top_k, tokens, seed } = share;
         match self {
-            Router::Drawn(pattern) => {
-                synthetic(*pattern, config.experts, config.top_k, config.tokens, config.seed, rank)
-            }
-            Router::Recorded(recorded) => {
-                recorded.routing(u64::from(rank) * u64::from(config.tokens), config.tokens)
-            }
+            Router::Drawn(pattern) => synthetic(*pattern, experts, top_k, tokens, seed, rank),
+            Router::Recorded(recorded) => recorded.routing(u64::from(rank) * u64::from(tokens), tokens),
         }
     }
 }
 
-fn read(path: &Path) -> Result<String, ConfigError> {
-    std::fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { path: path.to_owned(), source })
+fn read(path: &Path) -> Result<String, RoutingError> {
+    std::fs::read_to_string(path).map_err(|source| RoutingError::Unreadable { path: path.to_owned(), source })
 }
 
 #[cfg(test)]
