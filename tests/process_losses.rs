@@ -9,6 +9,7 @@ use process_common::job::{Job, Setup, THREE_AND_FIVE, TWO_BY_FOUR, others};
 use process_common::{Command, Failure, LONG, Report, SOON, rank};
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::pipe::{PipeFlags, pipe_with};
+use sidelane::plan::Strategy;
 use sidelane::topology::Route;
 
 #[test]
@@ -89,6 +90,18 @@ fn each_rank_killed_at_any_moment_is_named_by_all_others() {
         let killed = job.kill(victim);
         let took = job.demand(others(8, victim), killed, SOON, &lost(victim));
         println!("rank {victim} of {world:?} killed in its rounds, named after {took:?}");
+        job.end(others(8, victim));
+    }
+}
+
+#[test]
+fn a_rank_killed_while_all_gather_is_named_by_all_others() {
+    for (victim, (nodes, route)) in [1, 6, 3].into_iter().zip(WORLDS) {
+        let mut job = Setup::on(&nodes).route(route).strategy(Strategy::Gather).join();
+        set_running(&mut job, 8);
+        let killed = job.kill(victim);
+        let took = job.demand(others(8, victim), killed, SOON, &lost(victim));
+        println!("rank {victim} of {nodes:?} {route:?} killed in its rounds, named after {took:?}");
         job.end(others(8, victim));
     }
 }

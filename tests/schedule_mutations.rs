@@ -240,6 +240,19 @@ fn every_mutant_of_relays_that_copy_spans_is_found() {
 }
 
 #[test]
+fn every_mutant_of_all_gather_and_reduce_scatter_is_found() {
+    for (labels, order) in
+        [(&[0, 0, 1, 1][..], Order::Expert), (&[0, 1, 1, 0], Order::Node), (&[0; 4], Order::Expert)]
+    {
+        let group = Group::new(labels, 1, 5).gathering((Route::Pxn, Relays::Away), order);
+        let title = format!("{labels:?} gathered, {}", order.name());
+        assert_eq!(survivors(&title, &group), Vec::<String>::new());
+    }
+    let group = Group::new(&[0, 0, 1, 1], 1, 5).gathering((Route::Direct, Relays::Inline), Order::Expert);
+    assert_eq!(survivors("2 x 2 gathered, direct", &group), Vec::<String>::new());
+}
+
+#[test]
 fn every_mutant_of_uneven_nodes_is_found() {
     ways().for_each(|way| all_found(&[0, 0, 0, 1], way, Order::Expert));
 }

@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use std::time::Instant;
 
 use groups::{Group, ROWS, copy, dispatch, placements, placements_in_spans, ret, rounds, ways};
+use sidelane::plan::Order;
 use sidelane::schedule::check::check;
 use sidelane::schedule::prove::{Fault, Proof, prove};
 use sidelane::schedule::story::{Call, Relays, Script, Slip, Story};
@@ -86,6 +87,28 @@ fn spans_are_proved_and_run_at_random_in_every_mode_and_order() {
             let story = group.tell(&rounds(), None);
             let name = format!("{name} in spans, {relays:?} {placed:?}");
             proved(&name, &story);
+            check(&story, 0..2).unwrap_or_else(|fault| panic!("{name}: {fault}"));
+        }
+    }
+}
+
+#[test]
+fn all_gather_and_reduce_scatter_are_proved_and_run_at_random() {
+    let shapes: [(&str, &[u32]); 6] = [
+        ("1 x 4", &[0; 4]),
+        ("2 x 2", &[0, 0, 1, 1]),
+        ("4 x 1", &[0, 1, 2, 3]),
+        ("3 + 1", &[0, 0, 1, 0]),
+        ("3 + 5", &[0, 0, 0, 1, 1, 1, 1, 1]),
+        ("5, mixed", &[0, 1, 2, 0, 1]),
+    ];
+    for (name, labels) in shapes {
+        for (way, order) in ways().flat_map(|way| Order::ALL.map(|order| (way, order))) {
+            let group = Group::new(labels, 1, 5).gathering(way, order);
+            let story = group.tell(&rounds(), None);
+            let name = format!("{name} gathered, {order:?}, {}", titled("", way));
+            let proof = proved(&name, &story);
+            assert!(proof.pairs > 20, "{name}: memory is reused, so accesses meet");
             check(&story, 0..2).unwrap_or_else(|fault| panic!("{name}: {fault}"));
         }
     }

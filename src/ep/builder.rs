@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::ExpertParallel;
 use crate::dtype::{Dtype, RecordShape, Wire};
 use crate::error::{CallError, CallKind, Error, PlanError};
-use crate::plan::{ExpertMap, Mode, Notes, Order, RowLayout, Sizing};
+use crate::plan::{ExpertMap, Mode, Notes, Order, RowLayout, Sizing, Strategy};
 use crate::topology::Route;
 use crate::world::Group;
 
@@ -26,12 +26,25 @@ pub(super) struct Spec {
     pub mode: Mode,
     pub record: Option<RecordShape>,
     pub spans: bool,
+    pub strategy: Strategy,
+    /// Every row goes to every rank; `top_k` is then the number of choices that go along, and 0 if none do.
+    pub gathers: bool,
 }
 
 impl Spec {
     /// What goes with each row.
     pub fn notes(&self) -> Notes {
-        Notes::of(self.layout, self.mode, self.spans)
+        if self.gathers { Notes::Gathered } else { Notes::of(self.layout, self.mode, self.spans) }
+    }
+
+    /// Entries of a token at most.
+    pub fn entries_of_token(&self) -> u32 {
+        if self.gathers { self.map.ranks() } else { self.top_k }
+    }
+
+    /// Rows of a token at most, at a rank of so many bins.
+    pub fn rows_of_token(&self, bins: u32) -> u32 {
+        if self.gathers { 1 } else { bins.min(self.top_k) }
     }
 
     /// Columns and type of the rows of a call of this kind.
@@ -46,7 +59,11 @@ impl Spec {
     pub fn sizing(&self, kind: CallKind, partial_bytes: Option<u64>) -> Sizing {
         let (columns, dtype) = self.sent(kind);
         let (row_bytes, home_bytes) = ((columns * dtype.size()) as u64, self.row_bytes());
-        let words_home = if self.layout == RowLayout::RankMajor { self.top_k } else { 1 };
+        let words_home = match self.layout {
+            _ if self.gathers => 0,
+            RowLayout::RankMajor => self.top_k,
+            RowLayout::ExpertMajor => 1,
+        };
         let words_out = self.notes().words(self.top_k);
         Sizing { row_bytes, home_bytes, words_out, words_home, partial_bytes }
     }
@@ -84,6 +101,8 @@ impl<'g> ExpertParallelBuilder<'g> {
             mode: Mode::Eager,
             record: None,
             spans: false,
+            strategy: Strategy::Exchange,
+            gathers: false,
         };
         Ok(ExpertParallelBuilder { group, experts: 0, map: None, fp8: false, spec })
     }
@@ -185,6 +204,18 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
+    /// How rows reach the ranks of their experts. Default: [`Strategy::Exchange`].
+    ///
+    /// [`Strategy::Gather`] is another way out; what is seen, every sum and every gradient are the same to the bit. Combine is
+    /// reduce-scatter that leaves out the zeros, and what follows the handle of an earlier dispatch goes its way, too. While
+    /// a dispatch lasts, the pool holds all ranks' tokens beside this rank's rows. That there is no room for these, or more
+    /// of them than the budget, is known only when tokens have moved: the error is the same on every rank, and nothing of
+    /// the call is visible. Fixed slots and spans are another way by themselves, and are refused.
+    pub fn strategy(mut self, strategy: Strategy) -> Self {
+        self.spec.strategy = strategy;
+        self
+    }
+
     /// Allocates the control window and lays what wires are missing. Collective.
     ///
     /// # Errors
@@ -245,6 +276,12 @@ impl<'g> ExpertParallelBuilder<'g> {
         if spec.spans && (spec.layout, spec.route) != (RowLayout::RankMajor, Route::Pxn) {
             return bad("spans", 1, "off, unless rows are rank-major and handed on (route pxn)");
         }
+        if spec.strategy == Strategy::Gather && spec.mode.slots().is_some() {
+            return bad("strategy", 1, "exchange: with fixed slots nobody knows who gets which row");
+        }
+        if spec.strategy == Strategy::Gather && spec.spans {
+            return bad("strategy", 1, "exchange: spans are its way of handing on");
+        }
         if let Some(slots) = spec.mode.slots() {
             // Experts may all move to one rank.
             let bins = match spec.layout {
@@ -268,7 +305,7 @@ impl<'g> ExpertParallelBuilder<'g> {
 
     fn compare(&self, map: Option<&ExpertMap>) -> Result<(), Error> {
         let spec = &self.spec;
-        let settings: [(&'static str, u64); 17] = [
+        let settings: [(&'static str, u64); 18] = [
             ("whether their settings can be used (1: yes)", map.is_some().into()),
             ("experts", map.map_or(0, ExpertMap::experts).into()),
             ("the expert map", map.map_or(0, ExpertMap::digest)),
@@ -286,26 +323,28 @@ impl<'g> ExpertParallelBuilder<'g> {
             ("mode", spec.mode.words()[0]),
             ("rows of the mode", spec.mode.words()[1]),
             ("spans", spec.spans.into()),
+            ("strategy", spec.strategy as u64),
         ];
-        let mine = settings.map(|(_, value)| value);
-        let rank = self.group.rank();
-        for (blob, peer) in self.group.gather(bytemuck::cast_slice(&mine))?.iter().zip(0..) {
-            let theirs = bytemuck::try_pod_read_unaligned::<[u64; 17]>(blob).unwrap_or([u64::MAX; 17]);
-            // A rank that refuses its own settings reports that, not the difference.
-            if mine[0] == 1
-                && let Some(at) = (0..17).find(|&at| mine[at] != theirs[at])
-            {
-                let what = settings[at].0;
-                return Err(CallError::ConfigsDiffer {
-                    what,
-                    rank,
-                    peer,
-                    mine: mine[at],
-                    theirs: theirs[at],
-                }
-                .into());
-            }
-        }
-        Ok(())
+        alike(self.group, &settings)
     }
+}
+
+/// Compares settings between all ranks. The first says whether a rank can use its own.
+///
+/// # Errors
+/// [`CallError::ConfigsDiffer`], but not at a rank that cannot use its own: that has its own reason to report.
+pub(super) fn alike(group: &Group, settings: &[(&'static str, u64)]) -> Result<(), Error> {
+    let mine: Vec<u64> = settings.iter().map(|&(_, value)| value).collect();
+    let rank = group.rank();
+    for (blob, peer) in group.gather(bytemuck::cast_slice(&mine))?.iter().zip(0..) {
+        let theirs: Vec<u64> = bytemuck::allocation::pod_collect_to_vec(blob);
+        let differs = settings.iter().zip(theirs.into_iter().chain(std::iter::repeat(u64::MAX)));
+        if mine[0] == 1
+            && let Some((&(what, mine), theirs)) =
+                differs.into_iter().find(|((_, mine), theirs)| mine != theirs)
+        {
+            return Err(CallError::ConfigsDiffer { what, rank, peer, mine, theirs }.into());
+        }
+    }
+    Ok(())
 }

@@ -46,6 +46,9 @@ impl Drop for Begun<'_> {
             hub.cancel(Cause::Cancelled { by: hub.rank() });
             // It finds the world dead, and comes back.
             self.ep.relay.as_mut().and_then(Seat::join);
+            if let Some(gather) = &mut self.ep.gather {
+                gather.engine.relay.as_mut().and_then(Seat::join);
+            }
         }
     }
 }

@@ -29,6 +29,12 @@ pub struct PendingDispatch<'a> {
     x: &'a [u8],
     top_k: u32,
     weights: &'a [f32],
+    opened: Opened,
+}
+
+/// What the first half of a dispatch leaves to the second.
+#[derive(Debug)]
+pub(super) struct Opened {
     tag: Tag,
     /// The extent this rank announced, unless it refuses its input.
     ready: Result<Extent, Error>,
@@ -73,13 +79,24 @@ impl ExpertParallel {
         routing: &'a Routing<'_>,
         away: bool,
     ) -> Result<PendingDispatch<'a>, Error> {
-        self.enter()?;
         let sorted = self.sort(x, routing);
+        let most = self.most_bytes();
+        let opened = match &mut self.gather {
+            None => self.open(sorted, most, away)?,
+            Some(gather) => gather.open(sorted, routing, most, away)?,
+        };
+        let (x, top_k, weights) = (bytemuck::cast_slice(x), routing.top_k(), routing.weights());
+        Ok(PendingDispatch { begun: Begun::new(self), x, top_k, weights, opened })
+    }
+
+    /// First half of whatever was `sorted`: announces memory, `most` bytes of it at most, and publishes counts.
+    pub(super) fn open(&mut self, sorted: Result<(), Error>, most: u64, away: bool) -> Result<Opened, Error> {
+        self.enter()?;
         if sorted.is_err() {
             self.sorted.clear(&self.fixed.bins);
         }
         self.publish()?;
-        let ready = sorted.map(|()| self.pool().announce(self.most_bytes()));
+        let ready = sorted.map(|()| self.pool().announce(most));
         let (base, handle) = ready.as_ref().map_or((0, 0), |extent| (extent.offset(), extent.len()));
         let tag = Self::entry(Tag { kind: CallKind::Dispatch, base, handle, ..Tag::default() }, &ready);
         self.tables.clear();
@@ -93,8 +110,7 @@ impl ExpertParallel {
             let forward = inner.forward.take().unwrap_or_default();
             Errand { stores, ..Errand::new(calls, CallKind::Dispatch, forward) }
         })?;
-        let (x, top_k, weights) = (bytemuck::cast_slice(x), routing.top_k(), routing.weights());
-        Ok(PendingDispatch { begun: Begun::new(self), x, top_k, weights, tag, ready, relaying, inner })
+        Ok(Opened { tag, ready, relaying, inner })
     }
 
     fn sort<E: Element>(&mut self, x: &[E], routing: &Routing<'_>) -> Result<(), Error> {
@@ -141,7 +157,7 @@ impl ExpertParallel {
 
     /// What this rank receives at most: as many rows as there are slots or a budget; else, if every token of every rank
     /// chooses as many of its experts as it can. And what it hands on, if all cross that can.
-    fn most_bytes(&self) -> u64 {
+    pub(super) fn most_bytes(&self) -> u64 {
         let (spec, paths, rank) = (self.spec(), self.fixed.paths(), self.rank());
         let (sizing, sizes) = (self.fixed.sizing(CallKind::Dispatch), &self.numbers.sizes);
         if spec.mode.slots().is_some() {
@@ -149,7 +165,7 @@ impl ExpertParallel {
         }
         let bins = self.fixed.bins.of(rank).len() as u32;
         let (ranks, tokens) = (self.size(), spec.max_tokens);
-        let rows = ranks.saturating_mul(tokens).saturating_mul(bins.min(spec.top_k));
+        let rows = ranks.saturating_mul(tokens).saturating_mul(spec.rows_of_token(bins));
         let rows = rows.saturating_add(bins.saturating_mul(spec.align - 1));
         let rows = rows.min(spec.mode.budget().unwrap_or(u32::MAX));
         let blocks = if spec.route == Route::Pxn { paths.sources().count() as u32 } else { 0 };
@@ -277,6 +293,82 @@ impl ExpertParallel {
         Ok(ExpertRows { extent, rows: inner.layout.landed, row_bytes, record, index })
     }
 
+    /// Second half: waits for the counts of all, places, moves the rows, and waits for those that come here. They lie at the
+    /// start of the extent; `room`: the rest of what was announced stays taken.
+    pub(super) fn land(
+        &mut self,
+        opened: Opened,
+        x: &[u8],
+        top_k: u32,
+        room: bool,
+    ) -> Result<(Extent, Inner), Error> {
+        let Opened { tag, ready, mut relaying, mut inner } = opened;
+        let skeletons = Arc::clone(&self.skeletons);
+        self.meet(&mut relaying)?;
+        self.run(skeletons.dispatch.entry.finish(), None, &mut Io::default(), Stores::Cached)?;
+        let placed = self.agree(tag, ready, drop).and_then(|announced| {
+            self.place(&mut inner, tag, top_k)?;
+            Ok(announced)
+        });
+        let mut announced = match placed {
+            Ok(announced) => announced,
+            Err(error) => {
+                self.relayed(relaying);
+                return Err(error);
+            }
+        };
+        let sizing = self.fixed.sizing(CallKind::Dispatch);
+        if !room {
+            announced.trim(sizing.extent_bytes(inner.layout.landed, inner.layout.staged));
+        }
+        self.host.take_moved();
+        self.put_rows(&inner, &mut relaying, x, CallKind::Dispatch)?;
+        inner.report.moved = self.host.take_moved();
+        inner.report.relayed = Moved::default();
+        if let Some(errand) = self.relayed(relaying) {
+            inner.report.moved.add(errand.moved);
+            inner.report.relayed = errand.moved;
+            inner.forward = Some(errand.forward);
+        }
+        if !room {
+            announced.trim(sizing.landing(inner.layout.landed).bytes());
+        }
+        let (frame, forward) = (self.fixed.frame(), inner.forward.as_deref());
+        inner.report.traffic =
+            Traffic::count(&frame, &self.sorted, &inner.layout, forward, &mut self.numbers.scratch);
+        inner.report.lanes.clone_from(&self.lane_use);
+        self.name(&mut inner, self.calls.number());
+        Ok((announced, inner))
+    }
+
+    /// Makes a layout that of a handle of this instance.
+    pub(super) fn name(&self, inner: &mut Inner, number: u64) {
+        (inner.wire, inner.row_bytes) = (self.spec().wire, self.spec().row_bytes());
+        (inner.instance, inner.number) = (self.instance, number);
+        inner.copied.set(0);
+        inner.returned.set(Moved::default());
+    }
+
+    /// The rows and the handle of a dispatch that has landed.
+    pub(super) fn received(
+        &self,
+        extent: Extent,
+        mut inner: Inner,
+        weights: &[f32],
+    ) -> Result<(ExpertRows, Handle), Error> {
+        inner.weights.clear();
+        if self.spec().weighted {
+            inner.weights.extend_from_slice(weights);
+        }
+        let (rows, sizing) = (inner.layout.landed, self.fixed.sizing(CallKind::Dispatch));
+        let landing = sizing.landing(rows);
+        let words = extent.slice::<u32>(landing.notes_at(), landing.notes as usize)?;
+        let experts = self.spec().map.slots_of(self.rank()).len();
+        inner.received.fill(self.spec().notes(), &inner.layout, experts, words);
+        let (row_bytes, record, index) = (sizing.row_bytes, self.record(), inner.received.index.clone());
+        Ok((ExpertRows { extent, rows, row_bytes, record, index }, self.handle_of(inner)))
+    }
+
     pub(super) fn check_handle(&self, inner: &Inner) -> Result<(), Error> {
         if inner.instance != self.instance {
             return Err(CallError::ForeignHandle { seen: inner.instance, expected: self.instance }.into());
@@ -291,54 +383,16 @@ impl PendingDispatch<'_> {
     /// # Errors
     /// As [`ExpertParallel::dispatch`].
     pub fn finish(self) -> Result<(ExpertRows, Handle), Error> {
-        let PendingDispatch { mut begun, x, top_k, weights, tag, ready, mut relaying, mut inner } = self;
+        let PendingDispatch { mut begun, x, top_k, weights, opened } = self;
         let ep = begun.finish();
-        let skeletons = Arc::clone(&ep.skeletons);
-        ep.meet(&mut relaying)?;
-        ep.run(skeletons.dispatch.entry.finish(), None, &mut Io::default(), Stores::Cached)?;
-        let placed = ep.agree(tag, ready, drop).and_then(|announced| {
-            ep.place(&mut inner, tag, top_k)?;
-            Ok(announced)
-        });
-        let mut announced = match placed {
-            Ok(announced) => announced,
-            Err(error) => {
-                ep.relayed(relaying);
-                return Err(error);
+        let (extent, inner) = match ep.gather.take() {
+            None => ep.land(opened, x, top_k, false)?,
+            Some(mut gather) => {
+                let landed = gather.land(ep, opened, x);
+                ep.gather = Some(gather);
+                landed?
             }
         };
-        let row_bytes = ep.spec().row_bytes();
-        inner.weights.clear();
-        if ep.spec().weighted {
-            inner.weights.extend_from_slice(weights);
-        }
-        inner.wire = ep.spec().wire;
-        (inner.row_bytes, inner.instance, inner.number) = (row_bytes, ep.instance, ep.calls.number());
-        let sizing = ep.fixed.sizing(CallKind::Dispatch);
-        announced.trim(sizing.extent_bytes(inner.layout.landed, inner.layout.staged));
-        ep.host.take_moved();
-        ep.put_rows(&inner, &mut relaying, x, CallKind::Dispatch)?;
-        inner.report.moved = ep.host.take_moved();
-        inner.report.relayed = Moved::default();
-        if let Some(errand) = ep.relayed(relaying) {
-            inner.report.moved.add(errand.moved);
-            inner.report.relayed = errand.moved;
-            inner.forward = Some(errand.forward);
-        }
-        let landing = sizing.landing(inner.layout.landed);
-        announced.trim(landing.bytes());
-        let (frame, forward) = (ep.fixed.frame(), inner.forward.as_deref());
-        inner.report.traffic =
-            Traffic::count(&frame, &ep.sorted, &inner.layout, forward, &mut ep.numbers.scratch);
-        inner.report.lanes.clone_from(&ep.lane_use);
-        inner.copied.set(0);
-        inner.returned.set(Moved::default());
-        let landed = inner.layout.landed;
-        let words = announced.slice::<u32>(landing.notes_at(), landing.notes as usize)?;
-        let experts = ep.spec().map.slots_of(ep.rank()).len();
-        inner.received.fill(ep.spec().notes(), &inner.layout, experts, words);
-        let (row_bytes, record, index) = (sizing.row_bytes, ep.record(), inner.received.index.clone());
-        let rows = ExpertRows { extent: announced, rows: landed, row_bytes, record, index };
-        Ok((rows, ep.handle_of(inner)))
+        ep.received(extent, inner, weights)
     }
 }

@@ -246,7 +246,7 @@ impl Handle {
     ///
     /// ```text
     ///   moved.rail_bytes    =   put.rail * row_bytes
-    ///   moved.local_bytes   =   (put.own + put.local + handed_on) * row_bytes
+    ///   moved.local_bytes   =   (put.own + put.local + handed_on + regrouped) * row_bytes
     ///   relayed.rows        =   handed_on                     relayed.copies   =   copies
     /// ```
     pub fn report(&self) -> &Report {

@@ -29,6 +29,8 @@ pub(super) struct Numbers {
     pub sizes: Sizes,
     /// Per rank: where rows land there.
     pub landing: Vec<u64>,
+    /// Per rank: the bytes that it announced from there on.
+    pub free: Vec<u64>,
     /// Of one rank or node.
     pub scratch: Vec<u32>,
 }
@@ -132,15 +134,23 @@ impl<'a> Meeting<'a> {
             self.count(numbers)?;
             numbers.sizes.fill(bins, spec.align, &numbers.counts.total, spec.mode.budget());
         }
-        let Numbers { sizes, landing, .. } = numbers;
-        if let (Some(budget), Overflow::Error) = (spec.mode.budget(), spec.mode.overflow())
+        self.within_budget(&numbers.sizes)?;
+        self.room(mine, numbers)
+    }
+
+    /// Whether no rank needs more than its budget, if that is an error.
+    ///
+    /// # Errors
+    /// [`CallError::OverBudget`], the same on every rank.
+    pub fn within_budget(&self, sizes: &Sizes) -> Result<(), Error> {
+        let mode = self.fixed.spec.mode;
+        if let (Some(budget), Overflow::Error) = (mode.budget(), mode.overflow())
             && let Some((rank, &required)) =
                 (0..).zip(&sizes.required).find(|(_, required)| **required > budget)
         {
             return Err(CallError::OverBudget { call: self.calls.number(), rank, required, budget }.into());
         }
-        landing.resize(sizes.rows.len(), 0);
-        self.room(mine, sizes, landing)
+        Ok(())
     }
 
     /// Adds up what all ranks count, as this rank needs it. `scratch` is for one node's or rank's numbers.
@@ -206,21 +216,23 @@ impl<'a> Meeting<'a> {
         Ok(())
     }
 
-    /// Whether every rank has room for what lands there. `landing` becomes where.
+    /// Whether every rank has room for what lands there, and where that is.
     ///
     /// # Errors
     /// [`MemoryError::OutOfSpace`], the same on every rank.
-    fn room(&self, mine: Tag, sizes: &Sizes, landing: &mut [u64]) -> Result<(), Error> {
-        for ((rank, (&rows, &required)), landing) in
-            (0..).zip(sizes.rows.iter().zip(&sizes.required)).zip(landing)
-        {
+    fn room(&self, mine: Tag, numbers: &mut Numbers) -> Result<(), Error> {
+        let Numbers { sizes, landing, free, .. } = numbers;
+        landing.clear();
+        free.clear();
+        for (rank, (&rows, &required)) in (0..).zip(sizes.rows.iter().zip(&sizes.required)) {
             let tag = if rank == self.paths().me() { mine } else { self.tag_of(rank)? };
             let staged = sizes.staged_at(rank);
             let asked = self.setting.sizing.extent_bytes(rows, staged);
             if asked > tag.handle || required.max(staged) == u32::MAX {
                 return Err(self.out_of_space(rank, asked, tag.handle));
             }
-            *landing = tag.base;
+            landing.push(tag.base);
+            free.push(tag.handle);
         }
         Ok(())
     }

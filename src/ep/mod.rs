@@ -13,6 +13,9 @@
 //!   finish   everybody's counts are here: check that all make the same call, place, put rows, wait for mine
 //! ```
 //!
+//! Beside it, [`Collective`] is all-gather and reduce-scatter by the same programs, [`TokenSlices`] what is made of them for
+//! a tensor-parallel group; and a dispatch may itself go out by all-gather ([`Strategy::Gather`](crate::plan::Strategy)).
+//!
 //! | forward | backward |
 //! |---|---|
 //! | [`dispatch`](ExpertParallel::dispatch) | [`dispatch_backward`](ExpertParallel::dispatch_backward): sum of row gradients, row-weight gradients to `[T, K]` |
@@ -27,9 +30,11 @@ mod backward;
 mod buffers;
 mod builder;
 mod call;
+mod collective;
 mod combine;
 mod dispatch;
 mod floor;
+mod gather;
 mod handle;
 mod index;
 mod meeting;
@@ -38,9 +43,11 @@ mod parallel;
 mod records;
 mod relay;
 mod remap;
+mod slices;
 
 pub use buffers::{Contribution, ExpertOutput, ExpertRows, TokenBuffer};
 pub use builder::ExpertParallelBuilder;
+pub use collective::{Collective, CollectiveBuilder, Shares};
 pub use combine::PendingCombine;
 pub use dispatch::PendingDispatch;
 pub use floor::Yardstick;
@@ -48,3 +55,4 @@ pub use handle::{Handle, LaneUse, Report};
 pub use index::RowIndex;
 pub use parallel::ExpertParallel;
 pub use records::Strided;
+pub use slices::TokenSlices;

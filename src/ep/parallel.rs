@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crossbeam::queue::ArrayQueue;
 
 use super::builder::Spec;
+use super::gather::Gather;
 use super::handle::Inner;
 use super::meeting::{Meeting, Numbers};
 use super::relay::{Relay, Seat};
@@ -14,7 +15,7 @@ use crate::error::{CallKind, Cause, Error, LaneError, PlanError};
 use crate::exec::Host;
 use crate::lane::{Lanes, Part, Port, Window};
 use crate::memory::{Extent, Licence, Pool};
-use crate::plan::{Bins, Crossing, ExpertMap, Frame, Order, Sizing, Sorted, Spans};
+use crate::plan::{Bins, Crossing, ExpertMap, Frame, Order, Sizing, Sorted, Spans, Strategy};
 use crate::rows::Stores;
 use crate::schedule::{
     Caller, CallerTables, Calls, Control, DispatchSkeleton, Flag, ReturnSkeleton, Setting, WindowId,
@@ -70,6 +71,8 @@ pub struct ExpertParallel {
     /// Tells handles of different instances apart, within this process.
     pub(super) instance: u64,
     pub(super) spare: Arc<ArrayQueue<Inner>>,
+    /// How rows go out, if not by exchange.
+    pub(super) gather: Option<Box<Gather>>,
 }
 
 /// What is the same in every call, for the caller and for its relay.
@@ -162,9 +165,13 @@ impl ExpertParallel {
     }
 
     pub(super) fn new(group: &Group, spec: Spec) -> Result<Self, Error> {
+        let gather = match spec.strategy {
+            Strategy::Exchange => None,
+            Strategy::Gather => Some(Box::new(Gather::new(group, &spec)?)),
+        };
         let lanes = group.lanes(spec.route)?;
         let paths = lanes.paths();
-        let max_entries = u64::from(spec.max_tokens) * u64::from(spec.top_k);
+        let max_entries = u64::from(spec.max_tokens) * u64::from(spec.entries_of_token());
         let bins = Bins::of_layout(spec.layout, &spec.map, spec.order, &lanes.nodes);
         let control =
             Control::new(&paths, &bins, max_entries, spec.sizing(CallKind::Dispatch, None).note_bytes());
@@ -203,6 +210,7 @@ impl ExpertParallel {
             spare: Arc::new(ArrayQueue::new(SPARE_HANDLES)),
             skeletons: Arc::new(skeletons),
             licence,
+            gather,
             fixed,
         })
     }

@@ -171,7 +171,7 @@ impl Relay {
         }
         let Some(forward) = Arc::get_mut(&mut errand.forward) else { return Ok(()) };
         forward.weights.clear();
-        forward.spans = fixed.spec.spans;
+        forward.spans = fixed.spec.spans || fixed.spec.gathers;
         forward.blocks.resize_with(paths.sources().count(), Default::default);
         for (source, block) in paths.sources().zip(&mut forward.blocks) {
             let at = control.header_in(paths.of(source).place_at(me), setting.parity);

@@ -238,6 +238,16 @@ impl Extent {
         self.len = keep;
     }
 
+    /// Cuts it in two, the second from byte `at`, rounded up to a multiple of 64, on.
+    pub fn split(mut self, at: u64) -> (Extent, Extent) {
+        let keep = Extents::round(at).min(self.len);
+        self.pool.state().live += 1;
+        let behind =
+            Extent { pool: Arc::clone(&self.pool), offset: self.offset + keep, len: self.len - keep };
+        self.len = keep;
+        (self, behind)
+    }
+
     /// `count` elements from byte `offset` on.
     ///
     /// The library hands out an extent only when everybody who was licensed to write to it has signalled, and

@@ -46,8 +46,11 @@ pub struct Layout {
     pub tokens: u32,
     /// Choices per token.
     pub top_k: u32,
-    /// What runs index into: the token of each entry by destination bin, then the tokens of each block.
+    /// What runs index into: the token of each entry by destination bin, then the tokens of each block. Empty if rows go
+    /// `whole`.
     pub rows: Vec<u32>,
+    /// Every row goes to every rank: runs are pieces of the tensor itself, and of the notes, of which there is one a row.
+    pub whole: bool,
     /// Runs to all destinations, by destination, then those of the blocks, chunk by chunk.
     pub runs: Vec<RowRun>,
     /// First run of each destination; one more than there are ranks.
@@ -136,7 +139,7 @@ impl Layout {
     ) {
         self.tokens = sorted.token_starts.len() as u32 - 1;
         self.top_k = top_k;
-        self.rows.clone_from(&sorted.tokens);
+        self.start(sorted);
         self.sizes.clone_from(&sizes.rows);
         self.staged = sizes.staged_at(frame.paths.me());
         self.place_runs(frame, sorted, counts, sizes);
@@ -147,15 +150,26 @@ impl Layout {
         self.place_landed(frame, counts, sizes);
     }
 
+    pub(super) fn start(&mut self, sorted: &Sorted) {
+        self.whole = sorted.whole;
+        self.rows.clear();
+        if !self.whole {
+            self.rows.extend_from_slice(&sorted.tokens);
+        }
+    }
+
     fn place_runs(&mut self, frame: &Frame, sorted: &Sorted, counts: &Counts, sizes: &Sizes) {
         self.runs.clear();
         refill(&mut self.run_starts, 1, 0);
         for rank in 0..frame.bins.ranks() {
             if frame.paths.near(rank) || frame.paths.route() == Route::Direct {
-                for bin in frame.bins.of(rank) {
+                let bins = frame.bins.of(rank);
+                let first = if self.whole { sorted.starts[bins.start as usize] } else { 0 };
+                for bin in bins {
                     let Segment { to_row, count, pad } = segment(frame, bin as usize, sorted, counts, sizes);
                     if count + pad > 0 {
-                        self.runs.push(RowRun { to_row, first: sorted.starts[bin as usize], count, pad });
+                        let first = sorted.starts[bin as usize] - first;
+                        self.runs.push(RowRun { to_row, first, count, pad });
                     }
                 }
             }
@@ -164,7 +178,7 @@ impl Layout {
     }
 
     /// What each relay is told and, where it hands on, which tokens it gets.
-    fn place_blocks(
+    pub(super) fn place_blocks(
         &mut self,
         frame: &Frame,
         (sorted, crossing): (&Sorted, &Crossing),
@@ -194,7 +208,9 @@ impl Layout {
                     (crossing.rows(nth), counts.below[(bins.count() + relay) as usize]);
                 block.index.extend_from_slice(crossing.index_of(nth));
                 let first = self.rows.len() as u32;
-                self.rows.extend_from_slice(crossing.tokens_of(nth));
+                if !self.whole {
+                    self.rows.extend_from_slice(crossing.tokens_of(nth));
+                }
                 self.runs.extend((1..=frame.chunks).map(|chunk| {
                     let rows = Block::chunk(block.rows, chunk, frame.chunks);
                     let count = rows.len() as u32;
@@ -376,7 +392,7 @@ impl Layout {
 }
 
 /// Where this rank's entries of one bin land.
-fn segment(frame: &Frame, bin: usize, sorted: &Sorted, counts: &Counts, sizes: &Sizes) -> Segment {
+pub(super) fn segment(frame: &Frame, bin: usize, sorted: &Sorted, counts: &Counts, sizes: &Sizes) -> Segment {
     let (count, below, total) = (sorted.counts[bin], counts.below[bin], counts.total[bin]);
     let (begin, rest) = (sizes.begin[bin], padded(total, frame.align) - total);
     let pad = match frame.mode.slots() {

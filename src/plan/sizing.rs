@@ -35,6 +35,7 @@ impl RowLayout {
 /// | `Marked` | routing weight, 1 |
 /// | `Choices` | per choice the local expert + 1, or 0 where another rank has it; then per choice its weight |
 /// | `Indexed` | as `Choices`; then the row + 1 that it is in visible order |
+/// | `Gathered` | the source rank + 1; if choices are carried, per choice the expert + 1, or 0 if it was dropped; then per choice its weight |
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Notes {
     /// Expert-major.
@@ -45,6 +46,8 @@ pub enum Notes {
     Choices,
     /// Rank-major, where blocks are in relay order.
     Indexed,
+    /// Every row to every rank: nothing was chosen.
+    Gathered,
 }
 
 impl Notes {
@@ -64,14 +67,14 @@ impl Notes {
             Notes::Weight => 1,
             Notes::Marked => 2,
             Notes::Choices => 2 * top_k,
-            Notes::Indexed => 2 * top_k + 1,
+            Notes::Indexed | Notes::Gathered => 2 * top_k + 1,
         }
     }
 
     /// Which layout they go with.
     pub const fn layout(self) -> RowLayout {
         match self {
-            Notes::Weight | Notes::Marked => RowLayout::ExpertMajor,
+            Notes::Weight | Notes::Marked | Notes::Gathered => RowLayout::ExpertMajor,
             Notes::Choices | Notes::Indexed => RowLayout::RankMajor,
         }
     }

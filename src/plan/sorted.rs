@@ -26,7 +26,9 @@ pub struct Sorted {
     pub(super) token_starts: Vec<u32>,
     /// Rank-major: bin of each choice, [`NONE`] where there is none.
     pub(super) choice_bins: Vec<u32>,
-    words: usize,
+    /// Every token has an entry at every rank, and notes are the same for all: one for each token.
+    pub(super) whole: bool,
+    pub(super) words: usize,
     /// Per expert: its bin for this rank, its number there, and the last token that named it, plus one, which finds
     /// doubles.
     experts: Vec<Expert>,
@@ -76,7 +78,7 @@ impl Sorted {
         self.dropped.resize(routing.experts().len(), false);
         match notes {
             Notes::Choices | Notes::Indexed => self.place_ranks(routing),
-            Notes::Weight | Notes::Marked => self.place(routing),
+            Notes::Weight | Notes::Marked | Notes::Gathered => self.place(routing),
         }
         Ok(())
     }
@@ -96,8 +98,11 @@ impl Sorted {
         &self.tokens[self.starts[bins.start as usize] as usize..self.starts[bins.end as usize] as usize]
     }
 
-    /// What goes with the entries for these bins.
+    /// What goes with the entries for these bins: all bins of a rank, if every row goes to every rank.
     pub fn notes_of(&self, bins: std::ops::Range<u32>) -> &[u32] {
+        if self.whole {
+            return &self.notes;
+        }
         let at = |bin: u32| self.starts[bin as usize] as usize * self.words;
         &self.notes[at(bins.start)..at(bins.end)]
     }
@@ -113,6 +118,7 @@ impl Sorted {
         self.choices.clear();
         self.choice_bins.clear();
         refill(&mut self.token_starts, 1, 0);
+        self.whole = false;
     }
 
     /// Notes at each entry of a bin which row it is in visible order, from row `first` on.

@@ -38,6 +38,8 @@ pub struct Traffic {
     pub handed_on: u64,
     /// Copies in which it does that: one for each row or, in spans, for each span. Zeros are not copied.
     pub copies: u64,
+    /// Rows that it then copies to the places of its own experts, those of zeros included: after an all-gather.
+    pub regrouped: u64,
     /// Bytes of a row that goes out.
     pub row_bytes: u64,
     /// Bytes of a row that comes home.

@@ -25,6 +25,7 @@ pub struct Group {
     pub mode: Mode,
     pub order: Order,
     pub spans: bool,
+    pub gathers: bool,
 }
 
 /// In how many parts blocks go.
@@ -73,6 +74,7 @@ impl Group {
             mode,
             order,
             spans: false,
+            gathers: false,
         }
     }
 
@@ -118,6 +120,14 @@ impl Group {
         Group { spans: true, ..self.run((Route::Pxn, relays)).placed(placement) }
     }
 
+    /// The same group, in which every row goes to every rank, in two segments.
+    pub fn gathering(self, (route, relays): (Route, Relays), order: Order) -> Self {
+        Group {
+            gathers: true,
+            ..self.run((route, relays)).placed((RowLayout::ExpertMajor, Mode::Eager, order))
+        }
+    }
+
     pub fn script<'a>(&'a self, calls: &'a [Call], slip: Option<Slip>) -> Script<'a> {
         Script {
             nodes: &self.nodes,
@@ -128,6 +138,7 @@ impl Group {
             align: self.align,
             layout: self.layout,
             spans: self.spans,
+            gathers: self.gathers,
             mode: self.mode,
             order: self.order,
             row_bytes: 32,

@@ -100,6 +100,7 @@ fn note_of(play: &Play, notes: Notes, seen: &Visible, rank: usize, at: usize) ->
     };
     let bits = |choice: usize| weight(*source, choice).to_bits();
     match notes {
+        Notes::Gathered => unreachable!("no dispatch by choices has them"),
         Notes::Weight => vec![bits(choices[0])],
         Notes::Marked => vec![bits(choices[0]), 1],
         Notes::Choices | Notes::Indexed => {

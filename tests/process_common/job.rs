@@ -13,10 +13,11 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, Signal, kill_process};
+use sidelane::plan::Strategy;
 use sidelane::topology::Route;
 
 use super::network::Network;
-use super::rank::{MARK, ROUTE};
+use super::rank::{MARK, ROUTE, STRATEGY};
 use super::{Command, LONG, Report};
 
 /// The test of a test program that calls [`super::rank::serve`].
@@ -67,6 +68,11 @@ impl Setup {
     /// How rows reach other nodes.
     pub fn route(self, route: Route) -> Setup {
         self.var(ROUTE, route.name())
+    }
+
+    /// How rows of its layers reach the ranks of their experts.
+    pub fn strategy(self, strategy: Strategy) -> Setup {
+        self.var(STRATEGY, strategy.name())
     }
 
     /// Starts these ranks only.

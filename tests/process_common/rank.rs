@@ -9,6 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc;
 
+use sidelane::plan::Strategy;
 use sidelane::topology::Route;
 use sidelane::{Error, ExpertParallel, World};
 
@@ -19,6 +20,8 @@ use super::{Command, Failure, LONG, Memory, Report};
 pub const MARK: &str = "SIDELANE_TEST_RANK";
 /// Names the route of a rank's layers; direct if it is not set.
 pub const ROUTE: &str = "SIDELANE_TEST_ROUTE";
+/// Names the strategy of a rank's layers; exchange if it is not set.
+pub const STRATEGY: &str = "SIDELANE_TEST_STRATEGY";
 /// Rounds after which a looping rank says that it runs.
 const WARM: u64 = 3;
 
@@ -32,7 +35,7 @@ pub fn serve() {
     let mut talk =
         Talk { commands: BufReader::new(line.try_clone().expect("a second handle")), reports: line };
     match World::from_env() {
-        Ok(world) => Rank { talk, world, ep: None, rounds: 0, route: route() }.obey(),
+        Ok(world) => Rank { talk, world, ep: None, rounds: 0, way: (route(), strategy()) }.obey(),
         Err(error) => talk.say(&Report::Failed(error.into())),
     }
 }
@@ -40,6 +43,11 @@ pub fn serve() {
 fn route() -> Route {
     let name = std::env::var(ROUTE).unwrap_or_default();
     Route::ALL.into_iter().find(|route| route.name() == name).unwrap_or_default()
+}
+
+fn strategy() -> Strategy {
+    let name = std::env::var(STRATEGY).unwrap_or_default();
+    Strategy::ALL.into_iter().find(|strategy| strategy.name() == name).unwrap_or_default()
 }
 
 struct Talk {
@@ -68,7 +76,7 @@ struct Rank {
     world: World,
     ep: Option<ExpertParallel>,
     rounds: u64,
-    route: Route,
+    way: (Route, Strategy),
 }
 
 impl Rank {
@@ -134,10 +142,10 @@ impl Rank {
 
     /// Every other round is made in halves, and every round that something is to be done between.
     fn round(&mut self, between_halves: Option<fn(&mut Talk)>) -> Result<u64, Error> {
-        let Rank { talk, world, ep, rounds, route } = self;
+        let Rank { talk, world, ep, rounds, way } = self;
         let ep = match ep {
             Some(ep) => ep,
-            None => ep.insert(Round::builder(world, *route)?),
+            None => ep.insert(Round::builder(world, *way)?),
         };
         *rounds += 1;
         let in_halves = between_halves.is_some() || rounds.is_multiple_of(2);

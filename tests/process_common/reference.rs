@@ -3,7 +3,7 @@
 use half::bf16;
 use sidelane::ep::{ExpertRows, Handle};
 use sidelane::gate::Routing;
-use sidelane::plan::ExpertMap;
+use sidelane::plan::{ExpertMap, Strategy};
 use sidelane::topology::Route;
 use sidelane::{Dtype, Error, ExpertParallel, World};
 
@@ -39,9 +39,10 @@ impl Round {
         Round { all, rows, sums, map, me }
     }
 
-    pub fn builder(world: &World, route: Route) -> Result<ExpertParallel, Error> {
+    pub fn builder(world: &World, (route, strategy): (Route, Strategy)) -> Result<ExpertParallel, Error> {
         let group = world.all()?;
-        let builder = ExpertParallel::builder(&group)?.experts(EXPERTS).top_k(TOP_K).route(route);
+        let builder =
+            ExpertParallel::builder(&group)?.experts(EXPERTS).top_k(TOP_K).route(route).strategy(strategy);
         builder.hidden(HIDDEN).dtype(Dtype::Bf16).max_tokens(16).build()
     }
 

@@ -94,7 +94,11 @@ where
         let builder = ExpertParallel::builder(group).unwrap().expert_map(case.map.clone()).top_k(case.top_k);
         let builder = builder.hidden(case.hidden).dtype(E::DTYPE).align(case.align).wire(case.wire);
         let builder = builder.layout(case.layout).mode(case.mode).route(case.route).order(case.order);
-        builder.weighted(case.weighted).spans(case.spans).max_tokens(case.max_tokens())
+        builder
+            .weighted(case.weighted)
+            .spans(case.spans)
+            .strategy(case.strategy)
+            .max_tokens(case.max_tokens())
     }
 
     /// A layer with them.

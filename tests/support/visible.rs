@@ -1,7 +1,7 @@
 //! What every rank must see of a dispatch, in every layout and mode, found from everybody's routing at once.
 
 use sidelane::dtype::Wire;
-use sidelane::plan::{ExpertMap, Mode, Order, Overflow, RowLayout};
+use sidelane::plan::{ExpertMap, Mode, Order, Overflow, RowLayout, Strategy};
 use sidelane::topology::{NodeMap, Route};
 
 /// What is dispatched, and how.
@@ -22,6 +22,7 @@ pub struct Case {
     pub weighted: bool,
     /// Relays hand rows on in spans: rows land in another order than the visible one, and an index says in which.
     pub spans: bool,
+    pub strategy: Strategy,
 }
 
 impl Case {
@@ -41,6 +42,7 @@ impl Case {
             wire: Wire::F32,
             weighted: false,
             spans: false,
+            strategy: Strategy::Exchange,
         }
     }
 

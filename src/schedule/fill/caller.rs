@@ -54,6 +54,7 @@ impl CallerTables {
         self.clear();
         let (paths, sizing) = (at.paths, at.sizing);
         let caller = Caller::new(paths, at.chunks);
+        let index = if layout.whole { Index::Straight } else { Index::Listed };
         for peer in 0..paths.ranks() {
             let runs = layout.runs_to(peer);
             let (first, count) = (runs.start, runs.end - runs.start);
@@ -63,7 +64,7 @@ impl CallerTables {
                 count,
                 from: Place::Input,
                 from_offset: 0,
-                index: Index::Listed,
+                index,
                 to: WindowId::POOL,
                 base,
                 row_bytes: sizing.row_bytes,
@@ -93,7 +94,7 @@ impl CallerTables {
                     count: 1,
                     from: Place::Input,
                     from_offset: 0,
-                    index: Index::Listed,
+                    index,
                     to: WindowId::POOL,
                     base: self.landing[relay as usize]
                         + sizing.landing(layout.sizes[relay as usize]).bytes()

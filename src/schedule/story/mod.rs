@@ -31,7 +31,7 @@ use std::rc::Rc;
 use super::{Control, Op, Parts, WindowId};
 use crate::error::{CallKind, PlanError};
 use crate::gate::Routing;
-use crate::plan::{ExpertMap, Mode, Order, RowLayout};
+use crate::plan::{ExpertMap, Mode, Notes, Order, RowLayout};
 use crate::topology::{NodeMap, Route};
 
 pub use effect::Effect;
@@ -59,6 +59,9 @@ pub struct Script<'a> {
     pub layout: RowLayout,
     /// Rows cross in relay order, and relays hand them on in spans: rank-major, over [`Route::Pxn`].
     pub spans: bool,
+    /// Every row goes to every rank, in as many segments as a rank has experts; of the routings only the number of tokens
+    /// counts, and that they go along.
+    pub gathers: bool,
     /// How much a rank receives; what does not fit is dropped.
     pub mode: Mode,
     /// Bytes of one row: a multiple of 16.
@@ -74,6 +77,13 @@ pub struct Script<'a> {
     pub sample: Option<&'a [u32]>,
     /// A rule that whoever plans breaks: `None`, except to see that `prove` notices.
     pub slip: Option<Slip>,
+}
+
+impl Script<'_> {
+    /// What goes with the rows.
+    fn notes(&self) -> Notes {
+        if self.gathers { Notes::Gathered } else { Notes::of(self.layout, self.mode, self.spans) }
+    }
 }
 
 /// Where the relay of a rank runs.

@@ -18,7 +18,8 @@ use super::sample::{Raised, Told};
 use super::weave::Act;
 use super::{Assumed, Call, Part, Script, Story, Touch};
 use crate::error::PlanError;
-use crate::plan::{Bins, Notes, Order, RowLayout, Sizing};
+use crate::gate::Routing;
+use crate::plan::{Bins, Order, RowLayout, Sizing};
 use crate::schedule::{Caller, CallerTables, Calls, Control, Parts, Relay, RelayTables, Setting, Stage};
 use crate::topology::{Paths, Route};
 
@@ -104,7 +105,11 @@ pub(super) fn bad(parameter: &'static str, seen: usize, expected: &'static str) 
 impl<'a> Teller<'a> {
     fn new(script: &'a Script<'a>) -> Self {
         let routings = || script.routings.iter().flatten();
-        let entries = routings().map(|routing| routing.experts().len()).max().unwrap_or(0);
+        let entries = |routing: &Routing| match script.gathers {
+            true => routing.tokens() as usize * script.nodes.ranks() as usize,
+            false => routing.experts().len(),
+        };
+        let entries = routings().map(entries).max().unwrap_or(0);
         let bins = Bins::of_layout(script.layout, script.map, script.order, script.nodes);
         let paths = Paths::new(script.nodes, script.route, 0);
         let top_k = routings().map(|routing| routing.top_k()).max().unwrap_or(1);
@@ -112,7 +117,7 @@ impl<'a> Teller<'a> {
         let sizing = Sizing {
             row_bytes: script.row_bytes,
             home_bytes: script.row_bytes,
-            words_out: Notes::of(script.layout, script.mode, script.spans).words(top_k),
+            words_out: script.notes().words(top_k),
             words_home: if script.layout == RowLayout::RankMajor { top_k } else { 1 },
             // As if rows were bf16 and partials f32.
             partial_bytes: sums.then_some(2 * script.row_bytes),

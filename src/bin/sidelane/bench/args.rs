@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use sidelane::dtype::Wire;
-use sidelane::plan::{Order, Overflow, RowLayout};
+use sidelane::plan::{Order, Overflow, RowLayout, Strategy};
 use sidelane::topology::Route;
 
 use super::room::RoomMode;
@@ -80,6 +80,11 @@ pub struct ConditionArgs {
     /// Let relays copy spans of rows, not rows one by one, as a copy engine would: for --layout rank-major --route pxn
     #[arg(long)]
     pub spans: bool,
+
+    /// Way of rows to the ranks of their experts: each to those that its token chose, or every token to every rank, which
+    /// copies what is for its experts
+    #[arg(long, default_value = "exchange", value_parser = one_of(Strategy::ALL, Strategy::name))]
+    pub strategy: Strategy,
 
     /// Start and pad the rows of each expert to a multiple of this many rows
     #[arg(long, value_name = "ROWS", default_value_t = 1)]

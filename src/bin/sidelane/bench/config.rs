@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sidelane::dtype::{Dtype, Wire};
 use sidelane::error::PlanError;
-use sidelane::plan::{Order, RowLayout};
+use sidelane::plan::{Order, RowLayout, Strategy};
 use sidelane::topology::{NodeMap, Route};
 
 use super::args::ConditionArgs;
@@ -44,6 +44,10 @@ pub enum ConfigError {
     /// Nothing is handed on, or not in one piece.
     #[error("--spans is for --layout rank-major --route pxn")]
     Spans,
+
+    /// What only an exchange can do.
+    #[error("{option} is for --strategy exchange")]
+    Gathered { option: &'static str },
 
     /// A budget that is none.
     #[error("--budget {factor} is not a positive number")]
@@ -88,6 +92,7 @@ pub struct Config {
     pub room: Room,
     pub route: Route,
     pub spans: bool,
+    pub strategy: Strategy,
     pub align: u32,
     pub backward: bool,
     pub routing: Source,
@@ -115,6 +120,7 @@ impl Config {
             room: Room::default(),
             route: args.route,
             spans: args.spans,
+            strategy: args.strategy,
             align: args.align,
             backward,
             routing: routed.source.clone(),
@@ -124,6 +130,9 @@ impl Config {
         config.check(rounds)?;
         let rounds = rounds.unwrap_or_else(|| config.rounds_in_budget());
         let room = Room::resolve(args, &config, &routed.router)?;
+        if config.strategy == Strategy::Gather && room.mode().slots().is_some() {
+            return Err(ConfigError::Gathered { option: "--mode slots" });
+        }
         Ok(Config { rounds, room, ..config })
     }
 
@@ -153,6 +162,9 @@ impl Config {
         }
         if self.spans && (self.layout, self.route) != (RowLayout::RankMajor, Route::Pxn) {
             return Err(ConfigError::Spans);
+        }
+        if self.spans && self.strategy == Strategy::Gather {
+            return Err(ConfigError::Gathered { option: "--spans" });
         }
         Ok(())
     }

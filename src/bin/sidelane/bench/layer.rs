@@ -111,6 +111,7 @@ impl<'c, E: Number> Layer<'c, E> {
             .wire(config.wire)
             .route(config.route)
             .spans(config.spans)
+            .strategy(config.strategy)
             .build()?;
         let router = Router::open(&config.routing)?;
         let routing = router.routing(config.share(), world.rank()).map_err(Error::from)?;

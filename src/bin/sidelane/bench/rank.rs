@@ -121,7 +121,7 @@ fn time<E: Number>(
 /// Whether this rank has moved in a dispatch what it had planned; if not, says so.
 fn moved_as_planned(rank: u32, handle: &Handle) -> bool {
     let (moved, traffic) = (handle.report().moved, handle.report().traffic);
-    let near = traffic.put.own + traffic.put.local + traffic.handed_on;
+    let near = traffic.put.own + traffic.put.local + traffic.handed_on + traffic.regrouped;
     let planned = [near, traffic.put.rail].map(|rows| rows * traffic.row_bytes);
     let seen = [moved.local_bytes, moved.rail_bytes];
     if seen != planned {

@@ -35,6 +35,7 @@ pub fn sample() -> Report {
         },
         route: Route::Pxn,
         spans: false,
+        strategy: sidelane::plan::Strategy::Exchange,
         align: 1,
         backward: true,
         routing: "zipf:1.0".parse().unwrap(),

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
-use sidelane::plan::{Bins, Notes};
+use sidelane::plan::{Bins, ExpertMap, Notes, Order, Strategy};
 use sidelane::schedule::Control;
 use sidelane::topology::{Paths, Route};
 
@@ -61,8 +61,24 @@ pub fn sizes(config: &Config) -> Result<Sizes, ConfigError> {
     // rows that wait to be handed on or the sums that wait to be brought home.
     let partial = u64::from(config.hidden) * config.wire.size() as u64;
     let row = config.row_bytes().max(config.sent_bytes()).max(partial) + note_bytes;
-    let pool = (5 * busiest + 3 * own + tokens + relayed * (tokens + own)) * row + (16 << 20);
+    // An all-gather has a control window of its own, and all tokens lie beside the rows.
+    let (ranks, gathers) = (u64::from(config.ranks()), config.strategy == Strategy::Gather);
+    let words = u64::from(Notes::Gathered.words(config.top_k));
+    let (gathered, gathering) = match gathers {
+        true => (
+            ranks * tokens * (row + 4 * words),
+            Control::new(&paths, &gather_bins(config)?, ranks * tokens, 4 * words).bytes(),
+        ),
+        false => (0, 0),
+    };
+    let pool = (5 * busiest + 3 * own + tokens + relayed * (tokens + own)) * row + gathered + (16 << 20);
     let bins = Bins::of_layout(config.layout, &placement.map, config.order, &nodes);
-    let symmetric = Control::new(&paths, &bins, own, note_bytes).bytes() + (4 << 20);
+    let symmetric = Control::new(&paths, &bins, own, note_bytes).bytes() + gathering + (4 << 20);
     Ok(Sizes { heap: (pool + symmetric).next_multiple_of(2 << 20), symmetric })
+}
+
+/// The bins of an all-gather: a rank is one.
+fn gather_bins(config: &Config) -> Result<Bins, ConfigError> {
+    let map = ExpertMap::contiguous(config.ranks(), config.ranks())?;
+    Ok(Bins::experts(&map, Order::Expert, &config.node_map()))
 }

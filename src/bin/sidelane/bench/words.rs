@@ -1,6 +1,7 @@
 //! Conditions in words, for tables and pictures.
 
 use sidelane::dtype::Wire;
+use sidelane::plan::Strategy;
 
 use super::config::Config;
 use crate::launch::shape_words;
@@ -35,7 +36,8 @@ impl Words {
                 config.routing, config.experts, config.top_k, config.seed
             ),
             schedule: format!(
-                "route {route}{}, layout {layout}, order {order}, wire {wire}, align {}, {}",
+                "{}route {route}{}, layout {layout}, order {order}, wire {wire}, align {}, {}",
+                if config.strategy == Strategy::Gather { "all-gather, " } else { "" },
                 if config.spans { " in spans" } else { "" },
                 config.align,
                 config.room.words()

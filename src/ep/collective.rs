@@ -1,0 +1,353 @@
+//! All-gather and reduce-scatter of rows, by the programs of dispatch and combine.
+//!
+//! ```text
+//!   all_gather       [n of this rank, C]        ->  [rows of all ranks, C]      rank after rank, in each segment
+//!   reduce_scatter   [rows of all ranks, C]     ->  [n of this rank, C]         sums over the ranks
+//! ```
+//!
+//! They are each other's gradient. Ranks may have different numbers of rows, none too. The sum of a row begins at +0 in
+//! `f32`, adds what the ranks have by ascending rank, and is rounded once: the same bits on every lane, route and topology.
+
+use super::builder::Spec;
+use super::combine::Return;
+use super::{Contribution, ExpertOutput, ExpertParallel, ExpertRows, Handle};
+use crate::dtype::{Dtype, Element, Wire};
+use crate::error::{CallKind, Error, PlanError};
+use crate::lane::Io;
+use crate::plan::{Everyone, ExpertMap, Mode, Order, RowLayout, Strategy};
+use crate::schedule::Parts;
+use crate::topology::Route;
+use crate::world::Group;
+
+/// Settings of a [`Collective`]. All ranks must choose alike.
+#[derive(Clone, Debug)]
+pub struct CollectiveBuilder<'g> {
+    group: &'g Group,
+    columns: usize,
+    dtype: Dtype,
+    segments: u32,
+    max_rows: u32,
+    route: Route,
+    node_sums: Option<Wire>,
+}
+
+/// All-gather and reduce-scatter over a group. Calls are collective, and come in the same order on all ranks.
+///
+/// ```
+/// use sidelane::{Dtype, World, ep::Collective};
+///
+/// let ranks = World::threads(2)?.into_iter().map(|world| {
+///     std::thread::spawn(move || -> sidelane::Result<()> {
+///         let mut rows = Collective::builder(&world.all()?).columns(4).dtype(Dtype::F32).build()?;
+///         let mine = vec![world.rank() as f32; 4 * (1 + world.rank() as usize)];      // 1 row, and 2
+///         let (all, shares) = rows.all_gather(&mine)?;
+///         assert_eq!(all.rows::<f32>()?, [[0.0; 4], [1.0; 4], [1.0; 4]].concat());
+///         assert_eq!(shares.counts(), [1, 2]);
+///         let sums: Vec<f32> = rows.reduce_scatter(&vec![1.5f32; 3 * 4], &shares)?;
+///         assert_eq!(sums, vec![3.0; mine.len()]);
+///         Ok(())
+///     })
+/// });
+/// for rank in ranks.collect::<Vec<_>>() {
+///     rank.join().unwrap()?;
+/// }
+/// # Ok::<(), sidelane::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Collective {
+    ep: ExpertParallel,
+    everyone: Everyone,
+}
+
+/// How many rows each rank has, and so where they lie among those of all.
+#[derive(Debug)]
+pub struct Shares {
+    handle: Handle,
+    counts: Vec<u32>,
+}
+
+impl Shares {
+    /// Rows of each rank.
+    pub fn counts(&self) -> &[u32] {
+        &self.counts
+    }
+
+    /// Rows of all ranks.
+    pub fn rows(&self) -> u32 {
+        self.handle.rows()
+    }
+
+    /// A buffer for rows of all ranks, which a reduce-scatter takes without a copy.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError).
+    pub fn output(&self) -> Result<ExpertOutput, Error> {
+        self.handle.output()
+    }
+
+    /// The layout as a dispatch would have it: its report says how the rows of an all-gather went.
+    pub fn handle(&self) -> &Handle {
+        &self.handle
+    }
+}
+
+impl<'g> CollectiveBuilder<'g> {
+    /// Elements of a row. A row must be a multiple of 16 bytes.
+    pub fn columns(mut self, columns: usize) -> Self {
+        self.columns = columns;
+        self
+    }
+
+    /// Element type. Default: bf16. [`Dtype::Bytes`] can be gathered, but not summed.
+    pub fn dtype(mut self, dtype: Dtype) -> Self {
+        self.dtype = dtype;
+        self
+    }
+
+    /// In how many equal parts the rows of a rank come. Gathered rows lie by part and then by rank: so an all-gather along
+    /// the second dimension of `[E, n, C]` has `E` segments. Default: 1.
+    pub fn segments(mut self, segments: u32) -> Self {
+        self.segments = segments;
+        self
+    }
+
+    /// The most rows that a rank will have. Default: 4096.
+    pub fn max_rows(mut self, rows: u32) -> Self {
+        self.max_rows = rows;
+        self
+    }
+
+    /// How rows reach other nodes. Default: [`Route::Pxn`]: each crosses once per node.
+    pub fn route(mut self, route: Route) -> Self {
+        self.route = route;
+        self
+    }
+
+    /// Sums are made per node first, then over nodes by ascending node: over [`Route::Pxn`] only one partial sum per node
+    /// crosses, in this type, to which each is rounded whether it travels or not. The bits then depend on the nodes.
+    /// Default: off.
+    pub fn node_sums(mut self, wire: Wire) -> Self {
+        self.node_sums = Some(wire);
+        self
+    }
+
+    /// Allocates the control window and lays what wires are missing. Collective.
+    ///
+    /// # Errors
+    /// [`PlanError`] if a setting cannot be used, [`CallError::ConfigsDiffer`](crate::error::CallError) if ranks chose differently,
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank has no room for the control window.
+    pub fn build(self) -> Result<Collective, Error> {
+        let checked = self.check();
+        self.compare(checked.is_ok())?;
+        checked?;
+        let ranks = self.group.size();
+        let spec = Spec {
+            top_k: 0,
+            hidden: self.columns,
+            dtype: self.dtype,
+            order: if self.node_sums.is_some() { Order::Node } else { Order::Expert },
+            align: 1,
+            max_tokens: self.max_rows,
+            weighted: false,
+            map: std::sync::Arc::new(ExpertMap::contiguous(self.segments * ranks, ranks)?),
+            route: self.route,
+            wire: self.node_sums.unwrap_or_default(),
+            layout: RowLayout::ExpertMajor,
+            mode: Mode::Eager,
+            record: None,
+            spans: false,
+            strategy: Strategy::Exchange,
+            gathers: true,
+        };
+        Ok(Collective { ep: ExpertParallel::new(self.group, spec)?, everyone: Everyone::default() })
+    }
+
+    fn check(&self) -> Result<(), PlanError> {
+        let bad = |parameter, seen: u64, expected| Err(PlanError::BadParameter { parameter, seen, expected });
+        let (ranks, bytes) = (u64::from(self.group.size()), (self.columns * self.dtype.size()) as u64);
+        if bytes == 0 || !bytes.is_multiple_of(16) {
+            return bad("bytes of a row", bytes, "a positive multiple of 16");
+        }
+        if self.segments == 0 {
+            return bad("segments", 0, "at least 1");
+        }
+        let segments = u64::from(self.segments);
+        if segments * ranks * 4 > self.group.shared.options.config.symmetric {
+            return bad("segments", segments, "fewer: their counts must fit SIDELANE_SYMMETRIC");
+        }
+        if u64::from(self.max_rows) * ranks > u64::from(u32::MAX / 2) {
+            return bad("max_rows", self.max_rows.into(), "fewer: rows are counted in 32 bits");
+        }
+        if self.node_sums == Some(Wire::Bf16) && !Wire::Bf16.carries(self.dtype) {
+            return bad("node_sums", Wire::Bf16 as u64, "f32, unless rows are bf16");
+        }
+        Ok(())
+    }
+
+    fn compare(&self, usable: bool) -> Result<(), Error> {
+        let settings: [(&'static str, u64); 7] = [
+            ("whether their settings can be used (1: yes)", usable.into()),
+            ("columns", self.columns as u64),
+            ("dtype", self.dtype as u64),
+            ("segments", self.segments.into()),
+            ("max_rows", self.max_rows.into()),
+            ("route", self.route as u64),
+            ("node_sums", self.node_sums.map_or(0, |wire| 1 + wire as u64)),
+        ];
+        super::builder::alike(self.group, &settings)
+    }
+}
+
+impl Collective {
+    /// Starts to describe one.
+    pub fn builder(group: &Group) -> CollectiveBuilder<'_> {
+        let (dtype, route) = (Dtype::Bf16, Route::Pxn);
+        CollectiveBuilder { group, columns: 0, dtype, segments: 1, max_rows: 4096, route, node_sums: None }
+    }
+
+    /// Everybody's rows, `[rows of all, columns]`, from this rank's, `[rows, columns]`. Ranks tell each other how many they
+    /// have: the shares. Collective.
+    ///
+    /// # Errors
+    /// On every rank, before a byte moves: [`PlanError`] where the input is wrong ([`CallError::PeerRefused`] on the
+    /// others), [`CallError`](crate::error::CallError) where ranks make different calls, [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a
+    /// rank cannot hold the rows. [`LaneError`](crate::error::LaneError) and [`Cause`](crate::error::Cause) end the world.
+    pub fn all_gather<E: Element>(&mut self, rows: &[E]) -> Result<(ExpertRows, Shares), Error> {
+        let ep = &mut self.ep;
+        let checked = Self::check_rows(ep, rows);
+        if let Ok(count) = checked {
+            ep.sorted.fill_gathered(&ep.fixed.bins, ep.fixed.lanes.rank, count, None);
+        }
+        let opened = ep.open(checked.map(drop), ep.most_bytes(), false)?;
+        let (mut extent, inner) = ep.land(opened, bytemuck::cast_slice(rows), 0, false)?;
+        let landing = ep.fixed.sizing(CallKind::Dispatch).landing(inner.layout.landed);
+        let mut counts = vec![0; ep.size() as usize];
+        for &source in extent.slice::<u32>(landing.notes_at(), landing.notes as usize)? {
+            if let Some(count) = counts.get_mut((source as usize).wrapping_sub(1)) {
+                *count += 1;
+            }
+        }
+        extent.trim(landing.notes_at());
+        let (rows, handle) = ep.gathered(extent, inner);
+        Ok((rows, Shares { handle, counts }))
+    }
+
+    fn check_rows<E: Element>(ep: &ExpertParallel, rows: &[E]) -> Result<u32, Error> {
+        let (columns, what, seen) = (ep.spec().hidden, "rows to gather", rows.len());
+        if E::DTYPE != ep.spec().dtype {
+            return Err(PlanError::WrongDtype { what, seen: E::DTYPE, expected: ep.spec().dtype }.into());
+        }
+        if !seen.is_multiple_of(columns) {
+            return Err(PlanError::WrongShape { what, seen, rows: seen / columns, columns }.into());
+        }
+        Ok(Self::check_count(ep, (seen / columns) as u64)?)
+    }
+
+    fn check_count(ep: &ExpertParallel, rows: u64) -> Result<u32, PlanError> {
+        let bad = |expected| PlanError::BadParameter { parameter: "rows of a rank", seen: rows, expected };
+        if rows > ep.spec().max_tokens.into() {
+            return Err(bad("at most as many as CollectiveBuilder::max_rows says"));
+        }
+        let segments = ep.fixed.bins.count() / ep.fixed.bins.ranks();
+        if !rows.is_multiple_of(segments.into()) {
+            return Err(bad("a multiple of CollectiveBuilder::segments"));
+        }
+        Ok(rows as u32)
+    }
+
+    /// Shares that all ranks know beforehand: `counts` are the rows of each rank, and must be the same on all. Nothing is
+    /// exchanged; ranks that disagree find out in the call that uses them.
+    ///
+    /// # Errors
+    /// [`PlanError::WrongShape`] if there is not a count per rank, [`PlanError::BadParameter`] for one that is too large or
+    /// does not make equal segments.
+    pub fn shares(&mut self, counts: &[u32]) -> Result<Shares, Error> {
+        let Collective { ep, everyone } = self;
+        let (what, seen, rows) = ("counts", counts.len(), ep.size() as usize);
+        if seen != rows {
+            return Err(PlanError::WrongShape { what, seen, rows, columns: 1 }.into());
+        }
+        for &count in counts {
+            Self::check_count(ep, count.into())?;
+        }
+        let (frame, mut inner) = (ep.fixed.frame(), ep.spare_handle());
+        let (bins, me) = (frame.bins, ep.rank());
+        everyone.sort(&frame, 0, |rank, sorted| -> Result<(), PlanError> {
+            sorted.fill_gathered(bins, rank, counts[rank as usize], None);
+            Ok(())
+        })?;
+        let mut blocks = vec![None; counts.len()];
+        everyone.each(&frame, (0, 0), |of, known, scratch| {
+            let (own, all) = ((&*known.sorted, &*known.crossing), (&*known.counts, known.sizes));
+            if of.paths.me() == me {
+                inner.layout.fill(of, own, 0, all.0, all.1);
+            }
+            let nth = of.paths.relays().position(|relay| relay == me);
+            blocks[of.paths.me() as usize] = nth.map(|nth| scratch.block(of, own, all, nth));
+        });
+        if frame.paths.rails() {
+            let forward = std::sync::Arc::make_mut(inner.forward.get_or_insert_default());
+            forward.spans = true;
+            forward.know(&frame, ep.fixed.partial_bytes().is_some(), |source, _| {
+                blocks[source as usize].take().unwrap_or_default()
+            });
+        }
+        inner.offer = frame.sizing.offer(inner.layout.landed);
+        ep.name(&mut inner, digest(counts));
+        Ok(Shares { handle: ep.handle_of(inner), counts: counts.to_vec() })
+    }
+
+    /// Everybody's rows, where all know their shares: ranks need not tell each other. Collective.
+    ///
+    /// # Errors
+    /// As [`Collective::all_gather`], and [`CallError::ForeignHandle`](crate::error::CallError); [`CallError::Disagree`](crate::error::CallError) if ranks bring other shares.
+    pub fn all_gather_along<E: Element>(&mut self, rows: &[E], shares: &Shares) -> Result<ExpertRows, Error> {
+        self.ep.dispatch_cached(rows, &shares.handle)
+    }
+
+    /// Sums over all ranks of this rank's rows, `[rows, columns]`: from what each rank has for everybody,
+    /// `[rows of all, columns]`, laid out as an all-gather along these shares lays them. `rows` is the buffer of
+    /// [`Shares::output`], which is used in place, or a slice, which is copied once. Collective.
+    ///
+    /// # Errors
+    /// As [`Collective::all_gather_along`]; [`PlanError::NoArithmetic`] for rows that cannot be summed.
+    pub fn reduce_scatter<'a, E: Element>(
+        &mut self,
+        rows: impl Into<Contribution<'a>>,
+        shares: &Shares,
+    ) -> Result<Vec<E>, Error> {
+        let (ep, handle) = (&mut self.ep, &shares.handle);
+        let mut sums = vec![E::zeroed(); handle.tokens() as usize * ep.spec().hidden];
+        let settings = (ep.spec().hidden, ep.spec().dtype);
+        let checked = super::buffers::check_tensor("sums", &sums, handle.tokens(), settings);
+        let parts = Parts { rows: true, weights: false };
+        let call = Return { kind: CallKind::Combine, parts, weighted: false, keep: false };
+        let started = ep.start_return(call, rows.into(), None, handle, checked, false)?;
+        let output = bytemuck::cast_slice_mut(&mut sums);
+        ep.finish_return(started, handle, Some(Io { output, ..Io::default() }))?;
+        Ok(sums)
+    }
+}
+
+impl ExpertParallel {
+    /// Gathered rows, and their layout.
+    fn gathered(
+        &self,
+        extent: crate::memory::Extent,
+        mut inner: super::handle::Inner,
+    ) -> (ExpertRows, Handle) {
+        let (rows, row_bytes) = (inner.layout.landed, self.spec().row_bytes());
+        inner.received = super::notes::Received::default();
+        inner.weights.clear();
+        (ExpertRows { extent, rows, row_bytes, record: None, index: None }, self.handle_of(inner))
+    }
+}
+
+/// The number of shares that nobody exchanged: above all numbers of calls.
+fn digest(counts: &[u32]) -> u64 {
+    let hash =
+        counts.iter().flat_map(|count| count.to_le_bytes()).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+        });
+    hash | 1 << 63
+}

@@ -1,0 +1,142 @@
+//! Placement by a rank that knows what everybody sends: it finds what others would tell it, and their layouts too.
+//!
+//! So it is after an all-gather, which brings the choices along; so it is where sizes are agreed on beforehand; and so the
+//! proof tells its stories.
+
+use super::sorted::refill;
+use super::{Block, Counts, Crossing, Forward, Frame, Layout, Sizes, Sorted};
+use crate::topology::Route;
+
+/// What every rank of a group sends. Used again from call to call.
+#[derive(Clone, Debug, Default)]
+pub struct Everyone {
+    ranks: Vec<Entries>,
+    counts: Counts,
+    sizes: Sizes,
+    /// Sums of the counts of lower ranks, while ranks are looked at in turn.
+    below: Vec<u32>,
+    scratch: Layout,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Entries {
+    sorted: Sorted,
+    crossing: Crossing,
+    counts: Vec<u32>,
+}
+
+/// What one rank knows when it places.
+#[derive(Debug)]
+pub struct Known<'a> {
+    /// Its entries.
+    pub sorted: &'a mut Sorted,
+    /// What of them crosses.
+    pub crossing: &'a mut Crossing,
+    /// The counts, as it sees them.
+    pub counts: &'a mut Counts,
+    /// What follows from them; the same for all ranks.
+    pub sizes: &'a Sizes,
+}
+
+impl Everyone {
+    /// Takes everybody's entries, as `sort` finds them, and adds up their counts. `frame` is that of any rank.
+    ///
+    /// # Errors
+    /// The first of `sort`.
+    pub fn sort<E>(
+        &mut self,
+        frame: &Frame,
+        top_k: u32,
+        mut sort: impl FnMut(u32, &mut Sorted) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (bins, ranks) = (frame.bins, frame.paths.ranks());
+        self.counts.clear(bins.count() + frame.paths.staged_ranks());
+        self.ranks.resize_with(ranks as usize, Entries::default);
+        for (rank, Entries { sorted, crossing, counts }) in (0..).zip(&mut self.ranks) {
+            let paths = frame.paths.of(rank);
+            sort(rank, sorted)?;
+            if let Some(slots) = frame.mode.slots() {
+                sorted.keep(top_k, |_| slots);
+            }
+            crossing.fill(bins, &paths, sorted);
+            counts.clone_from(&sorted.counts);
+            crossing.staged(&paths, counts);
+            // As the first rank sees it: nobody is below.
+            self.counts.add(0, rank, counts);
+        }
+        self.sizes.fill(bins, frame.align, &self.counts.total, frame.mode.budget());
+        Ok(())
+    }
+
+    /// Rows that land at each rank, and those that it needs. Not of fixed slots.
+    pub fn sizes(&self) -> &Sizes {
+        &self.sizes
+    }
+
+    /// The entries of a rank.
+    pub fn sorted(&self, rank: u32) -> &Sorted {
+        &self.ranks[rank as usize].sorted
+    }
+
+    /// Looks at all ranks in turn, each as it would place itself. Ranks have at most `max_tokens` tokens.
+    pub fn each(
+        &mut self,
+        frame: &Frame,
+        (top_k, max_tokens): (u32, u32),
+        mut see: impl FnMut(&Frame, Known, &mut Layout),
+    ) {
+        let Everyone { ranks, counts, sizes, below, scratch } = self;
+        refill(below, counts.total.len(), 0);
+        for (rank, Entries { sorted, crossing, counts: own }) in (0..).zip(ranks) {
+            let frame = Frame { paths: frame.paths.of(rank), ..*frame };
+            counts.below.clone_from(below);
+            if let Some(slots) = frame.mode.slots() {
+                counts.fix(frame.bins, &frame.paths, slots, max_tokens);
+                sizes.fill(frame.bins, frame.align, &counts.total, None);
+            }
+            if frame.mode.budget().is_some() && sorted.keep(top_k, |bin| sizes.room(frame.bins, counts, bin))
+            {
+                crossing.fill(frame.bins, &frame.paths, sorted);
+            }
+            see(&frame, Known { sorted, crossing, counts, sizes }, scratch);
+            below.iter_mut().zip(&*own).for_each(|(below, count)| *below = below.saturating_add(*count));
+        }
+    }
+}
+
+impl Layout {
+    /// What a relay is to know of this rank's block `nth`, and nothing else.
+    pub fn block(
+        &mut self,
+        frame: &Frame,
+        own: (&Sorted, &Crossing),
+        (counts, sizes): (&Counts, &Sizes),
+        nth: usize,
+    ) -> Block {
+        self.start(own.0);
+        self.runs.clear();
+        self.place_blocks(frame, own, counts, sizes);
+        self.blocks[nth].clone()
+    }
+}
+
+impl Forward {
+    /// Takes the blocks of all sources of the rank that `frame` is of; `block` finds that of a source.
+    pub fn know(&mut self, frame: &Frame, sums: bool, mut block: impl FnMut(u32, usize) -> Block) {
+        let (paths, me) = (frame.paths, frame.paths.me());
+        self.blocks.clear();
+        self.weights.clear();
+        for source in paths.sources() {
+            let nth = paths.of(source).relays().position(|relay| relay == me);
+            self.blocks.extend(nth.map(|nth| block(source, nth)));
+        }
+        if paths.route() == Route::Direct {
+            // Headers list no rows where every entry is one.
+            self.blocks.iter_mut().for_each(|block| {
+                block.index.clear();
+                block.index.extend(0..block.entries());
+            });
+        }
+        self.fill(frame.bins, paths.served_by(me), frame.chunks, sums);
+    }
+}

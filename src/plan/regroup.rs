@@ -1,0 +1,54 @@
+//! From gathered rows to the visible order: which of everybody's rows a rank copies, and where to.
+//!
+//! ```text
+//!   gathered   | rows of rank 0 | rows of rank 1 | ...
+//!                   \\___  ____/
+//!   visible    | bin 0 | bin 1 | ...           as if each source had put its rows there itself
+//! ```
+
+use super::layout::segment;
+use super::{Frame, Known, RowRun};
+
+/// The copies of one rank, and what goes with the rows. Used again from call to call.
+#[derive(Clone, Debug, Default)]
+pub struct Regroup {
+    /// Runs of `rows` to the places where they belong.
+    pub runs: Vec<RowRun>,
+    /// What runs index into: gathered rows.
+    pub rows: Vec<u32>,
+    /// What goes with each of `rows`.
+    pub notes: Vec<u32>,
+}
+
+impl Regroup {
+    /// Forgets the last call.
+    pub fn clear(&mut self) {
+        self.runs.clear();
+        self.rows.clear();
+        self.notes.clear();
+    }
+
+    /// What rank `me` copies of a source's rows, the first of which is row `first` of those gathered. `frame` and `known`
+    /// are the source's.
+    pub fn add(&mut self, frame: &Frame, known: &Known, me: u32, first: u32) {
+        let Known { sorted, counts, sizes, .. } = known;
+        for bin in frame.bins.of(me) {
+            let to = segment(frame, bin as usize, sorted, counts, sizes);
+            if to.count + to.pad > 0 {
+                let (to_row, count, pad) = (to.to_row, to.count, to.pad);
+                self.runs.push(RowRun { to_row, first: self.rows.len() as u32, count, pad });
+                self.rows.extend(sorted.tokens_of(bin..bin + 1).iter().map(|token| first + token));
+                self.notes.extend_from_slice(sorted.notes_of(bin..bin + 1));
+            }
+        }
+    }
+
+    /// Writes what goes with the rows, `words` words each, to where it belongs; zero in pads.
+    pub fn write_notes(&self, words: usize, to: &mut [u32]) {
+        to.fill(0);
+        for run in &self.runs {
+            let (from, count) = (run.first as usize * words, run.count as usize * words);
+            to[run.to_row as usize * words..][..count].copy_from_slice(&self.notes[from..][..count]);
+        }
+    }
+}
