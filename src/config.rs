@@ -14,6 +14,7 @@
 //! | `SIDELANE_JOB`, `SIDELANE_LAUNCHER_FD`, `SIDELANE_LAUNCHER_PID` | a launcher's: the job's name, and the pipe that ends with it | none |
 //! | `SIDELANE_RAIL` | what joins nodes: `auto`, `verbs`, `tcp`, `loop` ([`RailChoice`]) | auto |
 //! | `SIDELANE_VERBS_*`, `SIDELANE_IBVERBS` | cards, ports, addresses, timeouts: see `docs/verbs.md` | found out |
+//! | `SIDELANE_CUDA` | path of the CUDA driver's library | libcuda.so.1, as the loader finds it |
 //! | `SIDELANE_TCP_ADDRESS` | where partners connect to this rank: an address of this machine, or an interface | all addresses; loopback, if the ranks meet there |
 //! | `SIDELANE_NODE` | splits one machine into load domains: ranks with equal values share memory | empty |
 

@@ -12,6 +12,7 @@
 //! | [`plan`] | from routing and counts to placement; pure |
 //! | [`schedule`] | programs of puts, signals, waits and sums; their proof and their random check; pure |
 //! | [`bootstrap`] | meeting, authentication, liveness, descriptors, rebuild |
+//! | [`device`] | CUDA: what the driver and its GPUs can do; memory, streams, memory operations, modules |
 //! | [`memory`] | heaps, windows, the receive pool |
 //! | [`rows`] | the vector loops |
 //! | `lane` (private) | shm, loop, verbs and tcp: how bytes and signals move |
@@ -21,6 +22,7 @@
 
 pub mod bootstrap;
 pub mod config;
+pub mod device;
 pub mod dtype;
 pub mod ep;
 pub mod error;

@@ -8,6 +8,7 @@
 //! | [`Cause`] | the reason why a world is dead: it ends every wait |
 //! | [`MemoryError`] | heap, pool, windows |
 //! | [`SimdError`] | an instruction set that was forced and is missing |
+//! | [`DeviceError`] | GPUs: the driver, memory, streams, modules |
 //! | [`LaneError`] | puts, signals and waits |
 //! | [`VerbsError`] | network cards: the library, devices, work requests |
 //! | [`GateError`] | bad input of a router |
@@ -18,6 +19,7 @@ mod bootstrap;
 mod call;
 mod cause;
 mod completion;
+mod device;
 mod gate;
 mod lane;
 mod memory;
@@ -29,6 +31,7 @@ pub use bootstrap::BootstrapError;
 pub use call::{CallError, CallKind};
 pub use cause::{Cause, Loss};
 pub use completion::{CompletionStatus, Operation};
+pub use device::DeviceError;
 pub use gate::GateError;
 pub use lane::LaneError;
 pub use memory::MemoryError;
@@ -51,6 +54,9 @@ pub enum Error {
     /// An instruction set was forced that cannot be used.
     #[error(transparent)]
     Simd(#[from] SimdError),
+    /// A GPU could not be used.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     /// Bytes or signals could not be moved, or did not come.
     #[error(transparent)]
     Lane(#[from] LaneError),

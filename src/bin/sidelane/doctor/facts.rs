@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 
 use rustix::process::{Resource, getrlimit};
+use sidelane::device::{Driver, Probe};
+use sidelane::error::DeviceError;
 
 /// Facts about this process. A limit of `None` is no limit.
 pub struct Facts {
@@ -13,10 +15,12 @@ pub struct Facts {
     pub huge_pages: Option<bool>,
     /// Directories of `LD_LIBRARY_PATH`.
     pub library_path: Vec<PathBuf>,
+    /// What the CUDA driver says, or why it does not.
+    pub cuda: Result<Probe, DeviceError>,
 }
 
 impl Facts {
-    /// Asks the kernel and the environment.
+    /// Asks the kernel, the environment and the CUDA driver.
     pub fn of_this_process() -> Self {
         let path = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
         Facts {
@@ -25,6 +29,7 @@ impl Facts {
             open_files: getrlimit(Resource::Nofile).current,
             huge_pages: sidelane::memory::huge_pages_granted(),
             library_path: std::env::split_paths(&path).filter(|dir| !dir.as_os_str().is_empty()).collect(),
+            cuda: Driver::open().and_then(|driver| driver.probe()),
         }
     }
 }

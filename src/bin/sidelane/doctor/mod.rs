@@ -1,7 +1,8 @@
 //! `sidelane doctor`: what this machine offers, what that means for Sidelane, and what to do about it.
 //!
-//! Nothing is changed and nothing is loaded: a report must be safe to run anywhere. Detection reads files below a
-//! [`Root`] and facts about the process ([`Facts`]), so that tests can lay out a machine of their own.
+//! Nothing is changed: a report must be safe to run anywhere. The one thing it loads is the CUDA driver, if there is
+//! one, since nobody else knows what it can do; it makes no context and takes no memory of a GPU. Detection reads files
+//! below a [`Root`] and facts about the process ([`Facts`]), so that tests can lay out a machine of their own.
 
 mod cards;
 mod cuda;

@@ -2,6 +2,9 @@
 
 use std::path::PathBuf;
 
+use sidelane::device::{BatchedCopies, DeviceFacts, ModuleLoading, Probe, Version, WriteOrder};
+use sidelane::error::DeviceError;
+
 use super::finding::Level;
 use super::*;
 
@@ -33,6 +36,10 @@ impl Machine {
             open_files: Some(1024),
             huge_pages: None,
             library_path: Vec::new(),
+            cuda: Err(DeviceError::NoLibrary {
+                library: "libcuda.so.1".into(),
+                reason: "no such file".into(),
+            }),
         }
     }
 
@@ -112,11 +119,10 @@ fn a_card_that_works_needs_its_library_its_device_and_locked_memory() {
         assert_eq!(finding(&findings, what).level, Level::Warn, "{what}");
     }
     let facts = Facts {
-        usable_cores: 4,
         locked_memory: None,
         open_files: None,
-        huge_pages: None,
         library_path: vec!["/opt/rdma".into()],
+        ..machine.facts()
     };
     let findings =
         machine.with("opt/rdma/libibverbs.so.1", "").with("dev/infiniband/uverbs0", "").examine_with(facts);
@@ -150,4 +156,110 @@ fn each_missing_part_of_cuda_is_named() {
         .examine();
     assert_eq!(finding(&findings, "CUDA: libcuda").found, "/usr/lib/x86_64-linux-gnu/libcuda.so.1");
     assert_eq!(finding(&findings, "CUDA: devices").found, "2");
+}
+
+fn gpu(device: u32) -> DeviceFacts {
+    DeviceFacts {
+        device,
+        name: "NVIDIA H200".into(),
+        uuid: "GPU-00112233-4455-6677-8899-aabbccddeeff".into(),
+        capability: (9, 0),
+        multiprocessors: 132,
+        memory: 141 << 30,
+        copy_engines: 3,
+        wide_memory_operations: true,
+        flush_remote_writes: true,
+        virtual_memory: true,
+        descriptors: true,
+        fabric: true,
+        direct_rdma: true,
+        direct_rdma_mapped: true,
+        write_order: WriteOrder::AllDevices,
+        dma_buf: true,
+        multicast: true,
+        host_register: true,
+        block_threads: 1024,
+        grid: [i32::MAX as u32, 65535, 65535],
+    }
+}
+
+fn probe(devices: u32) -> Probe {
+    Probe {
+        library: "libcuda.so.1".into(),
+        stand_in: false,
+        version: Version(13000),
+        batched_copies: BatchedCopies::Second,
+        module_loading: ModuleLoading::Eager,
+        queues: 8,
+        devices: (0..devices).map(gpu).collect(),
+        peers: vec![vec![true; devices as usize]; devices as usize],
+    }
+}
+
+fn examine_cuda(name: &str, probe: Probe) -> Vec<Finding> {
+    let machine = Machine::new(name);
+    let facts = Facts { cuda: Ok(probe), ..machine.facts() };
+    let findings = machine.examine_with(facts);
+    assert!(findings.iter().all(|f| f.level == Level::Ok || f.advice.is_some()), "each problem has advice");
+    findings
+}
+
+#[test]
+fn a_machine_with_all_that_cuda_has_is_all_right() {
+    let findings = examine_cuda("cuda-good", probe(2));
+    let cuda: Vec<_> =
+        findings.iter().filter(|f| f.what.contains("CUDA") || f.what.contains("GPU")).collect();
+    assert_eq!(cuda.len(), 4 + 2 + 8 + 1, "{cuda:#?}");
+    assert!(cuda.iter().all(|f| f.level == Level::Ok), "{cuda:#?}");
+    let first = finding(&findings, "GPU 0");
+    assert!(first.found.contains("compute capability 9.0, 132 SMs, 141 GiB, 3 copy engines"), "{first:?}");
+}
+
+#[test]
+fn what_a_driver_lacks_is_named_with_its_consequence() {
+    let mut old = probe(1);
+    old.version = Version(12040);
+    old.batched_copies = BatchedCopies::None;
+    old.module_loading = ModuleLoading::Lazy;
+    old.queues = 1;
+    let findings = examine_cuda("cuda-old", old);
+    assert_eq!(finding(&findings, "CUDA: driver").found, "for CUDA 12.4 (libcuda.so.1)");
+    for (what, level) in [
+        ("CUDA: device heap", Level::Warn),
+        ("CUDA: batched copies", Level::Note),
+        ("CUDA: kernel loading", Level::Warn),
+        ("CUDA: queues", Level::Note),
+    ] {
+        assert_eq!(finding(&findings, what).level, level, "{what}");
+    }
+}
+
+#[test]
+fn devices_that_lack_something_are_named() {
+    let mut mixed = probe(3);
+    mixed.devices[1].wide_memory_operations = false;
+    mixed.devices.iter_mut().for_each(|device| device.dma_buf = false);
+    mixed.peers[0][2] = false;
+    let findings = examine_cuda("cuda-mixed", mixed);
+    assert_eq!(finding(&findings, "CUDA: flags").found, "not GPU 1");
+    assert_eq!(finding(&findings, "CUDA: flags").level, Level::Warn);
+    assert_eq!(finding(&findings, "CUDA: dma-buf").found, "no");
+    assert_eq!(finding(&findings, "CUDA: peers").found, "not 0-2");
+}
+
+#[test]
+fn a_stand_in_is_called_one() {
+    let findings = examine_cuda("cuda-stand-in", Probe { stand_in: true, ..probe(1) });
+    assert!(finding(&findings, "CUDA: driver").found.starts_with("stand-in"));
+    assert_eq!(finding(&findings, "CUDA: driver").level, Level::Note);
+}
+
+#[test]
+fn a_driver_that_does_not_start_says_why() {
+    let machine = Machine::new("cuda-mismatch");
+    let error = DeviceError::Init { library: "libcuda.so.1".into(), code: 803, name: "MISMATCH".into() };
+    let findings = machine.examine_with(Facts { cuda: Err(error), ..machine.facts() });
+    let found = finding(&findings, "CUDA: start");
+    assert_eq!(found.level, Level::Warn);
+    assert!(found.found.contains("803") && found.found.contains("different versions"), "{found:?}");
 }

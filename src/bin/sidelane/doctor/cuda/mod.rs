@@ -1,4 +1,9 @@
-//! CUDA: the three parts that must come together, each of which containers like to lose.
+//! CUDA: the three parts that must come together, each of which containers like to lose; then what the driver says.
+
+mod devices;
+mod driver;
+
+use sidelane::error::DeviceError;
 
 use super::facts::Facts;
 use super::finding::Finding;
@@ -7,18 +12,26 @@ use super::root::Root;
 
 pub fn findings(root: &Root, facts: &Facts) -> Vec<Finding> {
     let library = loader::find(root, facts, &["libcuda.so.1", "libcuda.so"]);
-    let driver = root.read("/proc/driver/nvidia/version").map(|text| driver_version(&text));
-    let devices = root.numbered("/dev", "nvidia");
-    if library.is_none() && driver.is_none() && devices == 0 {
-        return vec![Finding::note(
-            "CUDA",
-            "none",
-            "No GPU here: everything runs on the host lanes.",
-            "Nothing, unless there should be one: then install NVIDIA's driver.",
-        )];
+    let module = root.read("/proc/driver/nvidia/version").map(|text| module_version(&text));
+    let nodes = root.numbered("/dev", "nvidia");
+    match &facts.cuda {
+        Ok(probe) => {
+            let mut findings = driver::findings(probe, module.as_deref());
+            findings.extend(devices::findings(probe));
+            return findings;
+        }
+        Err(DeviceError::NoLibrary { .. }) if library.is_none() && module.is_none() && nodes == 0 => {
+            return vec![Finding::note(
+                "CUDA",
+                "none",
+                "No GPU here: everything runs on the host lanes.",
+                "Nothing, unless there should be one: then install NVIDIA's driver.",
+            )];
+        }
+        Err(_) => {}
     }
-    vec![
-        match driver {
+    let mut findings = vec![
+        match module {
             Some(version) => Finding::ok("CUDA: driver", version, "The kernel module is loaded."),
             None => Finding::warn(
                 "CUDA: driver",
@@ -28,9 +41,7 @@ pub fn findings(root: &Root, facts: &Facts) -> Vec<Finding> {
             ),
         },
         match library {
-            Some(path) => {
-                Finding::ok("CUDA: libcuda", path.display().to_string(), "The driver can be called.")
-            }
+            Some(path) => Finding::ok("CUDA: libcuda", path.display().to_string(), "The library is there."),
             None => Finding::warn(
                 "CUDA: libcuda",
                 "not found",
@@ -38,7 +49,7 @@ pub fn findings(root: &Root, facts: &Facts) -> Vec<Finding> {
                 "In a container: --gpus all with the NVIDIA container toolkit; else install the driver's libraries.",
             ),
         },
-        match devices {
+        match nodes {
             0 => Finding::warn(
                 "CUDA: devices",
                 "none",
@@ -49,11 +60,20 @@ pub fn findings(root: &Root, facts: &Facts) -> Vec<Finding> {
                 Finding::ok("CUDA: devices", count.to_string(), "Device nodes that can be opened as GPUs.")
             }
         },
-    ]
+    ];
+    if let Err(error) = &facts.cuda {
+        findings.push(Finding::warn(
+            "CUDA: start",
+            error.to_string(),
+            "The driver cannot be used.",
+            "As the message says; nvidia-smi asks the same driver.",
+        ));
+    }
+    findings
 }
 
 /// The number in "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 ...".
-fn driver_version(text: &str) -> String {
+fn module_version(text: &str) -> String {
     let first = text.lines().next().unwrap_or_default();
     let number = |word: &&str| word.contains('.') && word.bytes().all(|b| b.is_ascii_digit() || b == b'.');
     first.split_whitespace().find(number).unwrap_or(first).to_owned()

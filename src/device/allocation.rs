@@ -1,0 +1,154 @@
+//! Memory of a device that can be handed to other processes.
+
+use std::ffi::{c_int, c_void};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+use sys::CUmemAllocationGranularity_flags_enum::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
+use sys::CUmemAllocationType_enum::CU_MEM_ALLOCATION_TYPE_PINNED;
+use sys::CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE;
+
+use super::call;
+use super::context::Context;
+use crate::error::DeviceError;
+
+const POSIX: sys::CUmemAllocationHandleType =
+    sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+
+/// Physical memory of a device: made here, or imported by its descriptor. It has no address until it is mapped into a
+/// [`Reservation`](super::Reservation).
+#[derive(Debug)]
+pub struct Allocation {
+    context: Arc<Context>,
+    pub(super) handle: sys::CUmemGenericAllocationHandle,
+    bytes: u64,
+}
+
+impl Allocation {
+    /// What sizes and addresses of mapped memory are multiples of, for allocations of this device.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`], [`DeviceError::Call`].
+    pub fn granularity(context: &Context) -> Result<u64, DeviceError> {
+        context.require(context.facts().virtual_memory, "virtual memory management")?;
+        let properties = properties(context);
+        let _entered = context.enter()?;
+        let mut bytes = 0;
+        // SAFETY: fills the number.
+        unsafe {
+            let (library, device) = (context.library(), Some(context.device()));
+            let kind = CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
+            call!(library, device, cuMemGetAllocationGranularity(&raw mut bytes, &raw const properties, kind))
+        }?;
+        // What is no granularity is answered like the smallest one.
+        Ok((bytes as u64).max(1))
+    }
+
+    /// Memory of the context's device: at least `bytes`, rounded up to its granularity. It can be exported, and network
+    /// cards can reach it where the device has that.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`], [`DeviceError::Unsupported`], [`DeviceError::Call`].
+    pub fn new(context: &Arc<Context>, bytes: u64) -> Result<Arc<Self>, DeviceError> {
+        context.require(context.facts().descriptors, "memory that can be exported as a descriptor")?;
+        let granularity = Self::granularity(context)?;
+        const CALL: &str = "cuMemCreate";
+        let too_much = DeviceError::OutOfMemory { device: context.device(), call: CALL, bytes };
+        let bytes = bytes.max(1).checked_next_multiple_of(granularity).ok_or(too_much)?;
+        let properties = properties(context);
+        let _entered = context.enter()?;
+        let mut handle = 0;
+        // SAFETY: fills the handle; released when the value is dropped.
+        let code = unsafe {
+            (context.library().functions.cuMemCreate)(
+                &raw mut handle,
+                bytes as usize,
+                &raw const properties,
+                0,
+            )
+        };
+        context.library().check_memory(CALL, context.device(), bytes, code)?;
+        Ok(Arc::new(Allocation { context: context.clone(), handle, bytes }))
+    }
+
+    /// Memory that another process exported, on whatever device it lies; its owner says how many bytes it has.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`], [`DeviceError::Call`].
+    pub fn import(
+        context: &Arc<Context>,
+        descriptor: BorrowedFd<'_>,
+        bytes: u64,
+    ) -> Result<Arc<Self>, DeviceError> {
+        context.require(context.facts().descriptors, "memory that can be imported by a descriptor")?;
+        let (library, device) = (context.library(), Some(context.device()));
+        let _entered = context.enter()?;
+        let mut handle = 0;
+        // The driver wants the number itself in the place of a pointer.
+        let number = std::ptr::without_provenance_mut::<c_void>(descriptor.as_raw_fd() as usize);
+        let kind = POSIX;
+        // SAFETY: fills the handle; the descriptor stays ours. Released when the value is dropped.
+        unsafe { call!(library, device, cuMemImportFromShareableHandle(&raw mut handle, number, kind)) }?;
+        Ok(Arc::new(Allocation { context: context.clone(), handle, bytes }))
+    }
+
+    /// A descriptor that another process can import, passed to it over a socket.
+    ///
+    /// # Errors
+    /// [`DeviceError::Descriptor`], [`DeviceError::Call`].
+    pub fn export(&self) -> Result<OwnedFd, DeviceError> {
+        const CALL: &str = "cuMemExportToShareableHandle";
+        let (library, device) = (self.context.library(), Some(self.context.device()));
+        let _entered = self.context.enter()?;
+        let mut descriptor: c_int = -1;
+        let kind = POSIX;
+        // SAFETY: fills the number of a descriptor that becomes ours.
+        unsafe {
+            let out = (&raw mut descriptor).cast();
+            call!(library, device, cuMemExportToShareableHandle(out, self.handle, kind, 0))
+        }?;
+        owned(CALL, descriptor)
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        let _entered = self.context.enter();
+        // SAFETY: made or imported once; what is mapped holds this value.
+        let _ = unsafe { (self.context.library().functions.cuMemRelease)(self.handle) };
+    }
+}
+
+/// Takes over a descriptor that the driver has opened for us.
+pub(super) fn owned(call: &'static str, descriptor: c_int) -> Result<OwnedFd, DeviceError> {
+    if descriptor < 0 {
+        return Err(DeviceError::Descriptor { call, descriptor });
+    }
+    // SAFETY: opened for the caller of the driver, which nobody else knows.
+    Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
+}
+
+fn properties(context: &Context) -> sys::CUmemAllocationProp {
+    sys::CUmemAllocationProp {
+        type_: CU_MEM_ALLOCATION_TYPE_PINNED,
+        requestedHandleTypes: POSIX,
+        location: location(context.device()),
+        win32HandleMetaData: std::ptr::null_mut(),
+        allocFlags: sys::CUmemAllocationProp_st__bindgen_ty_1 {
+            compressionType: 0,
+            gpuDirectRDMACapable: u8::from(context.facts().direct_rdma_mapped),
+            usage: 0,
+            reserved: [0; 4],
+        },
+    }
+}
+
+pub(super) fn location(device: u32) -> sys::CUmemLocation {
+    sys::CUmemLocation { type_: CU_MEM_LOCATION_TYPE_DEVICE, id: device as c_int }
+}

@@ -1,0 +1,145 @@
+//! Copies: one at a time, or a batch at once.
+//!
+//! A batch is handed over faster, and its copies prefer an engine beside the compute, also where source and target
+//! lie on one device. Its copies run **in any order**: a flag is never one of them, but a memory operation after it. A
+//! batch cannot be captured into a graph; single copies can.
+
+use super::batch::{BatchCopy, CopyAttributes};
+use super::call;
+use super::context::Context;
+use super::flags::AT_ONCE;
+use super::functions::Code;
+use super::library::too_old;
+use super::range::{Held, Span};
+use super::stream::Stream;
+use super::version::Version;
+use crate::error::DeviceError;
+
+const CALL: &str = "cuMemcpyBatchAsync";
+
+impl Stream {
+    /// Enqueues a copy between any memory that its device may reach.
+    ///
+    /// # Errors
+    /// [`DeviceError::Lengths`], [`DeviceError::NoAccess`], [`DeviceError::Call`].
+    pub fn copy(&self, to: Span<'_>, from: Span<'_>) -> Result<(), DeviceError> {
+        let Some(len) = length(to, from)? else { return Ok(()) };
+        let _held = self.hold(&[to.range, from.range])?;
+        let (library, device) = (self.library(), Some(self.device()));
+        let _entered = self.context.enter()?;
+        // SAFETY: bytes that the device may use, and that stay until the stream is done.
+        unsafe { call!(library, device, cuMemcpyAsync(to.address, from.address, len, self.raw)) }
+    }
+
+    /// Enqueues a batch of copies, with one call for each 255.
+    ///
+    /// # Errors
+    /// [`DeviceError::TooOld`], [`DeviceError::Capturing`], [`DeviceError::OtherDevice`] for a batch of another device,
+    /// [`DeviceError::Batch`], [`DeviceError::Call`].
+    pub fn copy_batch(&self, batch: &mut CopyBatch) -> Result<(), DeviceError> {
+        let library = self.library();
+        let Some(function) = library.batch else {
+            return Err(too_old("a batch of copies", library.version, Version::BATCHED_COPIES));
+        };
+        if batch.device != self.device() {
+            let (found, expected) = (batch.device, self.device());
+            return Err(DeviceError::OtherDevice { what: "batch of copies", found, expected });
+        }
+        // The driver would refuse it, and spoil the capture.
+        if self.is_capturing()? {
+            return Err(DeviceError::Capturing { call: CALL });
+        }
+        let mut held = self.held();
+        held.add_all(&batch.held);
+        let _entered = self.context.enter()?;
+        let parts = batch.targets.chunks_mut(AT_ONCE).zip(batch.sources.chunks_mut(AT_ONCE));
+        for (part, ((to, from), sizes)) in parts.zip(batch.sizes.chunks_mut(AT_ONCE)).enumerate() {
+            let (count, mut failed) = (sizes.len(), usize::MAX);
+            let (to, from, sizes) = (to.as_mut_ptr(), from.as_mut_ptr(), sizes.as_mut_ptr());
+            let (mut attributes, mut first) = (CopyAttributes::BESIDE_COMPUTE, 0);
+            let (attributes, first) = (&raw mut attributes, &raw mut first);
+            // SAFETY: lists of `count` entries of bytes that the device may use, and that stay until the stream is
+            // done; the driver reads the lists and the one set of attributes during the call.
+            let code = unsafe {
+                match function {
+                    BatchCopy::First(copy) => {
+                        copy(to, from, sizes, count, attributes, first, 1, &raw mut failed, self.raw)
+                    }
+                    BatchCopy::Second(copy) => copy(to, from, sizes, count, attributes, first, 1, self.raw),
+                }
+            };
+            if code != Code::SUCCESS {
+                let copy = (failed < count).then(|| part * AT_ONCE + failed);
+                let (device, name) = (self.device(), library.name_of(code));
+                return Err(DeviceError::Batch { call: CALL, device, copy, code: code.0, name });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Copies for streams of one device, to be enqueued at once.
+#[derive(Debug)]
+pub struct CopyBatch {
+    device: u32,
+    targets: Vec<u64>,
+    sources: Vec<u64>,
+    sizes: Vec<usize>,
+    held: Held,
+}
+
+impl CopyBatch {
+    /// An empty batch, with room for so many.
+    pub fn with_capacity(context: &Context, count: usize) -> Self {
+        CopyBatch {
+            device: context.device(),
+            targets: Vec::with_capacity(count),
+            sources: Vec::with_capacity(count),
+            sizes: Vec::with_capacity(count),
+            held: Held::default(),
+        }
+    }
+
+    /// Adds a copy. One of no bytes is none.
+    ///
+    /// # Errors
+    /// [`DeviceError::Lengths`], [`DeviceError::NoAccess`].
+    pub fn push(&mut self, to: Span<'_>, from: Span<'_>) -> Result<(), DeviceError> {
+        let Some(len) = length(to, from)? else { return Ok(()) };
+        for range in [to.range, from.range] {
+            range.check_reach(self.device)?;
+            self.held.add(range.keep());
+        }
+        self.targets.push(to.address);
+        self.sources.push(from.address);
+        self.sizes.push(len);
+        Ok(())
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.sizes.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.sizes.is_empty()
+    }
+
+    /// Empties it; its room stays.
+    pub fn clear(&mut self) {
+        self.targets.clear();
+        self.sources.clear();
+        self.sizes.clear();
+        self.held.clear();
+    }
+}
+
+/// Bytes to copy; `None` if there are none.
+fn length(to: Span<'_>, from: Span<'_>) -> Result<Option<usize>, DeviceError> {
+    if to.len != from.len {
+        return Err(DeviceError::Lengths { to: to.len, from: from.len });
+    }
+    // An address space holds the range.
+    Ok(Some(to.len as usize).filter(|&len| len > 0))
+}

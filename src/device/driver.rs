@@ -1,0 +1,132 @@
+//! The driver: the door to everything else in this room.
+
+use std::ffi::c_int;
+use std::path::Path;
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+
+use super::call;
+use super::context::Context;
+use super::library::Library;
+use super::probe::{DeviceFacts, ModuleLoading, Probe};
+use super::version::Version;
+use crate::error::DeviceError;
+
+/// The CUDA driver, loaded and started. Clones are the same driver.
+#[derive(Clone, Debug)]
+pub struct Driver {
+    pub(super) library: Arc<Library>,
+}
+
+impl Driver {
+    /// Loads `libcuda.so.1`, or what `SIDELANE_CUDA` names, and starts it. Never panics, whatever is found.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoLibrary`], [`DeviceError::MissingSymbol`], [`DeviceError::Init`], [`DeviceError::TooOld`].
+    pub fn open() -> Result<Self, DeviceError> {
+        let path = std::env::var_os("SIDELANE_CUDA").filter(|path| !path.is_empty());
+        Self::load(path.as_deref().map(Path::new))
+    }
+
+    /// As [`open`](Self::open), with a path in place of the variable.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn load(path: Option<&Path>) -> Result<Self, DeviceError> {
+        Ok(Driver { library: Arc::new(Library::load(path)?) })
+    }
+
+    /// The newest CUDA version that the driver can do.
+    pub fn version(&self) -> Version {
+        self.library.version
+    }
+
+    /// Whether this is the stand-in that tests load in place of a driver.
+    pub fn is_stand_in(&self) -> bool {
+        self.library.stand_in
+    }
+
+    /// How many devices the driver shows.
+    ///
+    /// # Errors
+    /// [`DeviceError::Call`].
+    pub fn device_count(&self) -> Result<u32, DeviceError> {
+        let mut count = 0;
+        // SAFETY: fills the number.
+        unsafe { call!(self.library, None, cuDeviceGetCount(&raw mut count)) }?;
+        Ok(u32::try_from(count).unwrap_or(0))
+    }
+
+    /// What one device is and can do.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoSuchDevice`], [`DeviceError::Call`].
+    pub fn device(&self, device: u32) -> Result<DeviceFacts, DeviceError> {
+        DeviceFacts::ask(&self.library, device, self.handle(device)?)
+    }
+
+    /// The primary context of a device: the one that the CUDA runtime, and so torch, uses too.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoSuchDevice`], [`DeviceError::Call`].
+    pub fn context(&self, device: u32) -> Result<Arc<Context>, DeviceError> {
+        Context::retain(self.clone(), device, self.handle(device)?)
+    }
+
+    /// When kernels are loaded.
+    ///
+    /// # Errors
+    /// [`DeviceError::Call`].
+    pub fn module_loading(&self) -> Result<ModuleLoading, DeviceError> {
+        let mut mode = 0_u32;
+        // SAFETY: fills the number; it is an enum in the header, and read as a number here.
+        unsafe { call!(self.library, None, cuModuleGetLoadingMode((&raw mut mode).cast())) }?;
+        Ok(match mode {
+            1 => ModuleLoading::Eager,
+            2 => ModuleLoading::Lazy,
+            other => ModuleLoading::Unknown(other),
+        })
+    }
+
+    /// Refuses lazy loading of kernels: where streams wait for each other, a first launch in between can wait for ever.
+    ///
+    /// # Errors
+    /// [`DeviceError::LazyLoading`], [`DeviceError::Call`].
+    pub fn require_eager_loading(&self) -> Result<(), DeviceError> {
+        match self.module_loading()? {
+            ModuleLoading::Lazy => Err(DeviceError::LazyLoading),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a device can reach the memory of another.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoSuchDevice`], [`DeviceError::Call`].
+    pub fn reaches(&self, device: u32, peer: u32) -> Result<bool, DeviceError> {
+        let (from, to) = (self.handle(device)?, self.handle(peer)?);
+        let mut yes = 0;
+        // SAFETY: fills the number.
+        unsafe { call!(self.library, Some(device), cuDeviceCanAccessPeer(&raw mut yes, from, to)) }?;
+        Ok(yes != 0)
+    }
+
+    /// All findings about the driver and its devices.
+    ///
+    /// # Errors
+    /// [`DeviceError::Call`].
+    pub fn probe(&self) -> Result<Probe, DeviceError> {
+        Probe::ask(self)
+    }
+
+    fn handle(&self, device: u32) -> Result<sys::CUdevice, DeviceError> {
+        let count = self.device_count()?;
+        let ordinal = c_int::try_from(device).ok().filter(|_| device < count);
+        let ordinal = ordinal.ok_or(DeviceError::NoSuchDevice { device, count })?;
+        let mut handle = 0;
+        // SAFETY: fills the number.
+        unsafe { call!(self.library, Some(device), cuDeviceGet(&raw mut handle, ordinal)) }?;
+        Ok(handle)
+    }
+}

@@ -1,0 +1,75 @@
+//! CUDA: what the driver and its devices can do, and the few things that Sidelane asks of them.
+//!
+//! ```text
+//!   Driver ── probe: data, which `sidelane doctor` puts in words
+//!     └── Context (a device's primary one)
+//!           ├── Stream, Event       own, or a caller's
+//!           ├── Reservation         one range of addresses: base + member * stride + offset
+//!           │     └── Range         a member's memory: made here, or imported by its descriptor
+//!           ├── PinnedMemory        of the host, with an address that devices know
+//!           │     └── Range
+//!           └── Module ── Function  from PTX
+//!
+//!   Range ── span(offset, len) ── copies       Stream::copy, CopyBatch
+//!         └─ word(offset)      ── flags        Stream::write, Stream::wait, MemoryOperations
+//!         └─ dma_buf()         ── a descriptor that a network card can register
+//! ```
+//!
+//! **Checked before posted.** Addresses are types: a [`Span`] and a [`Word`] lie in their [`Range`], a word is aligned,
+//! and a stream takes only what its device may reach. A stream keeps what it uses alive until it has been seen to have
+//! drained: work that is under way never meets memory that is gone.
+//!
+//! **What is loaded.** `libcuda.so.1` at run time, never at build time, and no toolkit ever: without a driver
+//! everything else works, and [`Driver::open`] says what is missing. Of `cudarc` only the `sys` types are used, with
+//! feature `cuda-12050`; what is newer comes by `cuGetProcAddress`. Its own loader and its `result` and `safe` layers
+//! are not: they panic where a library or a symbol is missing, know no memory operations, batches, mapped memory and
+//! dma-bufs, and record events around each access to a buffer, which symmetric memory must not have. A program may use
+//! `cudarc` beside this, with the same `cuda-*` feature (two of them do not compile).
+//!
+//! **Panics** there are none: an answer that makes no sense is a [`DeviceError`](crate::error::DeviceError).
+
+// The driver is C.
+#![allow(unsafe_code)]
+
+mod allocation;
+mod batch;
+mod context;
+mod copies;
+mod dma_buf;
+mod driver;
+mod event;
+mod flags;
+mod functions;
+mod launch;
+mod library;
+mod module;
+mod pinned;
+mod probe;
+mod range;
+mod reservation;
+mod stream;
+mod version;
+
+pub use allocation::Allocation;
+pub use context::Context;
+pub use copies::CopyBatch;
+pub use dma_buf::DmaBuf;
+pub use driver::Driver;
+pub use event::Event;
+pub use flags::MemoryOperations;
+pub use launch::{Grid, Parameters};
+pub use module::{Function, Module};
+pub use pinned::PinnedMemory;
+pub use probe::{BatchedCopies, DeviceFacts, ModuleLoading, Probe, WriteOrder};
+pub use range::{Range, Span, Value, Word};
+pub use reservation::Reservation;
+pub use stream::{Priority, Stream};
+pub use version::Version;
+
+/// Calls a function of the table and turns what it returns into a result. The caller writes `unsafe` and says why.
+macro_rules! call {
+    ($library:expr, $device:expr, $name:ident($($arg:expr),* $(,)?)) => {
+        $library.check(stringify!($name), $device, ($library.functions.$name)($($arg),*))
+    };
+}
+use call;

@@ -1,0 +1,151 @@
+//! Modules: kernels from PTX, which the driver's compiler makes for the device.
+
+use std::ffi::{CStr, c_char, c_uint, c_void};
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
+use sys::CUjit_option_enum::{CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES};
+
+use super::call;
+use super::context::Context;
+use super::functions::Code;
+use super::library::{Library, too_old};
+use super::version::Version;
+use crate::error::DeviceError;
+
+/// Room for what the compiler says.
+const LOG: usize = 16 << 10;
+
+/// A loaded module.
+#[derive(Debug)]
+pub struct Module {
+    pub(super) context: Arc<Context>,
+    name: String,
+    raw: sys::CUmodule,
+}
+
+// SAFETY: a module may be used from any thread, by several at once; the driver locks.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+
+impl Module {
+    /// Compiles PTX for the device; `name` is for errors.
+    ///
+    /// # Errors
+    /// [`DeviceError::Module`] with what the compiler says, [`DeviceError::Call`].
+    pub fn load(context: &Arc<Context>, name: &str, ptx: &CStr) -> Result<Arc<Self>, DeviceError> {
+        let library = context.library();
+        let _entered = context.enter()?;
+        let mut log = vec![0_u8; LOG];
+        let mut options = [CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
+        let count = options.len() as c_uint;
+        // The size stands in the place of a pointer.
+        let mut values = [log.as_mut_ptr().cast::<c_void>(), std::ptr::without_provenance_mut(LOG - 1)];
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: a text with a zero byte at its end, and as many values as options; fills the handle, and the log up to
+        // the size, so that its last byte stays zero. Unloaded when the value is dropped.
+        let code = unsafe {
+            let (options, values) = (options.as_mut_ptr(), values.as_mut_ptr());
+            (library.functions.cuModuleLoadDataEx)(&raw mut raw, ptx.as_ptr().cast(), count, options, values)
+        };
+        let name = name.to_owned();
+        if code != Code::SUCCESS {
+            let said = CStr::from_bytes_until_nul(&log).map(CStr::to_string_lossy).unwrap_or_default();
+            let (device, log) = (context.device(), said.trim_end().to_owned());
+            return Err(DeviceError::Module {
+                device,
+                module: name,
+                code: code.0,
+                name: library.name_of(code),
+                log,
+            });
+        }
+        Ok(Arc::new(Module { context: context.clone(), name, raw }))
+    }
+
+    /// One of its kernels.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoFunction`], [`DeviceError::TooOld`], [`DeviceError::Call`].
+    pub fn function(self: &Arc<Self>, name: &CStr) -> Result<Function, DeviceError> {
+        let (library, device) = (self.context.library(), Some(self.context.device()));
+        let _entered = self.context.enter()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: a name with a zero byte at its end; fills the handle, which lives as long as the module.
+        let code = unsafe { (library.functions.cuModuleGetFunction)(&raw mut raw, self.raw, name.as_ptr()) };
+        let name = name.to_string_lossy().into_owned();
+        if code == Code::NOT_FOUND {
+            return Err(DeviceError::NoFunction { module: self.name.clone(), function: name });
+        }
+        library.check("cuModuleGetFunction", device, code)?;
+        let mut threads = 0;
+        // SAFETY: fills the number.
+        unsafe {
+            let attribute = CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
+            call!(library, device, cuFuncGetAttribute(&raw mut threads, attribute, raw))
+        }?;
+        let parameters = parameters(library, device, raw)?;
+        let most_threads = u64::try_from(threads).unwrap_or(0);
+        Ok(Function { module: self.clone(), name, raw, most_threads, parameters })
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        let _entered = self.context.enter();
+        // SAFETY: loaded here; functions hold this value, and so do streams until they are seen to be done.
+        let _ = unsafe { (self.context.library().functions.cuModuleUnload)(self.raw) };
+    }
+}
+
+/// A kernel.
+#[derive(Clone, Debug)]
+pub struct Function {
+    pub(super) module: Arc<Module>,
+    pub(super) name: String,
+    pub(super) raw: sys::CUfunction,
+    /// Threads of a block, as its registers allow.
+    pub(super) most_threads: u64,
+    /// Bytes of each of its parameters.
+    pub(super) parameters: Vec<u64>,
+}
+
+// SAFETY: a function may be used from any thread, by several at once; the driver locks.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+type ParameterInfo = unsafe extern "C" fn(sys::CUfunction, usize, *mut usize, *mut usize) -> Code;
+
+const _: unsafe fn(sys::CUfunction, usize, *mut usize, *mut usize) -> sys::CUresult = sys::cuFuncGetParamInfo;
+
+/// Asks for one parameter after the other until there is none.
+fn parameters(
+    library: &Library,
+    device: Option<u32>,
+    function: sys::CUfunction,
+) -> Result<Vec<u64>, DeviceError> {
+    const NAME: &CStr = c"cuFuncGetParamInfo";
+    let needed = Version::PARAMETERS;
+    let address = library.address(NAME, needed);
+    let address =
+        address.ok_or_else(|| too_old("checking the parameters of a kernel", library.version, needed))?;
+    // SAFETY: the driver was asked for the function of this name and version, which has this type.
+    let info = unsafe { std::mem::transmute::<*mut c_void, ParameterInfo>(address) };
+    let mut sizes = Vec::new();
+    loop {
+        let (mut offset, mut size) = (0, 0);
+        // SAFETY: fills the numbers.
+        let code = unsafe { info(function, sizes.len(), &raw mut offset, &raw mut size) };
+        if code == Code::INVALID_VALUE {
+            return Ok(sizes);
+        }
+        library.check("cuFuncGetParamInfo", device, code)?;
+        sizes.push(size as u64);
+    }
+}
+
+// The log is bytes to us and characters to the driver.
+const _: () = assert!(size_of::<c_char>() == 1);

@@ -1,0 +1,190 @@
+//! Memory of the host that devices reach: where a stream and a thread tell each other things.
+
+use std::any::Any;
+use std::ffi::c_void;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+
+use super::call;
+use super::context::Context;
+use super::range::{Range, Reach};
+use crate::error::DeviceError;
+
+/// `PORTABLE | DEVICEMAP`, the same numbers for allocating and registering: all contexts, with an address for devices.
+const FOR_ALL_DEVICES: u32 = 1 | 2;
+
+/// Pinned memory of the host. Clones are the same memory.
+///
+/// Devices write into it whenever they like: it is read and written by atomic accesses only, never seen as a slice of
+/// plain bytes. When it is given back, the driver waits for what its context is doing: not the time for a stream that
+/// waits for a flag.
+#[derive(Clone, Debug)]
+pub struct PinnedMemory {
+    pinned: Arc<Pinned>,
+    range: Range,
+}
+
+impl PinnedMemory {
+    /// New memory, zeroed.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`], [`DeviceError::Call`].
+    pub fn new(context: &Arc<Context>, len: usize) -> Result<Self, DeviceError> {
+        const CALL: &str = "cuMemHostAlloc";
+        let (library, device) = (context.library(), context.device());
+        let entered = context.enter()?;
+        let mut address = std::ptr::null_mut();
+        // SAFETY: fills the pointer; freed when the last claim is gone.
+        let code =
+            unsafe { (library.functions.cuMemHostAlloc)(&raw mut address, len.max(1), FOR_ALL_DEVICES) };
+        library.check_memory(CALL, device, len as u64, code)?;
+        let nothing = DeviceError::OutOfMemory { device, call: CALL, bytes: len as u64 };
+        let address = NonNull::new(address.cast::<u8>()).ok_or(nothing)?;
+        // SAFETY: just allocated with this size; nobody else knows it.
+        unsafe { address.write_bytes(0, len) };
+        drop(entered);
+        Self::of(Pinned { context: context.clone(), address, len, owner: Owner::Driver })
+    }
+
+    /// Pins memory that is there, such as a shared segment.
+    ///
+    /// # Safety
+    /// While `keep` lives, `len` bytes at `address` are mapped, and nobody holds a reference to them other than to
+    /// atomics.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`], [`DeviceError::OutOfMemory`], [`DeviceError::Call`].
+    pub unsafe fn register(
+        context: &Arc<Context>,
+        address: NonNull<u8>,
+        len: usize,
+        keep: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Self, DeviceError> {
+        context.require(context.facts().host_register, "pinning of memory that is there")?;
+        let (library, device) = (context.library(), context.device());
+        let entered = context.enter()?;
+        // SAFETY: mapped, by the contract; unregistered before `keep` is dropped.
+        let code = unsafe {
+            (library.functions.cuMemHostRegister_v2)(address.as_ptr().cast(), len, FOR_ALL_DEVICES)
+        };
+        library.check_memory("cuMemHostRegister", device, len as u64, code)?;
+        drop(entered);
+        Self::of(Pinned { context: context.clone(), address, len, owner: Owner::Caller(keep) })
+    }
+
+    fn of(pinned: Pinned) -> Result<Self, DeviceError> {
+        let mut known = 0;
+        {
+            let Pinned { context, address, .. } = &pinned;
+            let (library, device) = (context.library(), Some(context.device()));
+            let _entered = context.enter()?;
+            // SAFETY: memory that was pinned for devices; fills the number.
+            unsafe {
+                let address = address.as_ptr().cast();
+                call!(library, device, cuMemHostGetDevicePointer_v2(&raw mut known, address, 0))
+            }?;
+        }
+        let pinned = Arc::new(pinned);
+        let range = Range::new(pinned.clone(), Reach::All, known, pinned.len as u64);
+        Ok(PinnedMemory { pinned, range })
+    }
+
+    /// The same memory as devices see it.
+    pub fn range(&self) -> &Range {
+        &self.range
+    }
+
+    /// Its size in bytes.
+    pub fn len(&self) -> usize {
+        self.pinned.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The word at `offset`, for the host. What a stream wrote before it wrote the word is there for whoever has seen
+    /// the word by an acquiring load.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfRange`], [`DeviceError::Misaligned`].
+    pub fn word(&self, offset: usize) -> Result<&AtomicU64, DeviceError> {
+        let address = self.bytes(offset, 8)?.as_ptr().cast::<AtomicU64>();
+        if !address.is_aligned() {
+            let value = address.addr() as u64;
+            return Err(DeviceError::Misaligned { what: "the address of a word", value, align: 8 });
+        }
+        // SAFETY: eight aligned bytes inside the memory, which stays as long as `self`; accessed as atomics only.
+        Ok(unsafe { &*address })
+    }
+
+    /// Writes bytes, one by one, in no order.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfRange`].
+    pub fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), DeviceError> {
+        let targets = self.bytes(offset, bytes.len())?;
+        targets.iter().zip(bytes).for_each(|(target, &byte)| target.store(byte, Ordering::Relaxed));
+        Ok(())
+    }
+
+    /// Reads bytes, one by one, in no order.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfRange`].
+    pub fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        let sources = self.bytes(offset, bytes.len())?;
+        bytes.iter_mut().zip(sources).for_each(|(byte, source)| *byte = source.load(Ordering::Relaxed));
+        Ok(())
+    }
+
+    fn bytes(&self, offset: usize, len: usize) -> Result<&[AtomicU8], DeviceError> {
+        self.range.span(offset as u64, len as u64)?;
+        // SAFETY: inside the memory, which stays as long as `self`; accessed as atomics only.
+        Ok(unsafe { std::slice::from_raw_parts(self.pinned.address.as_ptr().add(offset).cast(), len) })
+    }
+}
+
+/// Who gives the memory back.
+enum Owner {
+    Driver,
+    Caller(#[expect(dead_code, reason = "held, not read")] Arc<dyn Any + Send + Sync>),
+}
+
+struct Pinned {
+    context: Arc<Context>,
+    address: NonNull<u8>,
+    len: usize,
+    owner: Owner,
+}
+
+// SAFETY: memory that is accessed by atomics only, from any thread.
+unsafe impl Send for Pinned {}
+// SAFETY: as above.
+unsafe impl Sync for Pinned {}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        let functions = &self.context.library().functions;
+        let _entered = self.context.enter();
+        let address: *mut c_void = self.address.as_ptr().cast();
+        // SAFETY: allocated or registered once; streams that use it hold this value until they are seen to be done.
+        let _ = unsafe {
+            match self.owner {
+                Owner::Driver => (functions.cuMemFreeHost)(address),
+                Owner::Caller(_) => (functions.cuMemHostUnregister)(address),
+            }
+        };
+    }
+}
+
+impl std::fmt::Debug for Pinned {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pinned")
+            .field("address", &self.address)
+            .field("len", &self.len)
+            .finish_non_exhaustive()
+    }
+}

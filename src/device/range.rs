@@ -1,0 +1,240 @@
+//! Addresses that a device can use, as types: what was checked once needs no check where it is posted.
+
+use std::any::Any;
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use crate::error::DeviceError;
+
+/// What keeps memory where it is.
+pub(super) type Keep = Arc<dyn Any + Send + Sync>;
+
+/// Which devices may use an address.
+#[derive(Clone, Debug)]
+pub(super) enum Reach {
+    All,
+    Devices(Arc<[u32]>),
+}
+
+/// A range of addresses, and its claim on the memory behind it. Clones are the same memory.
+#[derive(Clone)]
+pub struct Range {
+    keep: Keep,
+    reach: Reach,
+    address: u64,
+    len: u64,
+}
+
+impl Range {
+    pub(super) fn new(keep: Keep, reach: Reach, address: u64, len: u64) -> Self {
+        Range { keep, reach, address, len }
+    }
+
+    /// Memory of somebody else, such as a tensor of the caller's: `len` bytes at a device's `address`, which
+    /// `devices` may reach. Whatever `keep` is, it is dropped when no stream needs the memory any longer.
+    ///
+    /// # Safety
+    /// While `keep` lives, the memory is there, and those devices may read and write it.
+    pub unsafe fn of_caller(
+        address: u64,
+        len: u64,
+        devices: &[u32],
+        keep: Arc<dyn Any + Send + Sync>,
+    ) -> Self {
+        Range { keep, reach: Reach::Devices(devices.into()), address, len }
+    }
+
+    /// Its first address.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Its size in bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// A part of it, with a claim of its own.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfRange`].
+    pub fn part(&self, offset: u64, len: u64) -> Result<Range, DeviceError> {
+        Ok(Range { address: self.inside(offset, len)?, len, ..self.clone() })
+    }
+
+    /// `len` bytes from `offset` on.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfRange`].
+    pub fn span(&self, offset: u64, len: u64) -> Result<Span<'_>, DeviceError> {
+        Ok(Span { range: self, address: self.inside(offset, len)?, len })
+    }
+
+    /// The word at `offset`.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfRange`], [`DeviceError::Misaligned`].
+    pub fn word<T: Value>(&self, offset: u64) -> Result<Word<'_, T>, DeviceError> {
+        let align = size_of::<T>() as u64;
+        let address = self.inside(offset, align)?;
+        if !address.is_multiple_of(align) {
+            return Err(DeviceError::Misaligned { what: "the address of a word", value: address, align });
+        }
+        Ok(Word { range: self, address, value: PhantomData })
+    }
+
+    /// The address of `len` bytes at `offset`, if they lie in the range.
+    fn inside(&self, offset: u64, len: u64) -> Result<u64, DeviceError> {
+        if offset.checked_add(len).is_some_and(|end| end <= self.len) {
+            Ok(self.address + offset)
+        } else {
+            Err(DeviceError::OutOfRange { offset, len, size: self.len })
+        }
+    }
+
+    pub(super) fn keep(&self) -> &Keep {
+        &self.keep
+    }
+
+    /// Refuses a device that has no access.
+    pub(super) fn check_reach(&self, device: u32) -> Result<(), DeviceError> {
+        match &self.reach {
+            Reach::Devices(devices) if !devices.contains(&device) => {
+                Err(DeviceError::NoAccess { device, address: self.address })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl std::fmt::Debug for Range {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Range { keep: _, reach, address, len } = self;
+        let address = format_args!("{address:#x}");
+        f.debug_struct("Range").field("address", &address).field("len", len).field("reach", reach).finish()
+    }
+}
+
+/// Bytes inside a range.
+#[derive(Clone, Copy, Debug)]
+pub struct Span<'a> {
+    pub(super) range: &'a Range,
+    pub(super) address: u64,
+    pub(super) len: u64,
+}
+
+/// An aligned word of 32 or 64 bits inside a range: where a flag lives.
+#[derive(Debug)]
+pub struct Word<'a, T> {
+    pub(super) range: &'a Range,
+    pub(super) address: u64,
+    value: PhantomData<T>,
+}
+
+impl<T> Clone for Word<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Word<'_, T> {}
+
+/// What a memory operation writes or waits for: `u32` or `u64`.
+pub trait Value: Copy + Into<u64> + sealed::Sealed {}
+
+impl Value for u32 {}
+impl Value for u64 {}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for u32 {}
+    impl Sealed for u64 {}
+}
+
+/// Claims on memory that work under way needs, each once.
+#[derive(Default)]
+pub(super) struct Held(Vec<Keep>);
+
+impl Held {
+    pub fn add(&mut self, keep: &Keep) {
+        // Of pointers to trait objects only the address tells.
+        let known = |held: &Keep| Arc::as_ptr(held).cast::<()>() == Arc::as_ptr(keep).cast::<()>();
+        if !self.0.iter().rev().any(known) {
+            self.0.push(keep.clone());
+        }
+    }
+
+    pub fn add_all(&mut self, others: &Held) {
+        others.0.iter().for_each(|keep| self.add(keep));
+    }
+
+    pub fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// The memory stays for ever.
+    pub fn leak(&mut self) {
+        self.0.drain(..).for_each(std::mem::forget);
+    }
+}
+
+impl std::fmt::Debug for Held {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} claims", self.0.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn range(len: u64, devices: &[u32]) -> Range {
+        // SAFETY: no stream ever sees it.
+        unsafe { Range::of_caller(0x1000, len, devices, Arc::new(())) }
+    }
+
+    #[test]
+    fn spans_and_words_lie_inside_their_range() {
+        let range = range(64, &[0]);
+        assert_eq!(range.span(60, 4).unwrap().address, 0x103c);
+        assert_eq!(range.span(64, 0).unwrap().len, 0);
+        for (offset, len) in [(61, 4), (65, 0), (u64::MAX, 2)] {
+            let expected = DeviceError::OutOfRange { offset, len, size: 64 };
+            assert_eq!(range.span(offset, len).unwrap_err(), expected);
+            assert_eq!(range.part(offset, len).unwrap_err(), expected);
+        }
+        let part = range.part(32, 16).unwrap();
+        assert_eq!((part.address(), part.len()), (0x1020, 16));
+        assert_eq!(part.word::<u64>(8).unwrap().address, 0x1028);
+        assert!(matches!(part.word::<u64>(12), Err(DeviceError::OutOfRange { .. })));
+        assert!(matches!(part.word::<u64>(4), Err(DeviceError::Misaligned { value: 0x1024, align: 8, .. })));
+        assert_eq!(part.word::<u32>(4).unwrap().address, 0x1024);
+    }
+
+    #[test]
+    fn a_device_without_access_is_refused() {
+        let range = range(64, &[0, 2]);
+        assert_eq!(range.check_reach(2), Ok(()));
+        assert_eq!(range.check_reach(1), Err(DeviceError::NoAccess { device: 1, address: 0x1000 }));
+    }
+
+    #[test]
+    fn a_claim_is_held_once_and_until_it_is_cleared() {
+        let keep: Keep = Arc::new(7_u32);
+        let mut held = Held::default();
+        held.add(&keep);
+        held.add(&keep.clone());
+        assert_eq!((held.len(), Arc::strong_count(&keep)), (1, 2));
+        held.clear();
+        assert_eq!(Arc::strong_count(&keep), 1);
+    }
+}

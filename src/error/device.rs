@@ -1,0 +1,252 @@
+//! Errors of the device room: the driver, what a GPU lacks, and what a call was refused for.
+
+/// A GPU could not be used, or did not do what it was asked to.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum DeviceError {
+    /// libcuda is not there.
+    #[error(
+        "cannot load {library}: {reason} (install NVIDIA's driver; in a container --gpus all with the NVIDIA container toolkit; or set SIDELANE_CUDA to its path)"
+    )]
+    NoLibrary {
+        /// What was to be loaded.
+        library: String,
+        /// What the loader says.
+        reason: String,
+    },
+    /// What was loaded is not libcuda, or not all of it.
+    #[error("{library} has no {symbol}: it is not the CUDA driver's library")]
+    MissingSymbol {
+        /// What was loaded.
+        library: String,
+        /// What it lacks.
+        symbol: &'static str,
+    },
+    /// The driver does not start.
+    #[error("{library}: cuInit failed with {code} ({name}){}", init_advice(*code))]
+    Init {
+        /// What was loaded.
+        library: String,
+        /// The driver's code.
+        code: u32,
+        /// Its name.
+        name: String,
+    },
+    /// This driver is too old for something.
+    #[error("{feature} needs a driver for CUDA {needed}, this one is for {version}: update the driver")]
+    TooOld {
+        /// What was asked for.
+        feature: &'static str,
+        /// The CUDA version of the driver.
+        version: String,
+        /// The first version that can do it.
+        needed: String,
+    },
+    /// There are not so many devices.
+    #[error("no device {device}: the driver shows {count} (CUDA_VISIBLE_DEVICES hides others)")]
+    NoSuchDevice {
+        /// The device asked for.
+        device: u32,
+        /// How many there are.
+        count: u32,
+    },
+    /// This device, or its driver, cannot do something.
+    #[error("device {device} has no {feature}")]
+    Unsupported {
+        /// The device.
+        device: u32,
+        /// What was asked for.
+        feature: &'static str,
+    },
+    /// The device has not so much memory free.
+    #[error("device {device}: {call} of {bytes} bytes: out of memory")]
+    OutOfMemory {
+        /// The device.
+        device: u32,
+        /// The call.
+        call: &'static str,
+        /// Bytes asked for.
+        bytes: u64,
+    },
+    /// Any other refusal of the driver.
+    #[error("{call} failed with {code} ({name}){}", on(*device))]
+    Call {
+        /// The call.
+        call: &'static str,
+        /// The device, where one is concerned.
+        device: Option<u32>,
+        /// The driver's code.
+        code: u32,
+        /// Its name.
+        name: String,
+    },
+    /// A batch of copies was refused.
+    #[error("device {device}: {call} failed with {code} ({name}){}", at_copy(*copy))]
+    Batch {
+        /// The call.
+        call: &'static str,
+        /// The device.
+        device: u32,
+        /// The copy that the driver names, counted over the whole batch.
+        copy: Option<usize>,
+        /// The driver's code.
+        code: u32,
+        /// Its name.
+        name: String,
+    },
+    /// Something belongs to another device than the one it is used with.
+    #[error("a {what} of device {found} is used with device {expected}")]
+    OtherDevice {
+        /// What it is: a stream, an event, a function.
+        what: &'static str,
+        /// Where it belongs.
+        found: u32,
+        /// Where it was used.
+        expected: u32,
+    },
+    /// A stream belongs to a context that is not the primary one of its device.
+    #[error("the stream belongs to a context of device {device} that is not its primary one")]
+    OtherContext {
+        /// The device.
+        device: u32,
+    },
+    /// A device may not reach the memory of a range.
+    #[error("device {device} has no access to the memory at {address:#x}")]
+    NoAccess {
+        /// The device.
+        device: u32,
+        /// Where the range begins.
+        address: u64,
+    },
+    /// An access outside a range of addresses.
+    #[error("offset {offset} + {len} bytes is outside a range of {size} bytes")]
+    OutOfRange {
+        /// First byte of the access.
+        offset: u64,
+        /// Length of the access.
+        len: u64,
+        /// Size of the range.
+        size: u64,
+    },
+    /// An address or a length is not aligned as the operation asks.
+    #[error("{what} {value:#x} is not a multiple of {align}")]
+    Misaligned {
+        /// What is not aligned.
+        what: &'static str,
+        /// Its value.
+        value: u64,
+        /// The alignment.
+        align: u64,
+    },
+    /// A copy between spans of different length.
+    #[error("a copy of {from} bytes into a span of {to}")]
+    Lengths {
+        /// Bytes of the target.
+        to: u64,
+        /// Bytes of the source.
+        from: u64,
+    },
+    /// A member's place in a reservation is taken.
+    #[error("member {member} of the reservation is mapped already")]
+    Taken {
+        /// The member.
+        member: usize,
+    },
+    /// The reservation has not so many members.
+    #[error("no member {member}: the reservation was made for {members}")]
+    NoSuchMember {
+        /// The member.
+        member: usize,
+        /// How many there are.
+        members: usize,
+    },
+    /// Something that a stream cannot do while it is captured into a graph.
+    #[error("{call} cannot be captured into a graph: use single copies there")]
+    Capturing {
+        /// The call.
+        call: &'static str,
+    },
+    /// The driver handed out a descriptor that is none.
+    #[error("{call} handed out descriptor {descriptor}")]
+    Descriptor {
+        /// The call.
+        call: &'static str,
+        /// What it handed out.
+        descriptor: i32,
+    },
+    /// The driver's compiler refused a module.
+    #[error("device {device}: module {module} does not load: {code} ({name})\n{log}")]
+    Module {
+        /// The device.
+        device: u32,
+        /// The module.
+        module: String,
+        /// The driver's code.
+        code: u32,
+        /// Its name.
+        name: String,
+        /// What the compiler says.
+        log: String,
+    },
+    /// A module has no such function.
+    #[error("module {module} has no function {function}")]
+    NoFunction {
+        /// The module.
+        module: String,
+        /// The function.
+        function: String,
+    },
+    /// A parameter block that is not what a function takes.
+    #[error("{function} was given {}, and takes {}", parameter(*index, *given), parameter(*index, *taken))]
+    Parameters {
+        /// The function.
+        function: String,
+        /// The first parameter that differs.
+        index: usize,
+        /// Its size in bytes as given; `None` if none was.
+        given: Option<u64>,
+        /// Its size in bytes as the function takes it; `None` if it takes none.
+        taken: Option<u64>,
+    },
+    /// A launch that is larger than the device or the function allows.
+    #[error("{function}: {what} of {asked} asked, 1 to {limit} are possible")]
+    Launch {
+        /// The function.
+        function: String,
+        /// What is out of bounds.
+        what: &'static str,
+        /// What was asked for.
+        asked: u64,
+        /// The limit.
+        limit: u64,
+    },
+    /// Kernels are loaded at their first launch, which locks the context.
+    #[error(
+        "kernels are loaded lazily: a first launch can wait for a stream that itself waits for that launch (set CUDA_MODULE_LOADING=EAGER before the program starts)"
+    )]
+    LazyLoading,
+}
+
+fn on(device: Option<u32>) -> String {
+    device.map_or_else(String::new, |device| format!(" on device {device}"))
+}
+
+fn at_copy(copy: Option<usize>) -> String {
+    copy.map_or_else(String::new, |copy| format!(" at copy {copy}"))
+}
+
+fn parameter(index: usize, size: Option<u64>) -> String {
+    size.map_or_else(|| format!("no parameter {index}"), |size| format!("{size} bytes as parameter {index}"))
+}
+
+fn init_advice(code: u32) -> &'static str {
+    match code {
+        34 => " (this is the toolkit's stub, made to link against: take lib64/stubs out of LD_LIBRARY_PATH)",
+        100 => " (no GPU is visible: look at CUDA_VISIBLE_DEVICES; in a container --gpus all)",
+        802 => " (the system is not ready: on NVSwitch machines start nvidia-fabricmanager)",
+        803 => {
+            " (library and kernel module are of different versions: reboot, or take the compat folder out of LD_LIBRARY_PATH)"
+        }
+        999 => " (often after suspend or a driver update: reload nvidia_uvm, or reboot)",
+        _ => "",
+    }
+}

@@ -1,0 +1,136 @@
+//! Streams, events, memory operations.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use sidelane::device::{Event, MemoryOperations, PinnedMemory, Range, Stream};
+use sidelane::error::DeviceError;
+
+use super::{context, stream, until};
+
+#[test]
+fn a_wait_ends_when_another_device_writes_the_word() {
+    let (one, other) = (context(0), context(1));
+    let words = PinnedMemory::new(&one, 64).unwrap();
+    let (waits, writes) = (stream(&one), stream(&other));
+    waits.wait::<u64>(words.range().word(8).unwrap(), 5).unwrap();
+    waits.write::<u32>(words.range().word(32).unwrap(), 77).unwrap();
+    assert_eq!(waits.is_done(), Ok(false));
+    writes.write::<u64>(words.range().word(8).unwrap(), 4).unwrap();
+    writes.synchronize().unwrap();
+    assert_eq!(waits.is_done(), Ok(false), "4 is not yet 5");
+    writes.write::<u64>(words.range().word(8).unwrap(), 6).unwrap();
+    waits.synchronize().unwrap();
+    assert_eq!(words.word(8).unwrap().load(Ordering::Acquire), 6);
+    assert_eq!(words.word(32).unwrap().load(Ordering::Acquire), 77, "the upper half is another word");
+    assert_eq!(words.word(0).unwrap().load(Ordering::Acquire), 0);
+}
+
+#[test]
+fn a_wait_ends_when_the_host_writes_the_word_and_counts_in_a_circle() {
+    let context = context(0);
+    let words = PinnedMemory::new(&context, 8).unwrap();
+    let stream = stream(&context);
+    words.word(0).unwrap().store(u64::from(u32::MAX), Ordering::Release);
+    // Two past the largest value: the host's word is not there yet.
+    stream.wait::<u32>(words.range().word(0).unwrap(), 1).unwrap();
+    assert_eq!(stream.is_done(), Ok(false));
+    words.word(0).unwrap().store(1, Ordering::Release);
+    until("the wait ends", || stream.is_done().unwrap());
+}
+
+#[test]
+fn a_long_list_of_memory_operations_runs_in_its_order() {
+    let context = context(2);
+    let words = PinnedMemory::new(&context, 16).unwrap();
+    let stream = stream(&context);
+    let mut list = MemoryOperations::with_capacity(&context, 600);
+    for value in 1..=299_u64 {
+        list.write(words.range().word::<u64>(0).unwrap(), value).unwrap();
+        list.wait(words.range().word::<u64>(0).unwrap(), value).unwrap();
+    }
+    list.wait(words.range().word::<u32>(8).unwrap(), 9_u32).unwrap();
+    list.write(words.range().word::<u32>(12).unwrap(), 0xabcd_u32).unwrap();
+    assert_eq!(list.len(), 600);
+    stream.operate(&mut list).unwrap();
+    until("the writes have run", || words.word(0).unwrap().load(Ordering::Acquire) == 299);
+    assert_eq!(words.word(8).unwrap().load(Ordering::Acquire), 0, "what follows the wait has not");
+    words.word(8).unwrap().store(9, Ordering::Release);
+    stream.synchronize().unwrap();
+    assert_eq!(words.word(8).unwrap().load(Ordering::Acquire), 0xabcd << 32 | 9);
+
+    let other = super::stream(&super::context(0));
+    let refused = DeviceError::OtherDevice { what: "list of memory operations", found: 2, expected: 0 };
+    assert_eq!(other.operate(&mut list), Err(refused));
+}
+
+#[test]
+fn an_event_holds_up_a_stream_of_another_device_until_it_is_reached() {
+    let (one, other) = (context(0), context(1));
+    let words = PinnedMemory::new(&one, 16).unwrap();
+    let (first, second) = (stream(&one), stream(&other));
+    let event = Event::new(&one).unwrap();
+    first.wait::<u64>(words.range().word(0).unwrap(), 1).unwrap();
+    event.record(&first).unwrap();
+    second.wait_event(&event).unwrap();
+    second.write::<u64>(words.range().word(8).unwrap(), 1).unwrap();
+    assert_eq!(event.is_done(), Ok(false));
+    assert_eq!(words.word(8).unwrap().load(Ordering::Acquire), 0);
+    words.word(0).unwrap().store(1, Ordering::Release);
+    event.synchronize().unwrap();
+    assert_eq!(event.is_done(), Ok(true));
+    second.synchronize().unwrap();
+    assert_eq!(words.word(8).unwrap().load(Ordering::Acquire), 1);
+}
+
+#[test]
+fn a_stream_of_another_device_is_refused() {
+    let (one, other) = (context(0), context(3));
+    let stream = stream(&other);
+    let refused = DeviceError::OtherDevice { what: "stream", found: 3, expected: 0 };
+    assert_eq!(Event::new(&one).unwrap().record(&stream), Err(refused.clone()));
+    // SAFETY: the stream lives.
+    let borrowed = unsafe { Stream::borrow(&one, stream.handle()) };
+    assert_eq!(borrowed.map(|_| ()), Err(refused));
+}
+
+#[test]
+fn a_callers_stream_is_used_in_order_with_the_callers_work() {
+    let context = context(0);
+    let words = PinnedMemory::new(&context, 16).unwrap();
+    let callers = stream(&context);
+    callers.wait::<u64>(words.range().word(0).unwrap(), 1).unwrap();
+    // SAFETY: the stream lives longer than what borrows it.
+    let ours = unsafe { Stream::borrow(&context, callers.handle()) }.unwrap();
+    ours.write::<u64>(words.range().word(8).unwrap(), 1).unwrap();
+    assert_eq!(ours.is_done(), Ok(false));
+    words.word(0).unwrap().store(1, Ordering::Release);
+    ours.synchronize().unwrap();
+    assert_eq!(words.word(8).unwrap().load(Ordering::Acquire), 1);
+    // SAFETY: the default stream is always there.
+    let default = unsafe { Stream::borrow(&context, std::ptr::null_mut()) }.unwrap();
+    default.write::<u64>(words.range().word(8).unwrap(), 2).unwrap();
+    default.synchronize().unwrap();
+    assert_eq!(words.word(8).unwrap().load(Ordering::Acquire), 2);
+}
+
+#[test]
+fn a_stream_that_goes_before_its_work_is_done_leaves_its_memory_in_place() {
+    let (one, other) = (context(0), context(1));
+    let words = PinnedMemory::new(&one, 24).unwrap();
+    let keep = Arc::new(());
+    // SAFETY: the memory is that of `words`, which lives until the streams have used it for the last time.
+    let part = unsafe { Range::of_caller(words.range().address(), 24, &[0, 1], keep.clone()) };
+    let first = stream(&one);
+    first.wait::<u64>(part.word(0).unwrap(), 1).unwrap();
+    first.write::<u64>(part.word(16).unwrap(), 1).unwrap();
+    assert_eq!(first.claims(), 1);
+    let done = stream(&other);
+    done.write::<u64>(part.word(8).unwrap(), 3).unwrap();
+    done.synchronize().unwrap();
+    assert_eq!(done.claims(), 0);
+    drop((first, done, part));
+    assert_eq!(Arc::strong_count(&keep), 2, "the claim of the stream that still waits");
+    words.word(0).unwrap().store(1, Ordering::Release);
+    until("its work is done all the same", || words.word(16).unwrap().load(Ordering::Acquire) == 1);
+}

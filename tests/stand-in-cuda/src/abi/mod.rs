@@ -1,0 +1,34 @@
+//! The functions of `libcuda.so`, by their names there.
+//!
+//! Every one that host code may look up exists: what the stand-in does not do answers `CUDA_ERROR_NOT_SUPPORTED`.
+
+mod context;
+mod copy;
+mod device;
+mod event;
+mod graph;
+mod kernel;
+mod lookup;
+mod memory;
+mod own;
+mod pointer;
+mod pointers;
+mod stream;
+mod stream_memory;
+mod unsupported;
+mod virt;
+
+use std::ffi::c_int;
+
+use crate::code::Result;
+use crate::host_call;
+
+pub use own::MAGIC;
+
+/// Runs a call of the driver and gives its code.
+fn call(f: impl FnOnce() -> Result<()>) -> c_int {
+    match host_call::outside().and_then(|()| f()) {
+        Ok(()) => 0,
+        Err(code) => code.0,
+    }
+}

@@ -1,0 +1,26 @@
+//! What only the stand-in has.
+
+use super::pointers::Out;
+use crate::counters::{COUNTERS, Counters};
+use crate::driver;
+
+/// What `sidelane_stand_in` answers: "lane".
+pub const MAGIC: u32 = u32::from_be_bytes(*b"lane");
+
+/// There is such a function: this is the stand-in. Its answer is `MAGIC`.
+#[unsafe(no_mangle)]
+extern "C" fn sidelane_stand_in() -> u32 {
+    MAGIC
+}
+
+/// What this process had the stand-in do so far.
+#[unsafe(no_mangle)]
+extern "C" fn sidelane_stand_in_counters(counters: Out<Counters>) {
+    counters.offer(COUNTERS.read());
+}
+
+/// Ends all waits of streams, now and later. Each context in which one ended answers `CUDA_ERROR_LAUNCH_TIMEOUT`.
+#[unsafe(no_mangle)]
+extern "C" fn sidelane_stand_in_stop() {
+    driver::stop();
+}

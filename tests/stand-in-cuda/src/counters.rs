@@ -1,0 +1,62 @@
+//! What this process had the stand-in do: exact numbers for tests to assert.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+macro_rules! counters {
+    ($($(#[doc = $doc:literal])+ $name:ident,)*) => {
+        /// What this process had the stand-in do since it started. Work counts when it runs, not when it is enqueued
+        /// or captured.
+        #[repr(C)]
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct Counters {
+            $($(#[doc = $doc])+ pub $name: u64,)*
+        }
+
+        #[derive(Default)]
+        pub(crate) struct Live {
+            $(pub $name: AtomicU64,)*
+        }
+
+        pub(crate) static COUNTERS: Live = Live { $($name: AtomicU64::new(0),)* };
+
+        impl Live {
+            pub fn read(&self) -> Counters {
+                Counters { $($name: self.$name.load(Ordering::Relaxed),)* }
+            }
+        }
+    };
+}
+
+counters! {
+    /// Single copies, and entries of batches.
+    copies,
+    /// Bytes that these copies moved.
+    copied_bytes,
+    /// Batches of copies.
+    copy_batches,
+    /// Copies that SMs, not copy engines, would run on a real device: both ends in one device's memory, and no wish to
+    /// overlap with compute.
+    copies_by_sms,
+    /// Fills of memory.
+    fills,
+    /// Single memory operations, and entries of batches.
+    memory_operations,
+    /// Batches of memory operations.
+    memory_batches,
+    /// Kernels run.
+    kernels,
+    /// Host functions run in stream order.
+    host_functions,
+    /// Graphs launched.
+    graphs,
+    /// Times the host was made to wait for a stream, an event or a context.
+    host_waits,
+    /// Allocations of device memory or of pinned memory.
+    allocations,
+    /// Flushes of writes that cards made into device memory.
+    flushes,
+}
+
+pub(crate) fn add(counter: &AtomicU64, n: u64) {
+    counter.fetch_add(n, Ordering::Relaxed);
+}

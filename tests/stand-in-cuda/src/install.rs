@@ -1,0 +1,83 @@
+//! For tests: the stand-in under the names that loaders look for, and what it counted.
+
+use std::env;
+use std::fs;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use libloading::os::unix::Library;
+
+use crate::abi::MAGIC;
+use crate::counters::Counters;
+
+/// Loaders try several names, and not all of them the same first: a `libcuda.so` of the system would win over a
+/// `libcuda.so.1` of ours.
+const NAMES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
+
+const LIBRARY: &str = "libstand_in_cuda.so";
+
+/// Makes a directory with the stand-in under both names of the driver, next to the test program that calls this, and
+/// gives it: a process started with it as `LD_LIBRARY_PATH` finds the stand-in and no other driver.
+pub fn install() -> io::Result<PathBuf> {
+    let program = env::current_exe()?;
+    let built = program.parent().expect("a program is in a directory");
+    if !built.join(LIBRARY).exists() {
+        let text = format!("no {LIBRARY} in {}: this package must be a dev-dependency", built.display());
+        return Err(io::Error::new(io::ErrorKind::NotFound, text));
+    }
+    let directory = built.join("stand-in-cuda");
+    fs::create_dir_all(&directory)?;
+    // Other test programs may do the same at this moment: a link is made whole and then put in its place.
+    static MADE: AtomicU32 = AtomicU32::new(0);
+    for name in NAMES {
+        let number = MADE.fetch_add(1, Ordering::Relaxed);
+        let fresh = directory.join(format!("{}-{number}", process::id()));
+        symlink(Path::new("..").join(LIBRARY), &fresh)?;
+        fs::rename(&fresh, directory.join(name))?;
+    }
+    Ok(directory)
+}
+
+/// The stand-in that this process has loaded as its driver.
+pub struct StandIn(Library);
+
+impl StandIn {
+    /// Finds it, and nothing else: none where the process's driver is another, or not loaded yet.
+    pub fn loaded() -> Option<StandIn> {
+        const NOLOAD: i32 = libc::RTLD_NOLOAD | libc::RTLD_NOW;
+        NAMES.iter().find_map(|name| {
+            // SAFETY: nothing is loaded here, so no constructor runs.
+            let library = unsafe { Library::open(Some(Path::new(name)), NOLOAD) }.ok()?;
+            // SAFETY: whoever has this name has this type.
+            let magic = unsafe { library.get::<extern "C" fn() -> u32>(b"sidelane_stand_in\0") }.ok()?;
+            (magic() == MAGIC).then_some(StandIn(library))
+        })
+    }
+
+    /// What this process had it do so far.
+    pub fn counters(&self) -> Counters {
+        let mut counters = MaybeUninit::uninit();
+        // SAFETY: the stand-in's function of this name has this type.
+        let read = unsafe {
+            self.0
+                .get::<extern "C" fn(*mut Counters)>(b"sidelane_stand_in_counters\0")
+                .expect("it is the stand-in")
+        };
+        read(counters.as_mut_ptr());
+        // SAFETY: written above, as a whole.
+        unsafe { counters.assume_init() }
+    }
+
+    /// Ends all waits of streams, now and later.
+    pub fn stop(&self) {
+        // SAFETY: the stand-in's function of this name has this type.
+        let stop = unsafe {
+            self.0.get::<extern "C" fn()>(b"sidelane_stand_in_stop\0").expect("it is the stand-in")
+        };
+        stop();
+    }
+}

@@ -1,0 +1,37 @@
+//! A stand-in for `libcuda.so`, for tests of CUDA host code on machines without a GPU. README.md says what it promises.
+//!
+//! ```text
+//! abi        the driver's functions, by name                       host code calls these
+//! stream     entries of a stream; capture, graph, event             written down or enqueued
+//! queue      a thread per hardware queue: streams are folded on it  takes entries strictly in order
+//! late       copies and fills: as late, and in as many pieces, as the rules allow
+//! memory     memfds, addresses, who reaches what                    every byte of every copy is checked
+//! kernels    PTX entries, run by a library built for the CPU
+//! ```
+//!
+//! The shared library of this package is what host code loads. The Rust library next to it is for tests: it puts the
+//! shared library where loaders look ([`install`]) and reads what it counted ([`StandIn`]).
+
+mod abi;
+mod capture;
+mod code;
+mod counters;
+mod driver;
+mod event;
+mod graph;
+mod host_call;
+mod install;
+mod kernels;
+mod late;
+mod memory;
+mod memory_operation;
+mod ptx;
+mod queue;
+mod random;
+mod settings;
+mod stream;
+mod table;
+mod work;
+
+pub use counters::Counters;
+pub use install::{StandIn, install};

@@ -1,0 +1,72 @@
+//! What the environment says, read once by `cuInit`.
+
+use std::env::{self, VarError};
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// The hardware queues of a device where nothing is said, as on real devices.
+const QUEUES: usize = 8;
+
+/// One reading of the environment; the README lists the variables.
+#[derive(Debug)]
+pub struct Settings {
+    pub seed: u64,
+    pub devices: usize,
+    pub queues: usize,
+    /// Bytes of each device that this process may hold.
+    pub memory: u64,
+    /// As `cuDriverGetVersion` says it: 1000 * major + 10 * minor.
+    pub version: i32,
+    /// Sets of devices that reach each other; none means all do.
+    pub peers: Option<Vec<Vec<usize>>>,
+    /// Kernels are loaded when a module is, not at their first launch.
+    pub eager: bool,
+    pub kernels: Option<PathBuf>,
+}
+
+impl Settings {
+    /// Reads the environment; the text names what cannot be read.
+    pub fn from_env() -> Result<Settings, String> {
+        let queues = number("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES)?;
+        if !(1..=32).contains(&queues) {
+            return Err(format!("CUDA_DEVICE_MAX_CONNECTIONS is {queues}, not in 1..=32"));
+        }
+        Ok(Settings {
+            seed: number("SIDELANE_STAND_IN_SEED", 0)?,
+            devices: number("SIDELANE_STAND_IN_DEVICES", 8)?,
+            queues,
+            memory: number("SIDELANE_STAND_IN_MEMORY", 8 << 30)?,
+            version: number("SIDELANE_STAND_IN_DRIVER", 12080)?,
+            peers: text("SIDELANE_STAND_IN_PEERS")?.map(|t| sets(&t)).transpose()?,
+            eager: text("CUDA_MODULE_LOADING")?.is_some_and(|mode| mode == "EAGER"),
+            kernels: text("SIDELANE_STAND_IN_KERNELS")?.map(PathBuf::from),
+        })
+    }
+
+    /// Whether one device's engines and kernels reach the memory of the other.
+    pub fn reaches(&self, device: usize, owner: usize) -> bool {
+        let together = |set: &Vec<usize>| set.contains(&device) && set.contains(&owner);
+        device == owner || self.peers.as_ref().is_none_or(|sets| sets.iter().any(together))
+    }
+}
+
+fn text(name: &str) -> Result<Option<String>, String> {
+    match env::var(name) {
+        Ok(text) => Ok(Some(text)),
+        Err(VarError::NotPresent) => Ok(None),
+        Err(error) => Err(format!("{name}: {error}")),
+    }
+}
+
+fn number<T: FromStr>(name: &str, otherwise: T) -> Result<T, String> {
+    let Some(text) = text(name)? else { return Ok(otherwise) };
+    text.parse().map_err(|_| format!("{name}: {text:?} is no number for it"))
+}
+
+/// `0,1|2,3`: two sets of two.
+fn sets(text: &str) -> Result<Vec<Vec<usize>>, String> {
+    let device = |text: &str| {
+        text.trim().parse().map_err(|_| format!("SIDELANE_STAND_IN_PEERS: {text:?} is no device"))
+    };
+    text.split('|').map(|set| set.split(',').map(device).collect()).collect()
+}
