@@ -3,6 +3,8 @@
 
 #[path = "process_common/network.rs"]
 mod network;
+#[path = "process_common/wires.rs"]
+mod wires;
 
 use std::path::Path;
 use std::process::{Child, Stdio};
@@ -11,6 +13,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use network::Network;
+use rustix::process::Pid;
+
+/// Where the ranks meet.
+const PORT: u16 = 29500;
+
+/// A job whose machines have lost each other has ended by then: found in two seconds, on a busy machine.
+const IN_TIME: Duration = Duration::from_secs(20);
 
 /// One launcher, and what it says.
 struct Machine {
@@ -23,7 +32,7 @@ fn start(network: &Network, machine: usize, rounds: &str) -> Machine {
     let mut program = network.run(machine, Path::new(env!("CARGO_BIN_EXE_sidelane")));
     let words = "bench --nodes 2 --ranks-per-node 2 --tokens 64 --hidden 1024 --rounds";
     program.args(words.split(' ')).args([rounds, "--node-rank", &machine.to_string()]);
-    program.args(["--master", &format!("{}:29500", Network::ADDRESSES[0])]);
+    program.args(["--master", &format!("{}:{PORT}", Network::ADDRESSES[0])]);
     for name in ["SECRET_FILE", "INSECURE", "JOB", "PORT", "RAIL", "TCP_ADDRESS", "NODE"] {
         program.env_remove(format!("SIDELANE_{name}"));
     }
@@ -45,6 +54,20 @@ impl Machine {
     fn end(mut self) -> (bool, String, String) {
         let ended = self.launcher.wait().expect("our child");
         (ended.success(), self.out.join().expect("read"), self.errors.join().expect("read"))
+    }
+
+    /// The process of a rank.
+    fn rank(&self, rank: u32) -> Pid {
+        let launcher = self.launcher.id();
+        let children = std::fs::read_to_string(format!("/proc/{launcher}/task/{launcher}/children"));
+        let children = children.expect("the launcher runs");
+        let own = format!("RANK={rank}");
+        let is_rank = |pid: &&str| {
+            let variables = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+            variables.split(|&byte| byte == 0).any(|variable| variable == own.as_bytes())
+        };
+        let found = children.split_whitespace().find(is_rank).and_then(|pid| pid.parse().ok());
+        found.and_then(Pid::from_raw).unwrap_or_else(|| panic!("rank {rank} is none of {children}"))
     }
 }
 
@@ -82,8 +105,22 @@ fn await_wires(network: &Network) {
     }
 }
 
+/// Demands that a machine's job has failed because each of its two ranks ended by itself, with a complaint of its own.
+fn demand_complaints(
+    machine: usize,
+    (well, _, complaints): (bool, String, String),
+    is_right: impl Fn(&str) -> bool,
+) {
+    assert!(!well && !complaints.contains("sidelane: killed"), "{complaints}");
+    for rank in [0, 1].map(|local| machine * 2 + local) {
+        let own = format!("[{rank}] sidelane: ");
+        let mut complaint = complaints.lines().filter_map(|line| line.strip_prefix(&own));
+        assert!(complaint.any(&is_right), "rank {rank}: {complaints}");
+    }
+}
+
 #[test]
-fn a_bench_that_is_cut_off_by_silence_ends_on_both_machines() {
+fn every_rank_of_a_bench_that_is_cut_off_by_silence_names_a_lost_one() {
     let Some(network) = Network::new() else { return };
     let machines = both(&network, ENDLESS);
     await_wires(&network);
@@ -91,14 +128,38 @@ fn a_bench_that_is_cut_off_by_silence_ends_on_both_machines() {
     network.cut();
     let ends = machines.map(Machine::end);
     let took = cut.elapsed();
-    for ((well, _, complaints), lost) in
-        ends.into_iter().zip([["rank 2 is lost", "rank 3 is lost"], ["rank 0 is lost"; 2]])
-    {
-        assert!(!well && lost.iter().any(|words| complaints.contains(words)), "{complaints}");
-        assert!(complaints.contains("no heartbeat for"), "{complaints}");
-    }
     println!("cut off by silence: ended after {took:?}");
-    assert!(took < Duration::from_secs(20), "{took:?}");
+    // The rendezvous is at rank 0, whom the other machine misses.
+    for ((machine, end), lost) in ends.into_iter().enumerate().zip([&["rank 2", "rank 3"][..], &["rank 0"]]) {
+        let silent = |rank: &&str, line: &str| line.contains(&format!("{rank} is lost: no heartbeat for"));
+        demand_complaints(machine, end, |line| lost.iter().any(|rank| silent(rank, line)));
+    }
+    assert!(took < IN_TIME, "{took:?}");
+}
+
+#[test]
+fn every_rank_of_a_bench_whose_wires_are_reset_names_one_of_them() {
+    let Some(network) = Network::new() else { return };
+    let machines = both(&network, ENDLESS);
+    await_wires(&network);
+    let before = network.resets(1);
+    let reset = Instant::now();
+    assert_eq!(wires::reset(machines[1].rank(3), PORT), 2, "wires of rank 3");
+    let sent = network.resets(1) - before;
+    let ends = machines.map(Machine::end);
+    let took = reset.elapsed();
+    println!("reset by {sent} RST segments: ended after {took:?}");
+    assert!(sent >= 2, "each end of a wire in the other machine has been sent one");
+    for (machine, end) in ends.into_iter().enumerate() {
+        demand_complaints(machine, end, |line| {
+            let pair = [0, 1].map(|here| [(3, here), (here, 3)]).concat();
+            pair.iter().any(|(by, to)| {
+                line.contains(&format!("the wire from rank {by} to rank {to} broke"))
+                    || line.contains(&format!("rank {by}: the tcp wire to rank {to} broke"))
+            })
+        });
+    }
+    assert!(took < IN_TIME, "{took:?}");
 }
 
 #[test]
@@ -115,6 +176,6 @@ fn a_bench_whose_other_machine_is_killed_ends() {
     let ends = ["rank 2 is lost", "rank 3 is lost", "rank 2 left the world", "rank 3 left the world"];
     assert!(!well && ends.iter().any(|words| complaints.contains(words)), "{complaints}");
     println!("other machine killed: ended after {took:?}");
-    assert!(took < Duration::from_secs(20), "{took:?}");
+    assert!(took < IN_TIME, "{took:?}");
     there.end();
 }

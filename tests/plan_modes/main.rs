@@ -100,9 +100,9 @@ fn note_of(play: &Play, notes: Notes, seen: &Visible, rank: usize, at: usize) ->
     };
     let bits = |choice: usize| weight(*source, choice).to_bits();
     match notes {
-        Notes::Gathered => unreachable!("no dispatch by choices has them"),
         Notes::Weight => vec![bits(choices[0])],
         Notes::Marked => vec![bits(choices[0]), 1],
+        Notes::Gathered => unreachable!("nothing is gathered here"),
         Notes::Choices | Notes::Indexed => {
             let experts = seen.local_experts(&play.case, &play.ids, rank, at);
             let mut words: Vec<u32> = experts.iter().map(|&expert| (expert + 1) as u32).collect();

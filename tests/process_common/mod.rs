@@ -14,6 +14,7 @@ pub mod job;
 pub mod network;
 pub mod rank;
 pub mod reference;
+pub mod wires;
 
 use std::time::Duration;
 

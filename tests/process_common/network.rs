@@ -81,6 +81,15 @@ impl Network {
         table.lines().filter(open).count()
     }
 
+    /// RST segments that a machine has sent so far.
+    pub fn resets(&self, machine: usize) -> u64 {
+        let table = ip(&format!("netns exec {} cat /proc/net/snmp", self.machine(machine))).expect("a table");
+        let mut tcp = table.lines().filter_map(|line| line.strip_prefix("Tcp: "));
+        let (names, values) = (tcp.next().expect("names"), tcp.next().expect("values"));
+        let counted = names.split(' ').zip(values.split(' ')).find(|(name, _)| *name == "OutRsts");
+        counted.expect("Linux counts resets").1.parse().expect("a number")
+    }
+
     fn machine(&self, machine: usize) -> String {
         format!("{}-{machine}", self.name)
     }

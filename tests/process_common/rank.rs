@@ -3,7 +3,6 @@
 use std::collections::BTreeSet;
 use std::fs::{self, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
-use std::net::TcpStream;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
@@ -242,28 +241,8 @@ fn scribble() -> u64 {
     written
 }
 
-/// Resets this process's connections that are not those of the rendezvous. Returns how many there were.
+/// Resets this process's connections to ranks of other nodes. Returns how many there were.
 fn reset_wires() -> u32 {
-    let me = rustix::process::getpid();
-    let me = rustix::process::pidfd_open(me, rustix::process::PidfdFlags::empty()).expect("this process");
-    let master: u16 = std::env::var("MASTER_PORT").expect("a job").parse().expect("a port");
-    let rendezvous = master..=master + 32;
-    let mut reset = 0;
-    for entry in fs::read_dir("/proc/self/fd").expect("the kernel tells what is open").flatten() {
-        let is_socket =
-            fs::read_link(entry.path()).is_ok_and(|to| to.to_string_lossy().starts_with("socket:"));
-        if !is_socket {
-            continue;
-        }
-        let number = entry.file_name().to_string_lossy().parse().expect("a number");
-        let flags = rustix::process::PidfdGetfdFlags::empty();
-        let socket = rustix::process::pidfd_getfd(&me, number, flags).expect("a descriptor of this process");
-        let stream = TcpStream::from(socket);
-        let (Ok(here), Ok(there)) = (stream.local_addr(), stream.peer_addr()) else { continue };
-        if !rendezvous.contains(&here.port()) && !rendezvous.contains(&there.port()) {
-            rustix::net::connect_unspec(&stream).expect("a connection can be reset");
-            reset += 1;
-        }
-    }
-    reset
+    let master = std::env::var("MASTER_PORT").expect("a job").parse().expect("a port");
+    super::wires::reset(rustix::process::getpid(), master)
 }

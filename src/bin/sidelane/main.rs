@@ -49,8 +49,17 @@ enum Command {
     Doctor(doctor::DoctorArgs),
 }
 
+impl Command {
+    /// Whether this process is one of the ranks that another command has started.
+    fn is_rank(&self) -> bool {
+        matches!(self, Command::BenchRank(_) | Command::TraceRank(_) | Command::PerfRank(_))
+    }
+}
+
 fn main() -> ExitCode {
-    let done = match Cli::parse().command {
+    let command = Cli::parse().command;
+    let tag = if command.is_rank() { ranks::tag() } else { String::new() };
+    let done = match command {
         Command::Bench(args) => bench::main(&args),
         Command::BenchRank(args) => bench::rank(&args),
         Command::Trace(args) => trace::main(&args),
@@ -62,7 +71,7 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::main(&args),
     };
     done.unwrap_or_else(|error| {
-        eprintln!("sidelane: {error}");
+        eprintln!("{tag}sidelane: {error}");
         error.exit_code()
     })
 }

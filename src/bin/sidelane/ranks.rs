@@ -52,6 +52,11 @@ impl RankArgs {
     }
 }
 
+/// What a rank's complaint begins with, as the lines of `launch --tag` do: all ranks share one screen.
+pub fn tag() -> String {
+    std::env::var("RANK").map(|rank| format!("[{rank}] ")).unwrap_or_default()
+}
+
 /// Bytes of each rank's heap, and of its symmetric part.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sizes {

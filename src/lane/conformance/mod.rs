@@ -5,6 +5,7 @@
 //!   requests.rs   how many work requests a put and its signal are
 //!   any.rs        the same of any puts and signals
 //!   late.rs       what comes late, and what a card does that fails
+//!   rebuilt.rs    a world built again while packets of the old one are on a real wire
 //!   suite.rs      scenarios: who does what, and what comes of it
 //!   mod.rs        two ranks, each with its steps, over each lane
 //!   wire.rs       what only lanes with credits and a receiving card can show
@@ -13,6 +14,7 @@
 mod any;
 mod cards;
 mod late;
+mod rebuilt;
 mod requests;
 mod suite;
 mod wire;

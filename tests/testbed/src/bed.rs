@@ -1,8 +1,11 @@
-//! Two machines and the wire between them.
+//! Two machines and the wires between them.
 //!
 //! ```text
-//!   machine 0   rank 0, 1 ..    rxe0 10.0.0.1 ====wire==== 10.0.0.2 rxe0    .. 2, 3   machine 1
+//!   machine 0   rank 0, 1 ..    rxe0 10.0.0.1 ====wire 0==== 10.0.0.2 rxe0    .. 2, 3   machine 1
+//!                               rxe1 10.0.1.1 ====wire 1==== 10.0.1.2 rxe1
 //! ```
+//!
+//! Ranks meet over wire 0. So wire 1 can be held while they go on talking.
 
 use std::fs;
 use std::path::PathBuf;
@@ -12,7 +15,7 @@ use std::time::Duration;
 use crate::counters::{self, Counters};
 use crate::deadline::Deadline;
 use crate::error::{At, Error, Result};
-use crate::machine::{Accelerator, Finished, Job, Kind, Machine, POLL, Starting};
+use crate::machine::{Accelerator, CARDS, Finished, Job, Kind, Machine, POLL, Starting};
 
 /// A machine under translation is up in 3 to 10 s on an idle processor.
 const BOOT: Duration = Duration::from_secs(90);
@@ -23,23 +26,30 @@ const BOOT_KVM: Duration = Duration::from_secs(20);
 /// For commands that only look something up.
 const LOOK: Duration = Duration::from_secs(20);
 
-/// Two machines and the wire between them.
+/// Two machines and the wires between them.
 pub struct Bed {
     kind: Kind,
     accelerator: Accelerator,
     machines: [Option<Machine>; 2],
     whole: bool,
+    held: Option<usize>,
 }
 
-/// The address of a machine on the wire of its first card.
-pub fn address(machine: usize) -> String {
-    format!("10.0.0.{}", machine + 1)
+/// The address of a machine on the wire of a card.
+pub fn address(machine: usize, card: usize) -> String {
+    format!("10.0.{card}.{}", machine + 1)
+}
+
+/// The address at which ranks and programs meet: machine 0's on wire 0.
+pub fn master() -> String {
+    address(0, 0)
 }
 
 impl Bed {
     /// Boots both machines: with KVM where it works, else in software.
     pub fn boot(kind: Kind) -> Result<Self> {
-        let mut bed = Self { kind, accelerator: Accelerator::Tcg, machines: [None, None], whole: true };
+        let mut bed =
+            Self { kind, accelerator: Accelerator::Tcg, machines: [None, None], whole: true, held: None };
         if fs::File::options().read(true).write(true).open("/dev/kvm").is_ok() {
             bed.accelerator = Accelerator::Kvm;
             if bed.switch_on(BOOT_KVM).is_ok() {
@@ -57,11 +67,6 @@ impl Bed {
         self.accelerator
     }
 
-    /// Network cards per machine.
-    pub fn cards(&self) -> usize {
-        self.kind.cards
-    }
-
     /// Boots, at once, the machines that are off.
     fn switch_on(&mut self, within: Duration) -> Result<()> {
         let off = [0, 1].into_iter().filter(|&machine| self.machines[machine].is_none());
@@ -74,28 +79,49 @@ impl Bed {
         Ok(())
     }
 
-    /// Both machines on, all cables in.
+    /// Both machines on, all cables in, nothing held.
     pub fn heal(&mut self) -> Result<()> {
         self.switch_on(BOOT)?;
-        if self.whole { Ok(()) } else { self.wire(true) }
+        self.let_go()?;
+        if self.whole { Ok(()) } else { self.wires(true) }
     }
 
     /// Pulls the cables out: machine 0 sees its carrier go, machine 1 sees silence.
     pub fn cut(&mut self) -> Result<()> {
-        self.wire(false)
+        self.wires(false)
     }
 
-    fn wire(&mut self, up: bool) -> Result<()> {
-        for card in 0..self.kind.cards {
-            self.machines[0].as_mut().ok_or(Error::Gone { machine: 0 })?.set_link(card, up)?;
+    /// The end of all wires that can be disturbed.
+    fn near_end(&mut self) -> Result<&mut Machine> {
+        self.machines[0].as_mut().ok_or(Error::Gone { machine: 0 })
+    }
+
+    fn wires(&mut self, up: bool) -> Result<()> {
+        for card in 0..CARDS {
+            self.near_end()?.set_link(card, up)?;
         }
         self.whole = up;
         Ok(())
     }
 
+    /// From now on what crosses the wire of a card, in either direction, is kept.
+    pub fn hold(&mut self, card: usize) -> Result<()> {
+        self.near_end()?.hold(card, true)?;
+        self.held = Some(card);
+        Ok(())
+    }
+
+    /// What was kept arrives, in its order.
+    pub fn let_go(&mut self) -> Result<()> {
+        self.held.take().map_or(Ok(()), |card| self.near_end()?.hold(card, false))
+    }
+
     /// Switches a machine off, as a power cut does.
     pub fn kill(&mut self, machine: usize) {
         self.machines[machine] = None;
+        if machine == 0 {
+            self.held = None;
+        }
     }
 
     /// Starts a line of shell.

@@ -1,9 +1,11 @@
-//! What the cards count: the packets of Soft-RoCE, from `hw_counters`.
+//! What the cards count: the packets of Soft-RoCE, from `hw_counters`, and the kernel below them: datagrams that have
+//! arrived, whether a card took them or not.
 
 use std::collections::BTreeMap;
 
-/// Writes every counter of every card of a machine.
-pub const COMMAND: &str = "cd /sys/class/infiniband && grep . rxe*/ports/1/hw_counters/*_* /dev/null";
+/// Writes every counter of every card of a machine. Only cards get datagrams there.
+pub const COMMAND: &str = "cd /sys/class/infiniband && grep . rxe*/ports/1/hw_counters/*_* /dev/null; \
+    awk '/^Udp:/ { n = $2 } END { print \"udp/arrived:\" n }' /proc/net/snmp";
 
 /// Writes what every card of a machine has sent.
 pub const SENT: &str = "cd /sys/class/infiniband && grep . rxe*/ports/1/hw_counters/sent_pkts /dev/null";
@@ -11,33 +13,59 @@ pub const SENT: &str = "cd /sys/class/infiniband && grep . rxe*/ports/1/hw_count
 /// Each sum is of packets that were sent again, on either side of the wire.
 const AGAIN: [&str; 2] = ["completer_retry_err", "duplicate_request"];
 
-/// Counters of all cards of one machine, added up by name.
+/// Counters of one machine, by card and name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Counters(BTreeMap<String, u64>);
+pub struct Counters(BTreeMap<(String, String), u64>);
+
+/// What became of packets whose sender had given them up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Late {
+    /// Datagrams that arrived.
+    pub arrived: u64,
+    /// Those that a card took for one of its connections.
+    pub taken: u64,
+    /// Packets that were sent meanwhile: answers.
+    pub answered: u64,
+}
 
 impl Counters {
     /// From what [`COMMAND`] writes.
     pub fn parse(text: &str) -> Self {
-        let mut sums = BTreeMap::new();
+        let mut counters = BTreeMap::new();
         for line in text.lines() {
             let Some((path, value)) = line.rsplit_once(':') else { continue };
-            let (Some(name), Ok(value)) = (path.rsplit('/').next(), value.trim().parse::<u64>()) else {
+            let (Some((card, _)), Some((_, name))) = (path.split_once('/'), path.rsplit_once('/')) else {
                 continue;
             };
-            *sums.entry(name.to_owned()).or_insert(0) += value;
+            if let Ok(value) = value.trim().parse() {
+                counters.insert((card.to_owned(), name.to_owned()), value);
+            }
         }
-        Self(sums)
+        Self(counters)
     }
 
     /// What was counted since. A machine that was booted in between counts from its boot.
     pub fn since(&self, before: &Self) -> Self {
-        let step =
-            |(name, &now): (&String, &u64)| (name.clone(), now.checked_sub(before.get(name)).unwrap_or(now));
+        let step = |(key, &now): (&(String, String), &u64)| {
+            let earlier = before.0.get(key).copied().unwrap_or_default();
+            (key.clone(), now.checked_sub(earlier).unwrap_or(now))
+        };
         Self(self.0.iter().map(step).collect())
     }
 
+    /// Of all cards.
     fn get(&self, name: &str) -> u64 {
-        self.0.get(name).copied().unwrap_or_default()
+        self.0.iter().filter(|((_, counter), _)| counter == name).map(|(_, value)| value).sum()
+    }
+
+    /// Datagrams that have arrived, wanted or not.
+    pub fn arrived(&self) -> u64 {
+        self.get("arrived")
+    }
+
+    /// As what became of late packets, if there are no others.
+    pub fn late(&self) -> Late {
+        Late { arrived: self.arrived(), taken: self.received(), answered: self.sent() }
     }
 
     /// Packets sent, acknowledgements among them.
@@ -70,12 +98,19 @@ mod tests {
     }
 
     #[test]
+    fn datagrams_are_counted_beside_the_packets_that_cards_took() {
+        let text = format!("{BEFORE}rxe0/ports/1/hw_counters/rcvd_pkts:4\nudp/arrived:9\n");
+        assert_eq!(Counters::parse(&text).late(), Late { arrived: 9, taken: 4, answered: 15 });
+    }
+
+    #[test]
     fn only_what_happened_since_counts() {
         let now = Counters::parse(
-            "rxe0/ports/1/hw_counters/sent_pkts:40\nrxe0/ports/1/hw_counters/completer_retry_err:1\n",
+            "rxe0/ports/1/hw_counters/sent_pkts:40\nrxe0/ports/1/hw_counters/completer_retry_err:1\n\
+            rxe1/ports/1/hw_counters/sent_pkts:5\n",
         );
         let since = now.since(&Counters::parse(BEFORE));
-        assert_eq!((since.sent(), since.again()), (25, 0));
+        assert_eq!((since.sent(), since.again()), (30, 0));
     }
 
     #[test]

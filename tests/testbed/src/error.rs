@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::time::Duration;
 
+use crate::counters::Late;
+
 /// The bed's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -50,6 +52,20 @@ pub enum Error {
         sent: u64,
         /// Packets sent or seen twice.
         again: u64,
+    },
+    /// What was held on the wire is not what arrived, or somebody took it.
+    #[error("{held:?} packets were held on the wire to machines 0 and 1; let go: {late:?}")]
+    LatePackets {
+        /// Sent to each machine, and kept.
+        held: [u64; 2],
+        /// What each machine has seen of them.
+        late: [Late; 2],
+    },
+    /// A wire that was held did not come to rest.
+    #[error("packets are still sent on the wire of rxe{card} though it is held")]
+    Restless {
+        /// The card.
+        card: usize,
     },
     /// Only root can install.
     #[error("missing packages; as root: apt-get install {}", packages.join(" "))]

@@ -66,9 +66,6 @@ struct Options {
     /// How often to alternate between Sidelane and perftest
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Network cards per machine, each with a wire of its own
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=4))]
-    cards: u8,
     /// Cargo's profile for the programs under test
     #[arg(long, default_value = "test")]
     profile: String,

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::bed::{Bed, address};
+use crate::bed::{Bed, master};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::tool::tail;
@@ -55,7 +55,7 @@ impl Perftest {
         loop {
             let server = bed.start(0, self.command(port))?;
             bed.listening(0, port, deadline)?;
-            let client = bed.start(1, format!("{} {}", self.command(port), address(0)))?;
+            let client = bed.start(1, format!("{} {}", self.command(port), master()))?;
             let client = client.succeed(deadline)?;
             server.succeed(deadline)?;
             let reading = self.read(&client.stdout)?;

@@ -34,14 +34,7 @@ pub fn run(options: &Options) -> Result<bool> {
     let image = image::build(&cache, &kernel.modules, &programs)?;
     say("booting two machines");
     let sockets = Sockets::new()?;
-    let kind = Kind {
-        kernel: kernel.image,
-        image,
-        sockets: sockets.path(),
-        logs,
-        start,
-        cards: options.cards.into(),
-    };
+    let kind = Kind { kernel: kernel.image, image, sockets: sockets.path(), logs, start };
     let mut bed = Bed::boot(kind)?;
     if let Some(command) = &options.run {
         return command_on_both(&bed, command);

@@ -151,6 +151,18 @@ impl Job {
         }
     }
 
+    /// Waits until it has written so many lines in which these words are.
+    pub fn says(&mut self, words: &str, times: usize, deadline: Deadline) -> Result<()> {
+        while self.output.iter().filter(|(_, line)| line.contains(words)).count() < times {
+            if let Some(status) = self.status {
+                return Err(self.finished(status).failure());
+            }
+            let event = self.event(deadline)?;
+            self.take(event);
+        }
+        Ok(())
+    }
+
     /// An error if it has ended.
     pub fn still_runs(&mut self) -> Result<()> {
         while let Ok(event) = self.events.try_recv() {
@@ -287,6 +299,19 @@ mod tests {
         assert!(matches!(&error, Error::Late { machine: 1, output, .. } if output == "nearly"), "{error}");
         assert!(matches!(request(&mut requests), Request::Run { job, .. } if job == id));
         assert!(matches!(request(&mut requests), Request::Kill { job } if job == id));
+    }
+
+    #[test]
+    fn words_are_waited_for_until_they_have_come_or_cannot_come_any_more() {
+        let (channel, _requests, guest) = pair();
+        let mut job = channel.start("two").unwrap();
+        for event in [line(job.job, "[0] here"), line(job.job, "noise"), line(job.job, "[1] here")] {
+            send(&guest, &event).unwrap();
+        }
+        job.says("here", 2, soon()).unwrap();
+        send(&guest, &Event::Exit { job: job.job, status: 0 }).unwrap();
+        assert!(matches!(job.says("here", 3, soon()), Err(Error::Command { status: 0, .. })));
+        assert_eq!(job.succeed(soon()).unwrap().stdout.lines().count(), 3);
     }
 
     #[test]

@@ -21,6 +21,9 @@ use monitor::Monitor;
 /// How often a condition of this machine is looked at again.
 pub const POLL: Duration = Duration::from_millis(10);
 
+/// Network cards of each machine; card c of one is wired to card c of the other.
+pub const CARDS: usize = 2;
+
 /// Lines of a console that an error shows.
 const SHOWN: usize = 12;
 
@@ -62,8 +65,6 @@ pub struct Kind {
     pub logs: PathBuf,
     /// When the run began.
     pub start: Instant,
-    /// Network cards per machine; card c of one is wired to card c of the other.
-    pub cards: usize,
 }
 
 impl Kind {
@@ -92,20 +93,16 @@ impl Kind {
             .args(["-mon", "chardev=qmp,mode=control"])
             .args(["-chardev", &format!("socket,id=agent,path={}", at("agent").display())])
             .args(["-device", "virtio-serial-pci", "-device", "virtserialport,chardev=agent"]);
-        for card in 0..self.cards {
+        for card in 0..CARDS {
             let wire = |machine| self.socket(machine, &format!("wire{card}-")).display().to_string();
-            qemu.args([
-                "-netdev",
-                &format!(
-                    "dgram,id=n{card},local.type=unix,local.path={},remote.type=unix,remote.path={}",
-                    wire(machine),
-                    wire(peer)
-                ),
-                "-device",
-                &format!(
-                    "virtio-net-pci,netdev=n{card},mac=52:54:00:00:{card:02x}:{machine:02x},host_mtu=4200,romfile="
-                ),
-            ]);
+            let (cable, here, there) = (cable(card), wire(machine), wire(peer));
+            qemu.arg("-netdev");
+            qemu.arg(format!(
+                "dgram,id={cable},local.type=unix,local.path={here},remote.type=unix,remote.path={there}"
+            ));
+            let mac = format!("52:54:00:00:{card:02x}:{machine:02x}");
+            qemu.arg("-device");
+            qemu.arg(format!("virtio-net-pci,netdev={cable},mac={mac},host_mtu=4200,romfile="));
         }
         qemu.stdin(Stdio::null()).stdout(Stdio::null());
         qemu
@@ -187,8 +184,18 @@ impl Machine {
 
     /// Plugs the cable of a card in, or pulls it out.
     pub fn set_link(&mut self, card: usize, up: bool) -> Result<()> {
-        self.monitor.set_link(&format!("n{card}"), up)
+        self.monitor.set_link(&cable(card), up)
     }
+
+    /// Keeps what goes through the cable of a card, or lets it go.
+    pub fn hold(&mut self, card: usize, held: bool) -> Result<()> {
+        if held { self.monitor.hold(&cable(card)) } else { self.monitor.let_go(&cable(card)) }
+    }
+}
+
+/// QEMU's name for the cable of a card.
+fn cable(card: usize) -> String {
+    format!("n{card}")
 }
 
 /// A connection from QEMU; `None` when it has ended, or time is up.

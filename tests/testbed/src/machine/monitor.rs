@@ -12,6 +12,9 @@ use crate::protocol::send;
 /// An order is a matter of milliseconds.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// How long a wire is held at most, in microseconds: longer than any run takes.
+const HELD_US: u32 = u32::MAX;
+
 /// QEMU's monitor.
 pub struct Monitor {
     machine: usize,
@@ -35,6 +38,19 @@ impl Monitor {
         self.order("set_link", json!({ "name": name, "up": up }))
     }
 
+    /// From now on nothing goes through a card's cable, in either direction; it is kept, in order.
+    pub fn hold(&mut self, name: &str) -> Result<()> {
+        self.order(
+            "object-add",
+            json!({ "qom-type": "filter-buffer", "id": filter(name), "netdev": name, "interval": HELD_US }),
+        )
+    }
+
+    /// What was kept goes through.
+    pub fn let_go(&mut self, name: &str) -> Result<()> {
+        self.order("object-del", json!({ "id": filter(name) }))
+    }
+
     fn order(&mut self, order: &'static str, arguments: Value) -> Result<()> {
         let machine = self.machine;
         let failed = |source| Error::Channel { machine, source };
@@ -51,4 +67,9 @@ impl Monitor {
         }
         Err(Error::Gone { machine })
     }
+}
+
+/// QEMU's name for what holds a card's cable.
+fn filter(name: &str) -> String {
+    format!("hold-{name}")
 }

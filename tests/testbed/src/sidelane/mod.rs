@@ -3,14 +3,16 @@
 mod bench;
 mod conformance;
 mod perf;
+mod rebuilt;
 
 use serde::de::DeserializeOwned;
 
 pub use bench::{Bench, Counted, Route, names_the_lost};
-pub use conformance::{conformance, says_it_conforms};
+pub use conformance::conformance;
 pub use perf::{Perf, Test};
+pub use rebuilt::{CANCEL, GO, REBUILT, Seen, rebuilt};
 
-use crate::bed::{Bed, address};
+use crate::bed::{Bed, master};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 
@@ -20,18 +22,43 @@ pub const LANE: &str = "verbs";
 /// The cards' patience in a run that nothing disturbs: four seconds, as a virtual card may get no processor time for long.
 const CALM: &str = "SIDELANE_VERBS_TIMEOUT=20 SIDELANE_VERBS_RETRIES=6";
 
+/// In a run whose wire is held: 17 seconds, so that nothing is sent again meanwhile.
+const STOIC: &str = "SIDELANE_VERBS_TIMEOUT=22 SIDELANE_VERBS_RETRIES=6";
+
 /// And in one that is disturbed: a quarter of a second, six times; seven would be for ever with Soft-RoCE.
 const ALERT: &str = "SIDELANE_VERBS_TIMEOUT=16 SIDELANE_VERBS_RETRIES=6";
+
+/// The cards that ranks take, as rails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cards {
+    /// The one whose wire is theirs to meet, too.
+    First,
+    /// The one whose wire only cards use.
+    Second,
+    /// Both: each pair of ranks takes one, and both ends the same.
+    Both,
+}
+
+impl Cards {
+    /// What ranks are told.
+    fn variable(self) -> &'static str {
+        match self {
+            Self::First => "SIDELANE_VERBS_CARD=rxe0",
+            Self::Second => "SIDELANE_VERBS_CARD=rxe1",
+            Self::Both => "SIDELANE_VERBS_CARD=rxe0,rxe1",
+        }
+    }
+}
 
 /// Where machine 0 leaves its report.
 const REPORT: &str = "/tmp/report.json";
 
 /// What a machine of a job runs. No launcher knows the other, so the secret is said to both.
-fn command(machine: usize, ranks_per_node: u32, what: &str, patience: &str) -> String {
-    let master = address(0);
+fn command(machine: usize, ranks_per_node: u32, what: &str, cards: Cards, patience: &str) -> String {
+    let (master, cards) = (master(), cards.variable());
     format!(
-        "SIDELANE_SECRET=testbed {patience} exec sidelane {what} --nodes 2 --ranks-per-node {ranks_per_node} \
-         --node-rank {machine} --master {master} --rail {LANE}"
+        "SIDELANE_SECRET=testbed {cards} {patience} exec sidelane {what} --nodes 2 \
+         --ranks-per-node {ranks_per_node} --node-rank {machine} --master {master} --rail {LANE}"
     )
 }
 
@@ -45,6 +72,15 @@ fn report<T: DeserializeOwned>(
     bed.both(|machine| format!("{}{}", command(machine), json(machine)), deadline)?;
     let text = bed.start(0, format!("cat {REPORT} && rm {REPORT}"))?.succeed(deadline)?.stdout;
     serde_json::from_str(&text).map_err(|_| unreadable("its report", text))
+}
+
+/// Whether so many processes have run a test of the library, and it passed: a name that is not there passes too, having
+/// run nothing.
+pub fn demand_passes(output: &str, processes: usize) -> Result<()> {
+    match output.matches("test result: ok. 1 passed").count() == processes {
+        true => Ok(()),
+        false => Err(unreadable("that one test passed", output.to_owned())),
+    }
 }
 
 fn unreadable(what: &'static str, output: String) -> Error {

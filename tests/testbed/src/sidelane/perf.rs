@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::{CALM, LANE, command, report};
+use super::{CALM, Cards, LANE, command, report};
 use crate::bed::Bed;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -79,7 +79,7 @@ impl Perf {
             Test::PutLatency | Test::PutBandwidth => format!(" --sizes {}", self.size),
         };
         let what = format!("perf {}{sizes} --iterations {}", self.test.name(), self.iterations);
-        command(machine, 1, &what, CALM)
+        command(machine, 1, &what, Cards::First, CALM)
     }
 
     /// Runs it to its end.

@@ -4,7 +4,7 @@ use super::{Asked, Findings};
 use crate::bed::Bed;
 use crate::deadline::Deadline;
 use crate::error::Result;
-use crate::sidelane::{conformance, says_it_conforms};
+use crate::sidelane::{conformance, demand_passes};
 
 /// The ways to signal.
 const SIGNALS: [&str; 3] = ["write", "fetch-add", "immediate"];
@@ -12,7 +12,7 @@ const SIGNALS: [&str; 3] = ["write", "fetch-add", "immediate"];
 pub fn run(bed: &mut Bed, _: &Asked, deadline: Deadline) -> Result<Findings> {
     for signal in SIGNALS {
         for output in bed.both(|machine| conformance(machine, signal), deadline)? {
-            says_it_conforms(&output.stdout)?;
+            demand_passes(&output.stdout, 1)?;
         }
     }
     Ok(format!("signals by {}", SIGNALS.join(", ")).into())

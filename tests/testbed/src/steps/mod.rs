@@ -7,6 +7,7 @@ mod cards;
 mod compare;
 mod conformance;
 mod loss;
+mod rebuilt;
 
 use std::time::Duration;
 
@@ -49,13 +50,14 @@ impl From<String> for Findings {
 }
 
 /// In the order in which they are done.
-pub const STEPS: [Step; 8] = [
+pub const STEPS: [Step; 9] = [
     step("cards", "cards active, wire and clocks right", 30, cards::run),
     step("conformance", "the contract of a lane, for each way to signal", 120, conformance::run),
     step("bench", "2 x 2 ranks, pxn and direct: every row verified, every packet counted", 150, bench::run),
     step("compare", "sidelane perf beside perftest, interleaved", 600, compare::run),
     step("cut", "wire cut in mid-dispatch: every rank names a lost one", 120, loss::cut),
     step("mended", "wire whole again: verified", 120, bench::again),
+    step("rebuilt", "rebuilt in mid-dispatch: old packets come late and touch nothing", 180, rebuilt::run),
     step("killed", "machine off in mid-dispatch: every rank left names a lost one", 180, loss::killed),
     step("booted", "machine on again: verified", 120, bench::again),
 ];
