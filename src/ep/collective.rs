@@ -209,7 +209,7 @@ impl Collective {
     /// have: the shares. Collective.
     ///
     /// # Errors
-    /// On every rank, before a byte moves: [`PlanError`] where the input is wrong ([`CallError::PeerRefused`] on the
+    /// On every rank, before a byte moves: [`PlanError`] where the input is wrong ([`PeerRefused`](crate::error::CallError::PeerRefused) on the
     /// others), [`CallError`](crate::error::CallError) where ranks make different calls, [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a
     /// rank cannot hold the rows. [`LaneError`](crate::error::LaneError) and [`Cause`](crate::error::Cause) end the world.
     pub fn all_gather<E: Element>(&mut self, rows: &[E]) -> Result<(ExpertRows, Shares), Error> {
