@@ -13,7 +13,8 @@ pub struct Choices<'a> {
     pub top_k: u32,
     /// `[tokens, top_k]`: the experts chosen, -1 for none; a token names each expert at most once.
     pub ids: &'a [i32],
-    /// `[tokens, top_k]`: what each choice is worth where the best are kept. Not normalised: that changes the order.
+    /// `[tokens, top_k]`: what each choice is worth where the best are kept, as the system compares it: Megatron its
+    /// weights, DeepSpeed and Tutel scores that are not normalised.
     pub scores: &'a [f32],
     /// The largest need of other ranks, for rules that go by need.
     pub need: Option<u32>,
