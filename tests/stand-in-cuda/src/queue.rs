@@ -147,7 +147,9 @@ impl Runner {
             self.queue.error.set(code);
         }
         // After an error nothing runs any more, but nobody may wait for it either.
-        self.settle(&stream);
+        if self.queue.error.get().is_some() {
+            self.settle(&stream);
+        }
         if let Some(mark) = mark {
             mark.reach();
         }
@@ -173,7 +175,11 @@ impl Runner {
                 host_call::run(call);
                 Ok(())
             }
-            Work::Record(_) | Work::Flush | Work::Late(_) => Ok(()),
+            Work::Record(_) | Work::Flush => {
+                self.settle(stream);
+                Ok(())
+            }
+            Work::Late(_) => unreachable!("it stays behind"),
         }
     }
 
