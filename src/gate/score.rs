@@ -14,25 +14,57 @@ impl Score {
 
     /// Scores of all `logits`.
     pub(super) fn fill(self, logits: &[f32], scores: &mut [f64]) {
+        let last = self.begin(logits, scores);
+        scores.iter_mut().for_each(|score| *score = last.of(*score));
+    }
+
+    /// Scores of all `logits` but for the last step, which is returned.
+    pub(super) fn begin(self, logits: &[f32], parts: &mut [f64]) -> Last {
         match self {
             Score::Softmax | Score::SoftmaxOfChosen => {
                 let top = f64::from(largest(logits));
-                exp_each(logits, |x| x - top, scores);
-                let factor = 1.0 / sum(scores);
-                scores.iter_mut().for_each(|score| *score *= factor);
+                exp_each(logits, |x| x - top, parts);
+                Last::Times(1.0 / sum(parts))
             }
             Score::Sigmoid => {
-                exp_each(logits, |x| -x, scores);
-                scores.iter_mut().for_each(|e| *e = 1.0 / (1.0 + *e));
+                exp_each(logits, |x| -x, parts);
+                Last::Logistic
             }
             Score::SqrtSoftplus => {
-                exp_each(logits, |x| -x.abs(), scores);
-                for (score, &logit) in scores.iter_mut().zip(logits) {
+                exp_each(logits, |x| -x.abs(), parts);
+                for (part, &logit) in parts.iter_mut().zip(logits) {
                     // ln(1 + e^x), which is x and a rest for x above 0.
                     let positive = if logit > 0.0 { f64::from(logit) } else { 0.0 };
-                    *score = (positive + ln_1p(*score)).sqrt();
+                    *part = (positive + ln_1p(*part)).sqrt();
                 }
+                Last::Times(1.0)
             }
+        }
+    }
+}
+
+/// The last step of scores: taken for all of them and rounded, and once more for the chosen.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Last {
+    Times(f64),
+    /// 1 / (1 + e).
+    Logistic,
+}
+
+impl Last {
+    #[inline(always)]
+    pub(super) fn of(self, part: f64) -> f64 {
+        match self {
+            Last::Times(factor) => part * factor,
+            Last::Logistic => 1.0 / (1.0 + part),
+        }
+    }
+
+    pub(super) fn round(self, parts: &[f64], scores: &mut [f32]) {
+        let pairs = scores.iter_mut().zip(parts);
+        match self {
+            Last::Times(_) => pairs.for_each(|(score, &part)| *score = self.of(part) as f32),
+            Last::Logistic => pairs.for_each(|(score, &part)| *score = Last::Logistic.of(part) as f32),
         }
     }
 }

@@ -11,7 +11,7 @@
 //! equal by rounding.
 
 use super::call::Call;
-use super::score::of_chosen;
+use super::score::{Last, of_chosen};
 use super::select::Selector;
 use super::sinkhorn::Sinkhorn;
 use super::top_k::TopK;
@@ -21,8 +21,8 @@ use crate::error::GateError;
 /// Decides for one token after another; keeps its memory.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Tokens {
-    /// Unrounded, `[experts]`.
-    scores: Vec<f64>,
+    /// Scores but for their last step, `[experts]`.
+    parts: Vec<f64>,
     /// `[experts]`.
     noisy: Vec<f32>,
     /// What is compared, `[experts]`.
@@ -48,7 +48,7 @@ impl Tokens {
     /// To be called before the first token of a call.
     pub(super) fn begin(&mut self, config: &GateConfig, call: &Call<'_>) -> Result<(), GateError> {
         let experts = config.experts as usize;
-        self.scores.resize(experts, 0.0);
+        self.parts.resize(experts, 0.0);
         self.noisy.resize(experts, 0.0);
         self.keys.resize(experts, 0.0);
         if let Some(tolerance) = balanced(config, call) {
@@ -77,9 +77,10 @@ impl Tokens {
             noise.fill(call.draw, token, logits, deviation, &mut self.noisy);
         }
         let own = noise.on_weights();
+        let mut last = Last::Times(1.0);
         if config.score.before_choice() {
-            config.score.fill(if own { &self.noisy } else { logits }, &mut self.scores);
-            row.scores.iter_mut().zip(&self.scores).for_each(|(to, &score)| *to = score as f32);
+            last = config.score.begin(if own { &self.noisy } else { logits }, &mut self.parts);
+            last.round(&self.parts, row.scores);
         }
         if let Some(recorded) = call.replay {
             let recorded = &recorded[at * k..][..k];
@@ -92,7 +93,7 @@ impl Tokens {
             self.choose(config, call, at, logits, row.scores, row.ids);
         }
         if config.score.before_choice() {
-            let score = |&id: &i32| usize::try_from(id).map_or(0.0, |id| self.scores[id]);
+            let score = |&id: &i32| usize::try_from(id).map_or(0.0, |id| last.of(self.parts[id]));
             row.chosen.iter_mut().zip(row.ids.iter()).for_each(|(to, id)| *to = score(id));
         } else {
             of_chosen(if own { &self.noisy } else { logits }, row.ids, &mut self.few, row.chosen);
@@ -139,7 +140,7 @@ fn balanced(config: &GateConfig, call: &Call<'_>) -> Option<f32> {
 }
 
 fn finite(token: u32, logits: &[f32]) -> Result<(), GateError> {
-    if logits.iter().fold(true, |all, logit| all & logit.is_finite()) {
+    if logits.iter().fold(true, |all, logit| all & (logit.abs() <= f32::MAX)) {
         return Ok(());
     }
     let bad = (0..).zip(logits).find(|(_, logit)| !logit.is_finite());
