@@ -69,18 +69,6 @@ impl Network {
         ip(&format!("-n {} link set port1 nomaster", self.switch())).expect("the port is on the bridge");
     }
 
-    /// Connections of a machine to the other one.
-    pub fn connections(&self, machine: usize) -> usize {
-        let table = ip(&format!("netns exec {} cat /proc/net/tcp", self.machine(machine))).expect("a table");
-        // Addresses are hexadecimal, the last byte first; 01 is established.
-        let [mine, theirs] = [machine, 1 - machine].map(|at| format!("{:02X}004D0A:", at + 1));
-        let open = |line: &&str| {
-            let fields: Vec<&str> = line.split_whitespace().collect();
-            matches!(fields[..], [_, from, to, "01", ..] if from.starts_with(&mine) && to.starts_with(&theirs))
-        };
-        table.lines().filter(open).count()
-    }
-
     /// RST segments that a machine has sent so far.
     pub fn resets(&self, machine: usize) -> u64 {
         let table = ip(&format!("netns exec {} cat /proc/net/snmp", self.machine(machine))).expect("a table");
