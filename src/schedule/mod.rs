@@ -33,6 +33,7 @@ pub mod check;
 pub mod mutate;
 pub mod prove;
 pub mod story;
+pub mod stream;
 
 pub use caller::{Caller, DispatchSkeleton, ReturnSkeleton};
 pub use calls::Calls;

@@ -3,7 +3,8 @@
 /// Which of its flag words at a peer a rank writes.
 ///
 /// At every rank there is one word of each kind for every rank of the group: a cache line each, one writer, values that
-/// only grow. A word is named by the rank it speaks *of*, which is its writer in all kinds but one.
+/// only grow. A word is named by the rank it speaks *of*, which is its writer in all kinds but one. On a
+/// [stream](super::stream) words do not grow: there a word has two writers, who take turns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Flag {
     /// "I am in this call, this is what I call, and this is where you may write": carries a [`Tag`](super::Tag). From a
@@ -40,7 +41,8 @@ impl Flag {
     }
 }
 
-/// Which generation a flag operation means. The number itself is an operand: it grows with every call.
+/// Which generation a flag operation means. The number itself is an operand: it grows with every call, except on a
+/// [stream](super::stream), where it is a constant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Level {
     /// The running call.
@@ -49,6 +51,10 @@ pub enum Level {
     Part(u8),
     /// The last call that let peers read this rank's memory (0 before the first): the licence to reuse it.
     LastReturn,
+    /// On a stream: said, and not yet taken back by whoever waited for it.
+    Credit,
+    /// On a stream: what a rank sets a word of its own back to, once it has waited.
+    Nothing,
 }
 
 /// Index into the operand table.
@@ -72,7 +78,8 @@ pub enum Op {
         /// Which rows.
         slot: Slot,
     },
-    /// Raises a flag word at a peer, after all earlier puts and reads of this track.
+    /// Raises a flag word at a peer, after all earlier puts and reads of this track; or sets one back at this rank itself
+    /// ([`Level::Nothing`]).
     Signal {
         /// The peer (or this rank itself: between a rank and its own relay).
         to: u32,

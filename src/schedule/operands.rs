@@ -257,6 +257,8 @@ impl Operands<'_> {
             Level::Call => self.call,
             Level::Part(part) => self.call + u64::from(part),
             Level::LastReturn => self.last_return,
+            Level::Credit => 1,
+            Level::Nothing => 0,
         }
     }
 

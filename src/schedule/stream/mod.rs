@@ -1,0 +1,43 @@
+//! Slots on a stream: a dispatch and a combine that a CUDA stream carries out alone, and that a graph can hold.
+//!
+//! Every rank has a fixed slot at every other, rank-major, on one node. Nobody counts and nobody plans, so every address,
+//! every size and every flag value is a constant. What needs arithmetic (packing, experts, sums) is the caller's, and lies
+//! between the two:
+//!
+//! ```text
+//!   rank s                                               rank d
+//!   pack: rows -> send[d], own rows -> receive[s]
+//!   Put      send[d]  ---------------------------------> receive[s]         dispatch: one batch of copies,
+//!   Signal   landed[s] = 1  ---------------------------> landed[s]            then one list of memory operations
+//!   Wait     landed[p] >= 1, of every p
+//!   Signal   own landed[p] = 0
+//!   experts: receive[p] -> partial[p]
+//!   Put      partial[d]  ------------------------------> home[s]            combine: the same again
+//!   Signal   home[s] = 1  -----------------------------> home[s]
+//!   Wait     home[p] >= 1, of every p
+//!   Signal   own home[p] = 0
+//!   sum: own partial[s], home[p] -> tokens
+//! ```
+//!
+//! Flags have a credit of one: a word is raised to 1, awaited, and set back by its owner. No other words are needed,
+//! because dispatch and combine take turns, and so each signal is the licence of what comes next:
+//!
+//! ```text
+//!   home of p, heard by s      p's experts have read receive[s]      s may put its next rows there
+//!                              p has set its landed[s] back          s may raise it again
+//!   landed of p, heard by s    p has summed what lay in home[s]      s may put its next partials there
+//!                              p has set its home[s] back            s may raise it again
+//! ```
+//!
+//! A dispatch that no combine follows is ended by a [`release`](StreamProgram::release): the combine without its puts.
+//! Several microbatches may be under way, each with windows and flags of its own. **All ranks enqueue calls in the same
+//! order.** Streams may share a hardware queue, where a blocked wait blocks what stands behind it: two ranks that enqueue
+//! two dispatches in different orders then wait for each other for ever.
+
+mod enqueue;
+mod program;
+mod slots;
+
+pub use enqueue::{PeerCopy, WordOp};
+pub use program::StreamProgram;
+pub use slots::Slots;
