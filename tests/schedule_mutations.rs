@@ -145,6 +145,8 @@ fn name(fault: &Fault) -> &'static str {
         Fault::Unwritten { .. } => "unwritten",
         Fault::WrittenTwice { .. } => "twice",
         Fault::Overwritten { .. } => "overwritten",
+        Fault::Lost { .. } => "lost",
+        Fault::StillRaised { .. } => "still raised",
         Fault::TwoWriters { .. } => "two writers",
         Fault::NotMonotone { .. } => "not monotone",
         Fault::Differs { .. } => "differs",

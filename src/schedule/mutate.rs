@@ -94,14 +94,21 @@ fn at((actor, part): (u32, &Part), nth: usize, index: usize, all: &mut Vec<Mutat
         add(Change::Swap, Some(scene.steps[next].op));
     }
     match op {
-        Op::Signal { .. } => {
+        Op::Signal { level, .. } => {
             if scene.steps[..index].iter().filter(|step| step.track == track).count() > 1 {
                 add(Change::First, None);
             }
-            [Change::Raise, Change::Lower, Change::Retrack].into_iter().for_each(|change| add(change, None));
+            // A constant has no value before or behind it.
+            if !matches!(level, Level::Credit | Level::Nothing) {
+                [Change::Raise, Change::Lower].into_iter().for_each(|change| add(change, None));
+            }
+            add(Change::Retrack, None);
         }
-        Op::Wait { .. } => {
-            [Change::Late, Change::Lower].into_iter().for_each(|change| add(change, None));
+        Op::Wait { level, .. } => {
+            add(Change::Late, None);
+            if level != Level::Credit {
+                add(Change::Lower, None);
+            }
             if !scene.steps[..index].iter().any(|step| matches!(step.op, Op::Wait { .. })) {
                 add(Change::DropWaits, None);
             }

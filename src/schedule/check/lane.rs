@@ -25,7 +25,7 @@ pub(super) struct Memory {
 impl Memory {
     pub fn new(story: &Story) -> Self {
         let cells = |bytes: u64| vec![0; bytes.div_ceil(PIECE) as usize];
-        let windows = || [cells(story.pool_bytes), cells(story.control.bytes())];
+        let windows = || [cells(story.pool_bytes), cells(story.control_bytes)];
         Memory { cells: (0..story.ranks).map(|_| windows()).collect() }
     }
 
@@ -113,7 +113,7 @@ impl Lane {
         match self.posted.remove(pick) {
             Posted::Signal { word, value, tag } => {
                 tag.into_iter().for_each(|(to, piece)| memory.write(to, piece));
-                words[word] = words[word].max(value);
+                words[word] = value;
             }
             Posted::Piece { to, load: Load::Tag(tag) } => memory.write(to, tag),
             Posted::Piece { to, load: Load::From(cell) } => memory.write(to, memory.read(cell)),

@@ -6,8 +6,8 @@ use rand_chacha::ChaCha8Rng;
 
 use super::lane::{Cell, Lane, Load, Memory, Posted, cells};
 use crate::schedule::Op;
+use crate::schedule::prove::Fault;
 use crate::schedule::prove::program::Program;
-use crate::schedule::prove::{Fault, deadlock};
 use crate::schedule::story::{Effect, Touch};
 
 /// What a run ends with.
@@ -106,7 +106,18 @@ impl<'a> Machine<'a> {
                 moved |= self.step(actor, queue);
             }
         }
-        if moved { Ok(()) } else { deadlock(self.program).map_or(Ok(()), Err) }
+        if moved { Ok(()) } else { Err(self.stuck()) }
+    }
+
+    /// The wait of the earliest call that nothing will end.
+    fn stuck(&self) -> Fault {
+        let nodes = &self.program.nodes;
+        let queues = || self.actors.iter().flat_map(|actor| &actor.queues);
+        let heads = queues().filter_map(|queue| queue.ops.get(queue.done));
+        let op = *heads.min_by_key(|&&op| nodes[op as usize].call).expect("what is not over waits");
+        let node = &nodes[op as usize];
+        let queues = self.actors[node.actor as usize].queues.len() as u32;
+        Fault::Deadlock { queues, op: self.program.op_ref(op), seen: self.words[node.word()] }
     }
 
     fn deliver(&mut self, actor: usize) -> bool {
@@ -170,7 +181,7 @@ impl<'a> Machine<'a> {
         let node = self.program.nodes[op as usize];
         match node.step.op {
             Op::Wait { .. } => {
-                if self.words[node.word()] < node.step.value {
+                if self.words[node.word()] < node.step.in_memory() {
                     return false;
                 }
             }
@@ -184,6 +195,7 @@ impl<'a> Machine<'a> {
                     self.put(op, nth, effect);
                 }
             }
+            Op::Signal { .. } if node.step.sets_back() => self.words[node.word()] = 0,
             Op::Signal { .. } => self.signal(op),
         }
         let lane = &mut self.lanes[actor][node.step.track as usize];
@@ -225,7 +237,7 @@ impl<'a> Machine<'a> {
             let Effect::Tag(to) = effect else { continue };
             tag.extend(cells(&to).enumerate().map(|(at, cell)| (cell, mix(&[u64::from(op), at as u64]))));
         }
-        let posted = Posted::Signal { word: node.word(), value: node.step.value, tag };
+        let posted = Posted::Signal { word: node.word(), value: node.step.in_memory(), tag };
         self.lanes[node.actor as usize][node.step.track as usize].post(posted);
     }
 

@@ -45,8 +45,8 @@ pub fn check(story: &Story, seeds: Range<u64>) -> Result<Checked, Fault> {
         let seen = Machine::new(&program, Some(seed)).play()?;
         for (actor, calls) in (0..).zip(seen.outcomes.iter().zip(&expected.outcomes)) {
             if let Some(call) = calls.0.iter().zip(calls.1).position(|(seen, expected)| seen != expected) {
-                let Part { rank, relay, .. } = *program.part(actor, call as u32);
-                return Err(Fault::Differs { seed, rank, relay, call });
+                let Part { rank, role, .. } = *program.part(actor, call as u32);
+                return Err(Fault::Differs { seed, rank, role, call });
             }
         }
         checked.seeds += 1;

@@ -38,21 +38,24 @@ pub(super) struct Access {
     pub who: Who,
     pub actor: u32,
     pub call: u32,
-    /// For a read: the call whose bytes it must see.
-    pub of: u32,
+    /// Which state of the bytes is written, or must be seen.
+    pub version: Version,
     how: How,
     era: u32,
     /// Track (none for touches), its lane if it signals anything, and the position in it.
     track: Option<u32>,
     lane: Option<u32>,
     pos: u32,
+    /// What is known when it begins, and when it ends: more, if it is a wait.
+    begun: u32,
     view: u32,
 }
 
 impl Access {
     /// Whether this access is over before `other` begins.
     pub fn before(&self, other: &Access, known: &Knowledge) -> bool {
-        let view = known.view(other.view);
+        // A wait looks at its word from the beginning on, and may take what still stands there for its own signal.
+        let view = known.view(if self.version.is_set_back() { other.begun } else { other.view });
         if self.lane.is_some_and(|lane| view.landed[lane as usize] > self.pos) {
             return true;
         }
@@ -80,7 +83,7 @@ impl Access {
                 let touch = &scene.touches[index as usize];
                 OpRef {
                     rank: part.rank,
-                    relay: part.relay,
+                    role: part.role,
                     call: self.call as usize,
                     stage: scene.name,
                     index: index as usize,
@@ -88,6 +91,37 @@ impl Access {
                 }
             }
         }
+    }
+}
+
+/// A state of bytes: what a call writes there or, behind that, a flag word that it has set back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Version(u32);
+
+impl Version {
+    pub fn of(call: u32) -> Self {
+        Version(2 * call)
+    }
+
+    fn set_back(call: usize) -> Self {
+        Version(2 * call as u32 + 1)
+    }
+
+    /// How many there are in so many calls.
+    pub fn count(calls: usize) -> usize {
+        2 * calls
+    }
+
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+
+    pub fn call(self) -> usize {
+        self.index() / 2
+    }
+
+    pub fn is_set_back(self) -> bool {
+        self.0 % 2 == 1
     }
 }
 
@@ -130,21 +164,31 @@ pub(super) fn collect(program: &Program, known: &Knowledge) -> Vec<Accesses> {
             who: Who::Op(op),
             actor: node.actor,
             call: node.call,
-            of: node.call,
+            version: Version::of(node.call),
             how,
             era: touch_era(node.scene) + 1,
             track: Some(node.step.track),
             lane: node.lane,
             pos: node.pos,
-            view: known.of_op(op),
+            begun: known.at_begin(op),
+            view: known.at_end(op),
         };
         let write = |how| Access { write: true, ..read(how) };
+        let at = |version, access: Access| Access { version, ..access };
         let here = |to: &Bytes| to.owner == rank;
         for effect in scene.effects(&node.step) {
             match effect {
                 Effect::Read(bytes) => add(&bytes, read(How::Here)),
                 Effect::Sums(to) => add(&to, write(How::Here)),
                 Effect::Tag(to) => add(&to, write(if here(&to) { How::Here } else { How::Signalled })),
+                Effect::Raises { word, call, after } => {
+                    if let Some(call) = after {
+                        add(&word, at(Version::set_back(call), read(How::Signalled)));
+                    }
+                    add(&word, at(Version::of(call as u32), write(How::Signalled)));
+                }
+                Effect::Awaits { word, call } => add(&word, at(Version::of(call as u32), read(How::Here))),
+                Effect::SetsBack { word, call } => add(&word, at(Version::set_back(call), write(How::Here))),
                 Effect::Copy { from, to } => {
                     let (source, target) =
                         if here(&to) { (How::Here, How::Here) } else { (How::Source, How::Late) };
@@ -168,12 +212,13 @@ pub(super) fn collect(program: &Program, known: &Knowledge) -> Vec<Accesses> {
                         who: Who::Touch(within, index),
                         actor,
                         call: part.call as u32,
-                        of: touch.of as u32,
+                        version: Version::of(touch.of as u32),
                         how: How::Here,
                         era: touch_era(number),
                         track: None,
                         lane: None,
                         pos: index,
+                        begun: known.of_scene(actor, number),
                         view: known.of_scene(actor, number),
                     },
                 );

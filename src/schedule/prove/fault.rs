@@ -3,15 +3,16 @@
 use std::fmt;
 use std::ops::Range;
 
-use crate::schedule::{Flag, Op, WindowId};
+use crate::schedule::story::Role;
+use crate::schedule::{Level, Op, WindowId};
 
 /// One operation, or one touch of the planner or the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpRef {
     /// Whose.
     pub rank: u32,
-    /// Whether the rank's relay does it, in a thread of its own.
-    pub relay: bool,
+    /// What of the rank does it.
+    pub role: Role,
     /// In which call of the story.
     pub call: usize,
     /// In which stage; touches come before its operations.
@@ -37,20 +38,14 @@ pub enum What {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
     /// An operation waits for ever.
-    #[error("deadlock on {queues} queues: {op} has {seen:#x}, and nobody raises the {} flag of rank {of} further", flag.name())]
+    #[error("deadlock on {queues} queues: {op} has {seen:#x}, and nobody raises that further")]
     Deadlock {
         /// Onto how many queues the tracks were folded.
         queues: u32,
         /// The wait.
         op: OpRef,
-        /// The word it waits for.
-        flag: Flag,
-        /// The value it waits for.
-        awaited: u64,
         /// The value the word has.
         seen: u64,
-        /// The rank of which the word speaks.
-        of: u32,
     },
     /// Two accesses to the same bytes, one of them a write, that nothing orders.
     #[error("race: {a} and {b} on bytes {bytes:?} of rank {owner}'s {}", name(*window))]
@@ -108,6 +103,28 @@ pub enum Fault {
         /// The bytes.
         bytes: Range<u64>,
     },
+    /// Bytes are overwritten by an earlier call.
+    #[error("lost: {write} comes before {by} on bytes {bytes:?} of rank {owner}'s {}", name(*window))]
+    Lost {
+        /// The write that is lost.
+        write: OpRef,
+        /// The write that undoes it.
+        by: OpRef,
+        /// Whose window.
+        owner: u32,
+        /// Which window.
+        window: WindowId,
+        /// The bytes.
+        bytes: Range<u64>,
+    },
+    /// A flag word that does not grow is raised while it stands: a wait may take its last signal for this one.
+    #[error("still raised: {signal} finds what call {since} said, which nobody has set back")]
+    StillRaised {
+        /// The signal.
+        signal: OpRef,
+        /// The call that raised the word before.
+        since: usize,
+    },
     /// A flag word is raised from two tracks.
     #[error("two writers of one flag word: {a} and {b}")]
     TwoWriters {
@@ -125,14 +142,16 @@ pub enum Fault {
         b: OpRef,
     },
     /// A random run ends with other bytes than the run in order.
-    #[error("seed {seed}: rank {rank}{} saw other bytes in call {call} than when everything happens in order", if *relay { "'s relay" } else { "" })]
+    #[error(
+        "seed {seed}: rank {rank}{role} saw other bytes in call {call} than when everything happens in order"
+    )]
     Differs {
         /// The seed.
         seed: u64,
         /// Whose outcome differs.
         rank: u32,
-        /// Whether it is what its relay saw, in a thread of its own.
-        relay: bool,
+        /// What of the rank saw it.
+        role: Role,
         /// In which call.
         call: usize,
     },
@@ -148,9 +167,18 @@ fn name(window: WindowId) -> &'static str {
 
 impl fmt::Display for OpRef {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let relay = if self.relay { "'s relay" } else { "" };
-        let OpRef { rank, call, stage, index, what, .. } = self;
-        write!(f, "rank {rank}{relay}, call {call}, {stage}[{index}] ({what})")
+        let OpRef { rank, role, call, stage, index, what } = self;
+        write!(f, "rank {rank}{role}, call {call}, {stage}[{index}] ({what})")
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Role::Own => "",
+            Role::Relay => "'s relay",
+            Role::Transfers => "'s transfers",
+        })
     }
 }
 
@@ -159,6 +187,9 @@ impl fmt::Display for What {
         match *self {
             What::Op(Op::Put { to, .. }, _) => write!(f, "put to {to}"),
             What::Op(Op::PutRows { to, .. }, _) => write!(f, "put rows to {to}"),
+            What::Op(Op::Signal { of, flag, level: Level::Nothing, .. }, value) => {
+                write!(f, "set back {} of {of}, {value:#x}", flag.name())
+            }
             What::Op(Op::Signal { to, of, flag, .. }, value) => {
                 write!(f, "signal {} of {of} to {to}, {value:#x}", flag.name())
             }

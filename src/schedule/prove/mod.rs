@@ -7,6 +7,12 @@
 //!    relation, the same in every run, and every two accesses to the same bytes can be looked up in it;
 //! 3. if all are ordered, every legal interleaving reads the same bytes.
 //!
+//! Words that [do not grow](super::stream) are proved as if they did, by the number of the call in place of 1, and as bytes:
+//! a signal writes them and must find them set back, a wait reads them and must find its own call's signal, setting back
+//! writes them once more. If all of these are ordered, the constants do what the numbers do. For take the first wait, in any
+//! run, that ends by another call's signal. All that it follows went as in the proof; so an earlier signal had been
+//! taken back when this wait began, and a later one was sent by a rank that had heard of the end of this wait.
+//!
 //! What this rests on is the lanes' contract: a put to a peer lands at any time between its issue and the moment the
 //! next signal of its track is visible; the signals of a track become visible in order, each with its tag.
 //! [`check`](super::check) plays that contract at random.
@@ -65,7 +71,10 @@ pub fn prove(story: &Story) -> Result<Proof, Fault> {
     Ok(Proof { operations: program.nodes.len(), accesses, pairs, queues })
 }
 
-/// The deadlock of a program that does not end on some number of queues.
-pub(super) fn deadlock(program: &Program) -> Option<Fault> {
-    QUEUES.iter().find_map(|&count| run::run(program, if count == 0 { program.tracks } else { count }).err())
+/// Decides whether a story ends on `queues` queues per actor, in every interleaving.
+///
+/// # Errors
+/// [`Fault::Deadlock`].
+pub fn ends(story: &Story, queues: u32) -> Result<(), Fault> {
+    run::run(&Program::new(story), queues).map(|_| ())
 }

@@ -12,7 +12,7 @@
 //! another track, says nothing about what it carries: the two may overtake each other.
 
 use super::program::{Node, Program};
-use crate::schedule::Op;
+use crate::schedule::{Level, Op};
 
 /// What is known at some moment by some actor.
 #[derive(Clone)]
@@ -28,8 +28,8 @@ pub(super) struct Knowledge {
     views: Vec<View>,
     /// Per actor and scene: the view its touches and operations begin with.
     scene_views: Vec<Vec<u32>>,
-    /// Per operation: its view.
-    op_views: Vec<u32>,
+    /// Per operation: the view that it begins with, and the one in which it is over.
+    op_views: Vec<[u32; 2]>,
 }
 
 /// Era of a scene's touches; the scene's operations have the next.
@@ -60,7 +60,7 @@ impl Knowledge {
             known: Knowledge {
                 views: vec![nothing],
                 scene_views: vec![vec![0]; actors],
-                op_views: vec![0; program.nodes.len()],
+                op_views: vec![[0; 2]; program.nodes.len()],
             },
             signals: vec![Vec::new(); program.words as usize],
             heard: vec![Vec::new(); actors],
@@ -75,8 +75,12 @@ impl Knowledge {
         learner.known
     }
 
-    pub fn of_op(&self, op: u32) -> u32 {
-        self.op_views[op as usize]
+    pub fn at_begin(&self, op: u32) -> u32 {
+        self.op_views[op as usize][0]
+    }
+
+    pub fn at_end(&self, op: u32) -> u32 {
+        self.op_views[op as usize][1]
     }
 
     pub fn of_scene(&self, actor: u32, scene: u32) -> u32 {
@@ -95,16 +99,18 @@ impl Learner<'_> {
         let at = actor as usize;
         self.enter(at, scene as usize);
         let view = self.track_views[at][step.track as usize].unwrap_or(self.known.of_scene(actor, scene));
-        self.known.op_views[op as usize] = view;
+        self.known.op_views[op as usize] = [view; 2];
         match step.op {
-            Op::Signal { .. } => self.signals[node.word()].push((step.value, op)),
-            Op::Wait { .. } => {
+            Op::Signal { .. } if !step.sets_back() => self.signals[node.word()].push((step.value, op)),
+            Op::Wait { level, .. } => {
                 let signals = &self.signals[node.word()];
                 let first = signals.partition_point(|&(value, _)| value < step.value);
                 if let Some(&(_, signal)) = signals.get(first).filter(|_| step.value > 0) {
                     self.heard[at].push(signal);
-                    if self.goes_on(op) {
-                        self.track_views[at][step.track as usize] = Some(self.merge(view, &[signal]));
+                    if self.goes_on(op) || level == Level::Credit {
+                        let view = self.merge(view, &[signal]);
+                        self.track_views[at][step.track as usize] = Some(view);
+                        self.known.op_views[op as usize][1] = view;
                     }
                 }
             }
@@ -135,7 +141,7 @@ impl Learner<'_> {
         let mut merged = self.known.views[view as usize].clone();
         for &signal in signals {
             let node = &self.program.nodes[signal as usize];
-            let told = &self.known.views[self.known.op_views[signal as usize] as usize];
+            let told = &self.known.views[self.known.at_end(signal) as usize];
             max_into(&mut merged.era, &told.era);
             max_into(&mut merged.landed, &told.landed);
             let era = &mut merged.era[node.actor as usize];

@@ -1,9 +1,10 @@
 //! Every two accesses that meet, and whether every read finds what its call wrote.
 
+use std::cmp::Ordering;
 use std::ops::Range;
 
 use super::Fault;
-use super::access::{Access, Accesses};
+use super::access::{Access, Accesses, Version};
 use super::order::Knowledge;
 use super::program::Program;
 
@@ -53,42 +54,52 @@ fn pair(
         }
     };
     let refs = || (a.op_ref(program), b.op_ref(program));
-    if a.write && b.write && a.call == b.call {
-        let (a, b) = refs();
-        return Err(Fault::WrittenTwice { a, b, owner, window, bytes });
+    match (a.write && b.write, a.write, a.version.cmp(&b.version)) {
+        (true, _, Ordering::Equal) => {
+            let (a, b) = refs();
+            Err(Fault::WrittenTwice { a, b, owner, window, bytes })
+        }
+        (true, _, Ordering::Greater) => {
+            let (write, by) = refs();
+            Err(Fault::Lost { write, by, owner, window, bytes })
+        }
+        (_, true, Ordering::Greater) => {
+            let (writer, reader) = refs();
+            Err(Fault::Overwritten { writer, reader, owner, window, bytes })
+        }
+        _ => Ok(()),
     }
-    if a.write && !b.write && a.call > b.of {
-        let (writer, reader) = refs();
-        return Err(Fault::Overwritten { writer, reader, owner, window, bytes });
-    }
-    Ok(())
 }
 
 /// Each read finds all its bytes written by the call it belongs to.
 fn written(program: &Program, accesses: &Accesses) -> Result<(), Fault> {
-    let mut writes: Vec<(u32, Range<u64>)> = accesses.assumed.clone();
-    writes.extend(accesses.list.iter().filter(|a| a.write).map(|a| (a.call, a.start..a.end)));
+    let assumed = accesses.assumed.iter().map(|(call, bytes)| (Version::of(*call), bytes.clone()));
+    let mut writes: Vec<(Version, Range<u64>)> = assumed.collect();
+    writes.extend(accesses.list.iter().filter(|a| a.write).map(|a| (a.version, a.start..a.end)));
     writes.sort_unstable_by_key(|write| write.1.start);
-    let mut covered: Vec<Vec<Range<u64>>> = vec![Vec::new(); program.story.calls.len()];
-    for (call, bytes) in writes {
-        let covered = &mut covered[call as usize];
+    let mut covered: Vec<Vec<Range<u64>>> = vec![Vec::new(); Version::count(program.story.calls.len())];
+    for (version, bytes) in writes {
+        let covered = &mut covered[version.index()];
         match covered.last_mut() {
             Some(last) if last.end >= bytes.start => last.end = last.end.max(bytes.end),
             _ => covered.push(bytes),
         }
     }
     for read in accesses.list.iter().filter(|access| !access.write) {
-        let covered = &covered[read.of as usize];
+        let covered = &covered[read.version.index()];
         let next = covered.partition_point(|range| range.end <= read.start);
         let here = covered.get(next).cloned().unwrap_or(u64::MAX..u64::MAX);
         let missing = match here.start <= read.start {
             true => here.end..read.end,
             false => read.start..read.end.min(here.start),
         };
+        if !missing.is_empty() && read.version.is_set_back() {
+            return Err(Fault::StillRaised { signal: read.op_ref(program), since: read.version.call() });
+        }
         if !missing.is_empty() {
             return Err(Fault::Unwritten {
                 reader: read.op_ref(program),
-                of: read.of as usize,
+                of: read.version.call(),
                 owner: accesses.owner,
                 window: accesses.window,
                 bytes: missing,

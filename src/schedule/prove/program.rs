@@ -49,6 +49,9 @@ pub(crate) struct Program<'a> {
 /// Numbers things as they come.
 type Numbers<K> = HashMap<K, u32>;
 
+/// A flag word: of which set, at whom, of whom, of which kind.
+type Word = (u32, u32, u32, Flag);
+
 fn number<K: Eq + std::hash::Hash>(numbers: &mut Numbers<K>, key: K) -> u32 {
     let next = numbers.len() as u32;
     *numbers.entry(key).or_insert(next)
@@ -71,7 +74,7 @@ impl<'a> Program<'a> {
         program
     }
 
-    fn add(&mut self, actor: u32, lanes: &mut Numbers<(u32, u32)>, words: &mut Numbers<(u32, u32, Flag)>) {
+    fn add(&mut self, actor: u32, lanes: &mut Numbers<(u32, u32)>, words: &mut Numbers<Word>) {
         let mut next = vec![0; self.tracks as usize];
         let mut scenes = Vec::new();
         for (call, part) in (0..).zip(self.story.parts_of(actor)) {
@@ -81,9 +84,9 @@ impl<'a> Program<'a> {
                     let word = match step.op {
                         Op::Signal { to, of, flag, .. } => {
                             number(lanes, (actor, step.track));
-                            Some(number(words, (to, of, flag)))
+                            Some(number(words, (step.set, to, of, flag)))
                         }
-                        Op::Wait { from, flag, .. } => Some(number(words, (part.rank, from, flag))),
+                        Op::Wait { from, flag, .. } => Some(number(words, (step.set, part.rank, from, flag))),
                         _ => None,
                     };
                     let pos = &mut next[step.track as usize];
@@ -119,7 +122,7 @@ impl<'a> Program<'a> {
         let (part, scene) = (self.part(node.actor, node.call), self.scene_of(node));
         OpRef {
             rank: part.rank,
-            relay: part.relay,
+            role: part.role,
             call: node.call as usize,
             stage: scene.name,
             index: scene.first + node.at.1 as usize,
@@ -127,11 +130,14 @@ impl<'a> Program<'a> {
         }
     }
 
-    /// Each word has one writing track, and grows with every signal.
+    /// Each word has one writing track, and grows with every signal. If its owner sets it back, it is a byte like others.
     pub fn check_words(&self) -> Result<(), Fault> {
         let mut last: Vec<Option<u32>> = vec![None; self.words as usize];
         for (b, node) in (0..).zip(&self.nodes) {
-            let (Op::Signal { .. }, Some(word)) = (node.step.op, node.word) else { continue };
+            let (Op::Signal { .. }, Some(word), false) = (node.step.op, node.word, node.step.sets_back())
+            else {
+                continue;
+            };
             let Some(a) = last[word as usize].replace(b) else { continue };
             let before = &self.nodes[a as usize];
             if before.lane != node.lane {

@@ -47,7 +47,7 @@ pub(super) fn run(program: &Program, queues: u32) -> Result<Vec<u32>, Fault> {
                         break;
                     }
                 }
-                Op::Signal { .. } => {
+                Op::Signal { .. } if !step.sets_back() => {
                     let word = node.word();
                     words[word] = step.value.max(words[word]);
                     ready.append(&mut blocked[word]);
@@ -96,20 +96,9 @@ fn stuck(program: &Program, actors: &[Actor], words: &[u64], queues: u32) -> Fau
         .iter()
         .filter(|actor| actor.left > 0)
         .flat_map(|actor| actor.queues.iter().filter_map(|queue| queue.ops.get(queue.done)));
-    let waits = heads.filter_map(|&op| match program.nodes[op as usize].step.op {
-        Op::Wait { from, flag, .. } => Some((op, from, flag)),
-        _ => None,
-    });
-    let (op, of, flag) = waits
-        .min_by_key(|&(op, ..)| (program.nodes[op as usize].call, program.nodes[op as usize].at, op))
+    let op = *heads
+        .min_by_key(|&&op| (program.nodes[op as usize].call, program.nodes[op as usize].at, op))
         .expect("whatever is not done stands behind a wait");
     let node = &program.nodes[op as usize];
-    Fault::Deadlock {
-        queues,
-        op: program.op_ref(op),
-        flag,
-        awaited: node.step.value,
-        seen: words[node.word()],
-        of,
-    }
+    Fault::Deadlock { queues, op: program.op_ref(op), seen: words[node.word()] }
 }

@@ -1,5 +1,8 @@
 //! What one operation does to the windows, read from its operands.
 
+use std::fmt;
+
+use super::filled::Filled;
 use super::{Bytes, Scene, Step};
 use crate::plan::{Chunk, RowRun, Term};
 use crate::schedule::{Control, Index, Op, Operand, Operands, Place, Slot, Sum, Target, WindowId};
@@ -30,22 +33,57 @@ pub enum Effect {
         /// Where.
         Bytes,
     ),
+    /// A flag word that does not grow is raised.
+    Raises {
+        /// The word.
+        word: Bytes,
+        /// In which call.
+        call: usize,
+        /// The call in which its owner has set it back; `None` before the first.
+        after: Option<usize>,
+    },
+    /// A flag word that does not grow is awaited.
+    Awaits {
+        /// The word.
+        word: Bytes,
+        /// The call whose signal must be seen.
+        call: usize,
+    },
+    /// A flag word that does not grow is set back.
+    SetsBack {
+        /// The word.
+        word: Bytes,
+        /// The call whose signal is taken back.
+        call: usize,
+    },
+}
+
+/// What the slots of a scene are filled with.
+pub(super) trait Effects: fmt::Debug {
+    /// What a step does, besides raising or awaiting a flag that grows.
+    fn effects(&self, step: &Step) -> Vec<Effect>;
 }
 
 impl Scene {
-    /// What `step` does, besides raising or awaiting its flag.
+    /// What `step` does, besides raising or awaiting a flag that grows.
     pub fn effects(&self, step: &Step) -> Vec<Effect> {
-        let operands = self.filled.operands();
+        self.filled.effects(step)
+    }
+}
+
+impl Effects for Filled {
+    fn effects(&self, step: &Step) -> Vec<Effect> {
+        let operands = self.operands();
         match step.op {
             Op::Put { to, slot } | Op::PutRows { to, slot } => puts(&operands, to, slot),
             Op::Signal { to, of, flag, level } => {
-                let at = Control::tag(of, flag, self.filled.ranks, self.filled.tag_parity);
+                let at = Control::tag(of, flag, self.ranks, self.tag_parity);
                 let tag = operands.tag(to, flag, level);
                 tag.map(|_| Effect::Tag(bytes(to, WindowId::CONTROL, at, Control::TAG_BYTES)))
                     .into_iter()
                     .collect()
             }
-            Op::Reduce { slot } => sums(&operands, slot, (self.filled.rank, self.filled.partial_bytes)),
+            Op::Reduce { slot } => sums(&operands, slot, (self.rank, self.partial_bytes)),
             Op::Wait { .. } => Vec::new(),
         }
     }
@@ -55,7 +93,7 @@ pub(super) fn bytes(owner: u32, window: WindowId, start: u64, len: u64) -> Bytes
     Bytes { owner, window, range: start..start + len }
 }
 
-fn puts(operands: &Operands, to: u32, slot: Slot) -> Vec<Effect> {
+pub(super) fn puts(operands: &Operands, to: u32, slot: Slot) -> Vec<Effect> {
     match operands.table[slot.0 as usize] {
         Operand::Spans { first, count } => operands.spans[first as usize..][..count as usize]
             .iter()

@@ -12,7 +12,8 @@
 //! them, but they are what the licences are for, so `prove` orders them like any other access.
 //!
 //! An *actor* is what runs by itself: a rank, or, where its relay is [away](Relays::Away), the rank's own program and its
-//! relay's, which know each other only through flags.
+//! relay's, which know each other only through flags. Slots on [streams](StreamScript) have stories of their own kind: there an
+//! actor is a stream.
 
 mod calls;
 mod effect;
@@ -21,6 +22,7 @@ mod place;
 mod pool;
 mod returns;
 mod sample;
+mod streams;
 mod tell;
 mod touch;
 mod weave;
@@ -28,15 +30,17 @@ mod weave;
 use std::ops::Range;
 use std::rc::Rc;
 
-use super::{Control, Op, Parts, WindowId};
+use super::stream::Slots;
+use super::{Level, Op, Parts, WindowId};
 use crate::error::{CallKind, PlanError};
 use crate::gate::Routing;
 use crate::plan::{ExpertMap, Mode, Notes, Order, RowLayout};
 use crate::topology::{NodeMap, Route};
 
 pub use effect::Effect;
+pub use streams::{StreamCall, StreamScript, StreamSlip, Streams};
 
-use filled::Filled;
+use effect::Effects;
 
 /// What a group is to do.
 #[derive(Clone, Debug)]
@@ -209,7 +213,7 @@ pub struct Touch {
     pub bytes: Bytes,
     /// Whether it is written.
     pub write: bool,
-    /// For a read: the call whose bytes it must see.
+    /// The call whose bytes are written, or must be seen.
     pub of: usize,
 }
 
@@ -218,10 +222,28 @@ pub struct Touch {
 pub struct Step {
     /// Its track.
     pub track: u32,
+    /// Of which set of flags its word is: 0, but for microbatches on streams, which have one each.
+    pub set: u32,
     /// The operation.
     pub op: Op,
-    /// Value of a Signal or Wait; 0 for others.
+    /// Value of a Signal or Wait, which tells its call from all others; 0 for other operations.
     pub value: u64,
+}
+
+impl Step {
+    /// The value as the word itself sees it: a constant, where words do not grow.
+    pub fn in_memory(&self) -> u64 {
+        match self.op {
+            Op::Signal { level: Level::Nothing, .. } => 0,
+            Op::Signal { level: Level::Credit, .. } | Op::Wait { level: Level::Credit, .. } => 1,
+            _ => self.value,
+        }
+    }
+
+    /// Whether it sets a word of its own rank back.
+    pub fn sets_back(&self) -> bool {
+        matches!(self.op, Op::Signal { level: Level::Nothing, .. })
+    }
 }
 
 /// A stage, or half of one, with what happens before it.
@@ -235,7 +257,18 @@ pub struct Scene {
     pub touches: Vec<Touch>,
     /// The operations, in launch order.
     pub steps: Vec<Step>,
-    filled: Rc<Filled>,
+    filled: Rc<dyn Effects>,
+}
+
+/// What an actor is to its rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// The rank itself, with all that nobody else does for it.
+    Own,
+    /// What it relays, in a thread of its own.
+    Relay,
+    /// What it transfers, on a stream of its own.
+    Transfers,
 }
 
 /// What one actor does in one call.
@@ -243,8 +276,8 @@ pub struct Scene {
 pub struct Part {
     /// The rank.
     pub rank: u32,
-    /// Whether this is only what the rank relays, and the rank's own part is elsewhere.
-    pub relay: bool,
+    /// What of the rank this is.
+    pub role: Role,
     /// Position of the call in the story.
     pub call: usize,
     /// What the rank calls.
@@ -259,9 +292,10 @@ pub struct Story {
     /// Number of ranks of the group.
     pub ranks: u32,
     /// Number of actors: those of the ranks that are told, then those of their relays, if these are away and there are any.
+    /// Of a story of streams: see [`Streams`].
     pub actors: u32,
-    /// Geometry of the control windows.
-    pub control: Control,
+    /// Bytes of the control windows.
+    pub control_bytes: u64,
     /// Bytes of the largest pool.
     pub pool_bytes: u64,
     /// `calls[call][actor]`.
@@ -287,6 +321,23 @@ impl Story {
     /// exist, or if nodes and experts are of groups of different size.
     pub fn tell(script: &Script) -> Result<Story, PlanError> {
         tell::tell(script)
+    }
+
+    /// Unrolls a script of slots on streams.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] for a microbatch whose dispatch is not followed by a combine or release.
+    pub fn of_streams(script: &StreamScript) -> Result<Story, PlanError> {
+        streams::tell(script)
+    }
+
+    /// What ranks enqueue on streams, each in an order of its own, one stream for each microbatch: for
+    /// [`ends`](super::prove::ends), since nothing is said of what is moved.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] if there are more orders than ranks.
+    pub fn of_queues(slots: Slots, orders: &[Vec<StreamCall>]) -> Result<Story, PlanError> {
+        streams::fold(slots, orders)
     }
 
     /// Number of operations.

@@ -72,7 +72,7 @@ impl Teller<'_> {
             }
             let written = scene.effects(step).into_iter().filter_map(|effect| match effect {
                 Effect::Copy { to, .. } | Effect::Tag(to) => Some(to),
-                Effect::Read(_) | Effect::Sums(_) => None,
+                _ => None,
             });
             hearsay.written.extend(written);
         }

@@ -16,7 +16,7 @@ use super::place::Placed;
 use super::pool::Pool;
 use super::sample::{Raised, Told};
 use super::weave::Act;
-use super::{Assumed, Call, Part, Script, Story, Touch};
+use super::{Assumed, Call, Part, Role, Script, Story, Touch};
 use crate::error::PlanError;
 use crate::gate::Routing;
 use crate::plan::{Bins, Order, RowLayout, Sizing};
@@ -94,8 +94,8 @@ pub(super) fn tell(script: &Script) -> Result<Story, PlanError> {
     }
     let actors = calls.first().map_or(0, Vec::len) as u32;
     let pool_bytes = teller.members.iter().map(|member| member.pool.high).max().unwrap_or(0);
-    let Teller { control, assumed, .. } = teller;
-    Ok(Story { ranks, actors, control, pool_bytes, calls, assumed })
+    let control_bytes = teller.control.bytes();
+    Ok(Story { ranks, actors, control_bytes, pool_bytes, calls, assumed: teller.assumed })
 }
 
 pub(super) fn bad(parameter: &'static str, seen: usize, expected: &'static str) -> PlanError {
@@ -141,9 +141,9 @@ impl<'a> Teller<'a> {
         for (rank, told) in (0..).zip(told) {
             match told {
                 Told::Inside(kind, all) => {
-                    for (scenes, relay) in all.into_iter().zip([false, true]) {
-                        let part = Part { rank, relay, call, kind, scenes };
-                        if relay { relays.push(part) } else { own.push(part) }
+                    for (scenes, role) in all.into_iter().zip([Role::Own, Role::Relay]) {
+                        let part = Part { rank, role, call, kind, scenes };
+                        if role == Role::Relay { relays.push(part) } else { own.push(part) }
                     }
                 }
                 Told::Outside(hearsay) => {

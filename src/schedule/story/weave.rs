@@ -93,6 +93,6 @@ impl Act {
             Op::Signal { level, .. } | Op::Wait { level, .. } => operands.value(level),
             _ => 0,
         };
-        items.iter().map(|&Item { track, op }| Step { track, op, value: value(op) }).collect()
+        items.iter().map(|&Item { track, op }| Step { track, set: 0, op, value: value(op) }).collect()
     }
 }

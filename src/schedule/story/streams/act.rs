@@ -1,0 +1,120 @@
+//! What each actor of a rank does in one call: scenes, and the steps of the stage with the slips that a caller can make.
+
+use std::rc::Rc;
+
+use super::filled::{Filled, value};
+use super::{StreamSlip, Streams, Teller};
+use crate::error::{CallKind, PlanError};
+use crate::schedule::story::effect::Effects;
+use crate::schedule::story::{Part, Role, Scene, Step, Touch};
+use crate::schedule::{Flag, Item, Level, Op};
+
+impl Teller<'_> {
+    /// What all actors do in one call.
+    pub fn parts(&self, call: usize, actors: u32) -> Result<Vec<Part>, PlanError> {
+        let ranks = self.script.slots.ranks();
+        let kind = match self.script.calls[call].flag() {
+            Flag::Landed => CallKind::Dispatch,
+            _ => CallKind::Combine,
+        };
+        let parts = (0..actors).map(|actor| {
+            let (rank, nth) = (actor % ranks, actor / ranks);
+            let filled = self.filled(call, rank)?;
+            let (role, scenes) = match (self.script.streams, nth) {
+                (Streams::Each, nth) if nth != self.script.calls[call].microbatch() => {
+                    (Role::Own, Vec::new())
+                }
+                (Streams::Aside, 0) => (Role::Own, self.kernels(call, &filled)),
+                (Streams::Aside, _) => (Role::Transfers, self.transfers(call, &filled)),
+                (Streams::One | Streams::Each, _) => (Role::Own, self.whole(call, &filled)),
+            };
+            Ok(Part { rank, role, call, kind, scenes })
+        });
+        parts.collect()
+    }
+
+    fn filled(&self, call: usize, me: u32) -> Result<Rc<Filled>, PlanError> {
+        let program = self.script.calls[call].program(self.script.slots, me)?;
+        let set = self.turns.words[call].0;
+        Ok(Rc::new(Filled { program, me, set, turns: Rc::clone(&self.turns) }))
+    }
+
+    /// Everything, on one stream.
+    fn whole(&self, call: usize, filled: &Rc<Filled>) -> Vec<Scene> {
+        let stage = filled.program.stage().name;
+        vec![
+            scene(stage, self.before(call, filled.me), self.steps(call, filled), filled),
+            scene("end", self.after(call, filled.me), Vec::new(), filled),
+        ]
+    }
+
+    /// What kernels do, on a stream of their own.
+    fn kernels(&self, call: usize, filled: &Rc<Filled>) -> Vec<Scene> {
+        let me = filled.me;
+        let arrived = |of| match self.script.slip {
+            Some(StreamSlip::NotArrived) => scene("arrived", Vec::new(), Vec::new(), filled),
+            _ => scene("arrived", Vec::new(), vec![awaits(me, Flag::Entry, of)], filled),
+        };
+        let ready = scene("kernels", self.before(call, me), vec![tells(me, Flag::Block, call)], filled);
+        let end = scene("end", self.after(call, me), Vec::new(), filled);
+        match self.turns.slots_of[call] {
+            dispatch if dispatch == call => vec![ready, end],
+            dispatch => vec![arrived(dispatch), ready, arrived(call), end],
+        }
+    }
+
+    /// What transfers do, on a stream of their own.
+    fn transfers(&self, call: usize, filled: &Rc<Filled>) -> Vec<Scene> {
+        let ready =
+            (self.script.slip != Some(StreamSlip::NotReady)).then(|| awaits(filled.me, Flag::Block, call));
+        let steps = ready.into_iter().chain(self.steps(call, filled));
+        let steps = steps.chain([tells(filled.me, Flag::Entry, call)]).collect();
+        vec![
+            scene(filled.program.stage().name, Vec::new(), steps, filled),
+            scene("end", Vec::new(), Vec::new(), filled),
+        ]
+    }
+
+    /// The stage, with constants told apart by the number of their call.
+    fn steps(&self, call: usize, filled: &Rc<Filled>) -> Vec<Step> {
+        let step = |of: usize, op| {
+            let value = if matches!(op, Op::Put { .. }) { 0 } else { value(of) };
+            Step { track: 0, set: filled.set, op, value }
+        };
+        let all = filled.program.stage().items.iter().map(|&Item { op, .. }| step(call, op));
+        let (back, mut steps): (Vec<Step>, Vec<Step>) = all.partition(Step::sets_back);
+        let flag = self.script.calls[call].flag();
+        match self.script.slip {
+            Some(StreamSlip::NeverBack) => {}
+            Some(StreamSlip::BackFirst) => {
+                let before = self.turns.before(call, flag);
+                let back = before.iter().flat_map(|&of| back.iter().map(move |back| step(of, back.op)));
+                steps.splice(0..0, back);
+            }
+            Some(StreamSlip::BackLate) => {
+                let other = if flag == Flag::Home { Flag::Landed } else { Flag::Home };
+                let peers = (0..filled.program.slots().ranks()).filter(|&peer| peer != filled.me);
+                let back = |of| Op::Signal { to: filled.me, of, flag: other, level: Level::Nothing };
+                let before = self.turns.before(call, other);
+                steps.extend(
+                    before.into_iter().flat_map(|call| peers.clone().map(move |of| step(call, back(of)))),
+                );
+            }
+            _ => steps.extend(back),
+        }
+        steps
+    }
+}
+
+fn scene(name: &'static str, touches: Vec<Touch>, steps: Vec<Step>, filled: &Rc<Filled>) -> Scene {
+    Scene { name, first: 0, touches, steps, filled: Rc::clone(filled) as Rc<dyn Effects> }
+}
+
+/// An event of a rank's streams is over: a word that grows.
+fn tells(me: u32, flag: Flag, call: usize) -> Step {
+    Step { track: 0, set: 0, op: Op::Signal { to: me, of: me, flag, level: Level::Call }, value: value(call) }
+}
+
+fn awaits(me: u32, flag: Flag, call: usize) -> Step {
+    Step { track: 0, set: 0, op: Op::Wait { from: me, flag, level: Level::Call }, value: value(call) }
+}

@@ -1,0 +1,158 @@
+//! Unrolls slots on streams: what the kernels of a caller read and write between the stages.
+//!
+//! ```text
+//!   dispatch   pack: write send, own receive  |  puts, signals, waits, words set back
+//!   combine    experts: read receive, write partial  |  puts, signals, waits, words set back  |  sum: read own partial, home
+//!   release    the caller has read receive           |        signals, waits, words set back
+//! ```
+//!
+//! Kernels may lie [aside](Streams::Aside). Then two events join the streams, told as words that grow:
+//!
+//! ```text
+//!   kernels      pack | ready            arrived | experts | ready            arrived | sum
+//!   transfers           ready | dispatch | arrived           ready | combine | arrived
+//! ```
+
+mod act;
+mod filled;
+mod fold;
+mod kernels;
+mod turns;
+
+use std::rc::Rc;
+
+use super::Story;
+use crate::error::PlanError;
+use crate::schedule::Flag;
+use crate::schedule::stream::{Slots, StreamProgram};
+
+use turns::Turns;
+
+/// What a group is to do on streams, all ranks in the same order.
+#[derive(Clone, Debug)]
+pub struct StreamScript<'a> {
+    /// Geometry of each microbatch's windows.
+    pub slots: Slots,
+    /// Which streams there are.
+    pub streams: Streams,
+    /// The calls.
+    pub calls: &'a [StreamCall],
+    /// A rule that the caller breaks: `None`, except to see that `prove` notices.
+    pub slip: Option<StreamSlip>,
+}
+
+/// One call. Microbatches are numbered from 0, and each has windows and flags of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StreamCall {
+    /// Packed slots to their ranks.
+    Dispatch(u32),
+    /// Partial rows home: the turn after a dispatch.
+    Combine(u32),
+    /// In place of a combine.
+    Release(u32),
+}
+
+impl StreamCall {
+    /// The microbatch.
+    pub fn microbatch(self) -> u32 {
+        let (StreamCall::Dispatch(of) | StreamCall::Combine(of) | StreamCall::Release(of)) = self;
+        of
+    }
+
+    /// What a rank enqueues for it.
+    fn program(self, slots: Slots, me: u32) -> Result<StreamProgram, PlanError> {
+        match self {
+            StreamCall::Dispatch(_) => StreamProgram::dispatch(slots, me),
+            StreamCall::Combine(_) => StreamProgram::combine(slots, me),
+            StreamCall::Release(_) => StreamProgram::release(slots, me),
+        }
+    }
+
+    /// Which words it raises, awaits and sets back.
+    fn flag(self) -> Flag {
+        if matches!(self, StreamCall::Dispatch(_)) { Flag::Landed } else { Flag::Home }
+    }
+}
+
+/// Which streams a rank has. Each is an actor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Streams {
+    /// One for all that it does.
+    One,
+    /// One for each microbatch: actors are those of the first, then those of the next.
+    Each,
+    /// One for kernels and one for transfers: actors are the first of all ranks, then the second.
+    Aside,
+}
+
+impl Streams {
+    /// All of them.
+    pub const ALL: [Streams; 3] = [Streams::One, Streams::Each, Streams::Aside];
+}
+
+/// Rules that a caller of streams could break.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StreamSlip {
+    /// Words that were awaited are not set back.
+    NeverBack,
+    /// Words are set back when their next call begins.
+    BackFirst,
+    /// Words are set back behind the signals of the call after theirs.
+    BackLate,
+    /// A dispatch follows a dispatch, without a combine or release between them.
+    Unreleased,
+    /// The caller still reads its slots when the combine is over.
+    KeepSlots,
+    /// What came home is summed after the next dispatch.
+    SumLate,
+    /// All microbatches have the same windows and flags.
+    Share,
+    /// Kernels aside: the next slots are packed without waiting for the copies of the last ones.
+    PackAhead,
+    /// Kernels aside: transfers do not wait for kernels.
+    NotReady,
+    /// Kernels aside: kernels do not wait for transfers.
+    NotArrived,
+}
+
+impl StreamSlip {
+    /// All slips.
+    pub const ALL: [StreamSlip; 10] = [
+        StreamSlip::NeverBack,
+        StreamSlip::BackFirst,
+        StreamSlip::BackLate,
+        StreamSlip::Unreleased,
+        StreamSlip::KeepSlots,
+        StreamSlip::SumLate,
+        StreamSlip::Share,
+        StreamSlip::PackAhead,
+        StreamSlip::NotReady,
+        StreamSlip::NotArrived,
+    ];
+}
+
+pub(super) use fold::fold;
+
+pub(super) fn tell(script: &StreamScript) -> Result<Story, PlanError> {
+    let teller = Teller { script, turns: Rc::new(Turns::of(script)?) };
+    let (ranks, sets) = (script.slots.ranks(), teller.turns.sets);
+    let actors = match script.streams {
+        Streams::One => ranks,
+        Streams::Each => ranks * sets,
+        Streams::Aside => 2 * ranks,
+    };
+    let calls = (0..script.calls.len()).map(|call| teller.parts(call, actors)).collect::<Result<_, _>>()?;
+    Ok(Story {
+        ranks,
+        actors,
+        control_bytes: u64::from(sets) * script.slots.flag_bytes(),
+        pool_bytes: u64::from(sets) * script.slots.bytes(),
+        calls,
+        assumed: Vec::new(),
+    })
+}
+
+struct Teller<'a> {
+    script: &'a StreamScript<'a>,
+    turns: Rc<Turns>,
+}
