@@ -1,6 +1,7 @@
 //! Launching kernels with parameters that were compared with what they take.
 
 use std::ffi::c_void;
+use std::sync::MutexGuard;
 
 use super::call;
 use super::context::Context;
@@ -80,29 +81,64 @@ impl Function {
         grid: Grid,
         parameters: &Parameters,
     ) -> Result<(), DeviceError> {
+        let found = parameters.device;
         let expected = self.module.context.device();
-        for (what, found) in [("stream", stream.device()), ("list of parameters", parameters.device)] {
-            if found != expected {
-                return Err(DeviceError::OtherDevice { what, found, expected });
-            }
+        if found != expected {
+            return Err(DeviceError::OtherDevice { what: "list of parameters", found, expected });
         }
-        self.check_parameters(parameters)?;
-        self.check_shape(grid)?;
-        let mut pointers: Vec<*mut c_void> = parameters
-            .values
-            .iter()
-            .map(|&(first, _)| std::ptr::from_ref(&parameters.words[first..]).cast::<c_void>().cast_mut())
-            .collect();
+        let sizes = parameters.values.iter().map(|&(_, size)| size as u64);
+        self.check_parameters(sizes)?;
+        let address = |&(first, _): &(usize, usize)| std::ptr::from_ref(&parameters.words[first..]).cast();
+        let mut pointers: Vec<*const c_void> = parameters.values.iter().map(address).collect();
         let mut held = stream.held();
         held.add_all(&parameters.held);
+        // SAFETY: a pointer to each value, whose sizes were compared; what they mean is in the contract.
+        unsafe { self.enqueue(stream, held, grid, &mut pointers) }
+    }
+
+    /// Enqueues a launch of a kernel that takes one struct, without allocating. `held` is the stream's, with claims on all
+    /// that the struct names.
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch), for the memory that the struct names.
+    ///
+    /// # Errors
+    /// As [`launch`](Self::launch).
+    pub(super) unsafe fn launch_struct<T: bytemuck::NoUninit>(
+        &self,
+        stream: &Stream,
+        held: MutexGuard<'_, Held>,
+        grid: Grid,
+        parameters: &T,
+    ) -> Result<(), DeviceError> {
+        self.check_parameters(std::iter::once(size_of::<T>() as u64))?;
+        let mut pointers = [std::ptr::from_ref(parameters).cast::<c_void>()];
+        // SAFETY: a pointer to the one value, whose size was compared; what it means is in the contract.
+        unsafe { self.enqueue(stream, held, grid, &mut pointers) }
+    }
+
+    /// # Safety
+    /// There is a pointer for each parameter of the kernel, to a value of its size, and `held` has claims on all memory that
+    /// the values name.
+    unsafe fn enqueue(
+        &self,
+        stream: &Stream,
+        mut held: MutexGuard<'_, Held>,
+        grid: Grid,
+        pointers: &mut [*const c_void],
+    ) -> Result<(), DeviceError> {
+        let (found, expected) = (stream.device(), self.module.context.device());
+        if found != expected {
+            return Err(DeviceError::OtherDevice { what: "stream", found, expected });
+        }
+        self.check_shape(grid)?;
         let module: Keep = self.module.clone();
         held.add(&module);
         let (library, context) = (stream.library(), &self.module.context);
         let _entered = context.enter()?;
         let Grid { blocks: [bx, by, bz], threads: [tx, ty, tz], shared } = grid;
-        let (values, none) = (pointers.as_mut_ptr(), std::ptr::null_mut());
-        // SAFETY: as many pointers to values as the kernel takes, each of its size, which the driver copies during the
-        // call; what they mean is in the contract.
+        let (values, none) = (pointers.as_mut_ptr().cast(), std::ptr::null_mut());
+        // SAFETY: the driver copies the values during the call; what they mean is in the contract.
         unsafe {
             call!(
                 library,
@@ -112,17 +148,20 @@ impl Function {
         }
     }
 
-    fn check_parameters(&self, parameters: &Parameters) -> Result<(), DeviceError> {
-        let given = |index: usize| parameters.values.get(index).map(|&(_, size)| size as u64);
-        let taken = |index: usize| self.parameters.get(index).copied();
-        let most = parameters.values.len().max(self.parameters.len());
-        match (0..most).find(|&index| given(index) != taken(index)) {
-            None => Ok(()),
-            Some(index) => {
-                let function = self.name.clone();
-                Err(DeviceError::Parameters { function, index, given: given(index), taken: taken(index) })
+    /// Compares sizes of parameters with those that the kernel takes.
+    fn check_parameters(&self, mut given: impl Iterator<Item = u64>) -> Result<(), DeviceError> {
+        let mut taken = self.parameters.iter().copied();
+        for index in 0.. {
+            match (given.next(), taken.next()) {
+                (None, None) => break,
+                (given, taken) if given == taken => {}
+                (given, taken) => {
+                    let function = self.name.clone();
+                    return Err(DeviceError::Parameters { function, index, given, taken });
+                }
             }
         }
+        Ok(())
     }
 
     fn check_shape(&self, grid: Grid) -> Result<(), DeviceError> {

@@ -9,6 +9,7 @@
 //!           ├── PinnedMemory        of the host, with an address that devices know
 //!           │     └── Range
 //!           └── Module ── Function  from PTX
+//!                 └── Kernels       ours: packing and sums, which copy engines cannot do
 //!
 //!   Range ── span(offset, len) ── copies       Stream::copy, CopyBatch
 //!         └─ word(offset)      ── flags        Stream::write, Stream::wait, MemoryOperations
@@ -40,6 +41,7 @@ mod driver;
 mod event;
 mod flags;
 mod functions;
+mod kernels;
 mod launch;
 mod library;
 mod module;
@@ -57,6 +59,7 @@ pub use dma_buf::DmaBuf;
 pub use driver::Driver;
 pub use event::Event;
 pub use flags::MemoryOperations;
+pub use kernels::{Addresses, Kernels, Pack, Status, Sum};
 pub use launch::{Grid, Parameters};
 pub use module::{Function, Module};
 pub use pinned::PinnedMemory;

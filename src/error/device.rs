@@ -1,5 +1,7 @@
 //! Errors of the device room: the driver, what a GPU lacks, and what a call was refused for.
 
+use crate::dtype::Dtype;
+
 /// A GPU could not be used, or did not do what it was asked to.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceError {
@@ -218,6 +220,38 @@ pub enum DeviceError {
         asked: u64,
         /// The limit.
         limit: u64,
+    },
+    /// Memory that is smaller than what a kernel reads or writes there.
+    #[error("{kernel}: {what} has {given} bytes, {needed} are needed")]
+    TooSmall {
+        /// The kernel.
+        kernel: &'static str,
+        /// Which of its operands.
+        what: &'static str,
+        /// Bytes that it has.
+        given: u64,
+        /// Bytes that the shapes ask for.
+        needed: u64,
+    },
+    /// A number that a kernel is not made for.
+    #[error("{kernel}: {what} = {given}, expected {expected}")]
+    Shape {
+        /// The kernel.
+        kernel: &'static str,
+        /// The number.
+        what: &'static str,
+        /// Its value.
+        given: u64,
+        /// What would be right.
+        expected: &'static str,
+    },
+    /// Rows of this type are not summed to results of that type.
+    #[error("no kernel sums rows of {rows} to {out}")]
+    NoSum {
+        /// Type of the rows.
+        rows: Dtype,
+        /// Type of the results.
+        out: Dtype,
     },
     /// Kernels are loaded at their first launch, which locks the context.
     #[error(

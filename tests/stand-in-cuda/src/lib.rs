@@ -10,9 +10,11 @@
 //! ```
 //!
 //! The shared library of this package is what host code loads. The Rust library next to it is for tests: it puts the
-//! shared library where loaders look ([`install`]) and reads what it counted ([`StandIn`]).
+//! shared library where loaders look ([`install`]), builds kernels for it ([`kernels`]) and reads what it counted
+//! ([`StandIn`]).
 
 mod abi;
+mod build;
 mod capture;
 mod code;
 mod counters;
@@ -33,5 +35,6 @@ mod stream;
 mod table;
 mod work;
 
+pub use build::kernels;
 pub use counters::Counters;
 pub use install::{StandIn, install};

@@ -1,0 +1,200 @@
+// What CUDA has and C has not, for kernels on the CPU.
+//
+// The blocks of a grid run one after the other, on the thread that launches. The threads of a block are fibres: one runs to
+// its next barrier, then the next one does. They take turns from front to back, then from back to front, so that a barrier
+// that is missing shows, and a barrier that only some of them reach ends the process. Shared memory is full of poison when a
+// block begins. What is atomic is so among threads and processes, too.
+#pragma once
+
+#define _GNU_SOURCE
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+typedef int32_t i32;
+typedef uint32_t u32;
+typedef unsigned long long u64;
+
+typedef struct { u32 x, y, z; } Index;
+typedef struct { u32 x, y, z, w; } __attribute__((aligned(16), may_alias)) uint4;
+
+#define DEVICE static inline __attribute__((always_inline, unused))
+#define SHARED(Type, name) Type *name = (Type *)cpu_block_memory(sizeof(Type))
+#define KERNEL(name, Parameters, p)                                                                    \
+    static void name(Parameters p);                                                                    \
+    static void name##_thread(const void *parameters) { name(*(const Parameters *)parameters); }       \
+    void name##_launch(u32 grid[3], u32 block[3], void **parameters) {                                 \
+        cpu_launch(name##_thread, parameters[0], grid, block);                                         \
+    }                                                                                                  \
+    static void name(Parameters p)
+
+enum { CPU_THREADS = 1024, CPU_LANES = 32, CPU_STACK = 64 << 10, CPU_SHARED = 48 << 10 };
+
+typedef enum { CPU_RUNS, CPU_AT_BLOCK, CPU_AT_WARP, CPU_DONE } CpuState;
+
+typedef struct {
+    ucontext_t context;
+    CpuState state;
+    Index index;
+    u32 number;
+} CpuThread;
+
+// One launch: of the thread that runs it.
+static _Thread_local struct {
+    CpuThread *threads, *current;
+    u32 count;
+    Index grid, block, at;
+    ucontext_t scheduler;
+    void (*kernel)(const void *);
+    const void *parameters;
+    u64 exchange[CPU_THREADS];
+    _Alignas(16) unsigned char shared[CPU_SHARED];
+} cpu;
+
+#define threadIdx (cpu.current->index)
+#define blockIdx (cpu.at)
+#define blockDim (cpu.block)
+#define gridDim (cpu.grid)
+
+static void cpu_fail(const char *what) {
+    fprintf(stderr, "kernel on the CPU: %s\n", what);
+    abort();
+}
+
+// The block's memory. A kernel asks once.
+DEVICE void *cpu_block_memory(size_t bytes) {
+    if (bytes > CPU_SHARED) cpu_fail("too much shared memory");
+    return cpu.shared;
+}
+
+static void cpu_wait(CpuState at) {
+    CpuThread *self = cpu.current;
+    self->state = at;
+    swapcontext(&self->context, &cpu.scheduler);
+}
+
+static void cpu_enter(void) {
+    cpu.kernel(cpu.parameters);
+    cpu.current->state = CPU_DONE;
+    setcontext(&cpu.scheduler);
+}
+
+// Lets threads from `first` to `last` go on if all of them wait at the same kind of barrier.
+static int cpu_release(u32 first, u32 last, CpuState at) {
+    for (u32 i = first; i < last; i++)
+        if (cpu.threads[i].state != at) return 0;
+    for (u32 i = first; i < last; i++) cpu.threads[i].state = CPU_RUNS;
+    return 1;
+}
+
+static void cpu_run_block(char *stacks) {
+    memset(cpu.shared, 0xa5, sizeof cpu.shared);
+    for (u32 i = 0; i < cpu.count; i++) {
+        CpuThread *thread = &cpu.threads[i];
+        getcontext(&thread->context);
+        thread->context.uc_stack.ss_sp = stacks + (size_t)i * CPU_STACK;
+        thread->context.uc_stack.ss_size = CPU_STACK;
+        makecontext(&thread->context, cpu_enter, 0);
+        thread->state = CPU_RUNS;
+        thread->number = i;
+        thread->index = (Index){ i % cpu.block.x, i / cpu.block.x % cpu.block.y, i / cpu.block.x / cpu.block.y };
+    }
+    for (u32 turn = cpu.at.x; !cpu_release(0, cpu.count, CPU_DONE); turn++) {
+        for (u32 i = 0; i < cpu.count; i++) {
+            cpu.current = &cpu.threads[turn & 1 ? cpu.count - 1 - i : i];
+            if (cpu.current->state == CPU_RUNS) swapcontext(&cpu.scheduler, &cpu.current->context);
+        }
+        int released = cpu_release(0, cpu.count, CPU_AT_BLOCK);
+        for (u32 first = 0; first < cpu.count; first += CPU_LANES) {
+            u32 last = first + CPU_LANES < cpu.count ? first + CPU_LANES : cpu.count;
+            released |= cpu_release(first, last, CPU_AT_WARP);
+        }
+        int done = 1;
+        for (u32 i = 0; i < cpu.count; i++) done &= cpu.threads[i].state == CPU_DONE;
+        if (!released && !done) cpu_fail("a barrier that not all threads reach");
+    }
+}
+
+__attribute__((unused)) static void
+cpu_launch(void (*kernel)(const void *), const void *parameters, const u32 *grid, const u32 *block) {
+    cpu.count = block[0] * block[1] * block[2];
+    if (cpu.count > CPU_THREADS) cpu_fail("too many threads");
+    cpu.kernel = kernel;
+    cpu.parameters = parameters;
+    cpu.grid = (Index){ grid[0], grid[1], grid[2] };
+    cpu.block = (Index){ block[0], block[1], block[2] };
+    cpu.threads = (CpuThread *)malloc(cpu.count * sizeof *cpu.threads);
+    char *stacks = (char *)malloc((size_t)cpu.count * CPU_STACK);
+    if (!cpu.threads || !stacks) cpu_fail("no memory for the threads of a block");
+    for (cpu.at.z = 0; cpu.at.z < grid[2]; cpu.at.z++)
+        for (cpu.at.y = 0; cpu.at.y < grid[1]; cpu.at.y++)
+            for (cpu.at.x = 0; cpu.at.x < grid[0]; cpu.at.x++) cpu_run_block(stacks);
+    free(stacks);
+    free(cpu.threads);
+}
+
+DEVICE void __syncthreads(void) { cpu_wait(CPU_AT_BLOCK); }
+
+// What a lane gives to the others of its warp: all of them see it between the two barriers.
+static u64 cpu_exchange(u64 value, u32 lane) {
+    u32 self = cpu.current->number;
+    cpu.exchange[self] = value;
+    cpu_wait(CPU_AT_WARP);
+    u64 seen = cpu.exchange[(self & ~31u) + (lane & 31u)];
+    cpu_wait(CPU_AT_WARP);
+    return seen;
+}
+
+DEVICE u32 __ballot_sync(u32 lanes, int holds) {
+    (void)lanes;
+    u32 self = cpu.current->number, ballot = 0;
+    cpu.exchange[self] = holds != 0;
+    cpu_wait(CPU_AT_WARP);
+    for (u32 lane = 0; lane < CPU_LANES; lane++)
+        ballot |= (u32)cpu.exchange[(self & ~31u) + lane] << lane;
+    cpu_wait(CPU_AT_WARP);
+    return ballot;
+}
+
+DEVICE u64 __shfl_sync(u32 lanes, u64 value, u32 lane) {
+    (void)lanes;
+    return cpu_exchange(value, lane);
+}
+
+DEVICE u32 __shfl_xor_sync(u32 lanes, u32 value, u32 mask) {
+    (void)lanes;
+    return (u32)cpu_exchange(value, cpu.current->number ^ mask);
+}
+
+DEVICE u32 __popc(u32 bits) { return (u32)__builtin_popcount(bits); }
+
+// The number of the lowest bit, counted from 1; 0 if there is none.
+DEVICE u32 __ffs(u32 bits) { return (u32)__builtin_ffs((int)bits); }
+
+DEVICE u32 atomicCAS(u32 *word, u32 expected, u32 value) {
+    __atomic_compare_exchange_n(word, &expected, value, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    return expected;
+}
+
+DEVICE u32 atomicAdd(u32 *word, u32 more) { return __atomic_fetch_add(word, more, __ATOMIC_SEQ_CST); }
+
+DEVICE u32 atomicMin(u32 *word, u32 value) {
+    u32 seen = __atomic_load_n(word, __ATOMIC_SEQ_CST);
+    while (value < seen && !__atomic_compare_exchange_n(word, &seen, value, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}
+    return seen;
+}
+
+DEVICE u32 bits_of(float x) {
+    u32 bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+DEVICE float float_of(u32 bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}

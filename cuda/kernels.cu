@@ -1,0 +1,3 @@
+// All kernels: one module.
+#include "pack.cu"
+#include "sum.cu"

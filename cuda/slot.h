@@ -1,0 +1,9 @@
+// The head of a slot: `SlotHead` in src/plan/slot.rs.
+#pragma once
+#include "shim.h"
+
+struct Head {
+    u32 rows, tokens;
+    u64 digest, call;
+    u64 reserved[5];
+};

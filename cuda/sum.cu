@@ -1,0 +1,135 @@
+// Sums of rows: out[token] = round(+0 + row + row + ...), in f32, ranks ascending; one rounding, one quiet NaN.
+//
+//     grid (tokens, parts of a row). A warp finds the rows of its token together, then each lane sums 16 bytes of columns.
+//
+// Before that every block compares the heads of the slots that were received with what this rank expects: rows of another
+// call, or of ranks that were set up otherwise, must not be believed. Then, and where the status word is set already, zeros
+// are written.
+#include "numbers.h"
+#include "slot.h"
+
+struct Sum {
+    u64 out;        // [tokens, columns]
+    u64 homes;      // u64 [ranks]: addresses of partial rows, [max_tokens, columns]
+    u64 places;     // i32 [tokens, ranks], as pack wrote them
+    u64 received;   // the slots that this rank received, one for each rank
+    u64 slot_bytes; // from one to the next
+    u64 counter;    // u64: the call that they must be of
+    u64 status;     // u32
+    u64 digest;
+    u32 tokens, max_tokens, ranks, columns;
+};
+
+struct SumBlock {
+    u32 fault; // of the first rank that has one: twice its number, odd for another digest
+    u32 status;
+};
+
+// Vectors of 16 bytes that a thread has on their way at a time.
+enum { IN_FLIGHT = 8 };
+
+// Whether something forbids to believe the rows.
+DEVICE int refused(const struct Sum *p, struct SumBlock *s) {
+    if (threadIdx.x == 0) {
+        s->fault = ~0u;
+        s->status = *AT(const u32, p->status);
+    }
+    __syncthreads();
+    u64 call = *AT(const u64, p->counter);
+    for (u32 rank = threadIdx.x; rank < p->ranks; rank += THREADS) {
+        const struct Head *head = AT(const struct Head, p->received + rank * p->slot_bytes);
+        if (head->digest != p->digest) atomicMin(&s->fault, rank * 2 + 1);
+        else if (head->call != call) atomicMin(&s->fault, rank * 2);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0 && s->fault != ~0u)
+        report(p->status, s->fault & 1 ? OTHER_DIGEST : OTHER_CALL, s->fault >> 1);
+    return s->status != 0 || s->fault != ~0u;
+}
+
+DEVICE u32 width(int type) { return type == F32 ? 4 : 2; }
+
+// Adds the elements of a vector of 16 bytes.
+DEVICE void add(float *sums, uint4 vector, int type) {
+    u32 words[4] = { vector.x, vector.y, vector.z, vector.w };
+    for (u32 i = 0; i < 4; i++) {
+        if (type == F32) {
+            sums[i] += float_of(words[i]);
+        } else {
+            u32 low = words[i] & 0xffffu, high = words[i] >> 16;
+            sums[2 * i] += type == BF16 ? from_bf16(low) : from_f16(low);
+            sums[2 * i + 1] += type == BF16 ? from_bf16(high) : from_f16(high);
+        }
+    }
+}
+
+DEVICE uint4 rounded(const float *sums, int type) {
+    u32 words[4];
+    for (u32 i = 0; i < 4; i++) {
+        if (type == F32) words[i] = to_f32(sums[i]);
+        else if (type == BF16) words[i] = to_bf16(sums[2 * i]) | to_bf16(sums[2 * i + 1]) << 16;
+        else words[i] = to_f16(sums[2 * i]) | to_f16(sums[2 * i + 1]) << 16;
+    }
+    uint4 vector;
+    vector.x = words[0];
+    vector.y = words[1];
+    vector.z = words[2];
+    vector.w = words[3];
+    return vector;
+}
+
+// Adds up the rows of a token: 16 bytes of results, from `column` on. All lanes of a warp take part, also those that are
+// beyond the last column. The types are constants wherever this is used.
+DEVICE void sum_token(const struct Sum *p, u32 token, u32 column, float *sums, int in, int out) {
+    // Columns of a lane, and the vectors that they are in a row.
+    u32 columns = 16 / width(out), vectors = columns * width(in) / 16, rows = IN_FLIGHT / vectors;
+    u32 lane = threadIdx.x % WARP;
+    for (u32 first = 0; first < p->ranks; first += WARP) {
+        u32 rank = first + lane;
+        i32 place = rank < p->ranks ? AT(const i32, p->places)[(u64)token * p->ranks + rank] : -1;
+        if (__ballot_sync(ALL_LANES, place < -1 || place >= (i32)p->max_tokens)) {
+            if (lane == 0) report(p->status, PLACE_OUT_OF_RANGE, token);
+            for (u32 i = 0; i < columns; i++) sums[i] = 0;
+            return;
+        }
+        u64 row = 0;
+        if (place >= 0) row = AT(const u64, p->homes)[rank] + (u64)place * p->columns * width(in);
+        u32 left = __ballot_sync(ALL_LANES, place >= 0);
+        while (left) {
+            uint4 moved[IN_FLIGHT];
+            u32 taken = 0;
+            for (u32 i = 0; i < rows; i++) {
+                u64 from = __shfl_sync(ALL_LANES, row, left ? __ffs(left) - 1 : 0) + (u64)column * width(in);
+                int has = left != 0 && column < p->columns;
+                for (u32 j = 0; j < vectors; j++)
+                    if (has) moved[i * vectors + j] = AT(const uint4, from)[j];
+                taken += has;
+                left &= left - 1;
+            }
+            for (u32 i = 0; i < rows; i++)
+                for (u32 j = 0; j < vectors; j++)
+                    if (i < taken) add(sums + j * (16 / width(in)), moved[i * vectors + j], in);
+        }
+    }
+}
+
+DEVICE void sum(const struct Sum *p, int in, int out) {
+    SHARED(struct SumBlock, s);
+    int zeros = refused(p, s);
+    u32 columns = 16 / width(out);
+    for (u32 token = blockIdx.x; token < p->tokens; token += gridDim.x) {
+        for (u32 begin = blockIdx.y * THREADS * columns; begin < p->columns; begin += gridDim.y * THREADS * columns) {
+            u32 column = begin + threadIdx.x * columns;
+            float sums[8] = { 0, 0, 0, 0, 0, 0, 0, 0 };
+            if (!zeros) sum_token(p, token, column, sums, in, out);
+            if (column < p->columns)
+                *AT(uint4, p->out + ((u64)token * p->columns + column) * width(out)) = rounded(sums, out);
+        }
+    }
+}
+
+KERNEL(sum_f32, struct Sum, p) { sum(&p, F32, F32); }
+KERNEL(sum_bf16, struct Sum, p) { sum(&p, BF16, BF16); }
+KERNEL(sum_f16, struct Sum, p) { sum(&p, F16, F16); }
+KERNEL(sum_f32_to_bf16, struct Sum, p) { sum(&p, F32, BF16); }
+KERNEL(sum_f32_to_f16, struct Sum, p) { sum(&p, F32, F16); }

@@ -1,0 +1,58 @@
+//! Our kernels: the arithmetic and the gathering around transfers, which copy engines cannot do.
+//!
+//! ```text
+//!   x, choices --pack--> a slot for each rank ==copy engines==> received slots --experts--> partial rows
+//!                            places                                   heads                      |
+//!                              \____________________________________    \     ==copy engines==>  homes
+//!                                                                    `--> sum <------------------'
+//! ```
+//!
+//! They are compute, not communication: optional, listed where used, and what they write is bit for bit what the loops of the
+//! room `rows` write. The sources in `cuda/` are also built for the CPU, where tests hold them to that; docs/kernels.md has
+//! the rounding points.
+//!
+//! **Status words.** What a kernel finds wrong it writes into a word that the caller names ([`Status`]); the first fault
+//! stays. A sum whose word is set writes zeros: what was computed from rows that cannot be believed never looks like a result.
+
+mod addresses;
+mod operands;
+mod pack;
+mod status;
+mod sum;
+
+use std::ffi::CStr;
+use std::sync::Arc;
+
+pub use addresses::Addresses;
+pub use pack::Pack;
+pub use status::Status;
+pub use sum::Sum;
+
+use super::context::Context;
+use super::module::{Function, Module};
+use crate::error::DeviceError;
+
+/// Made by `cuda/build.py`.
+const PTX: &str = concat!(include_str!("../../../cuda/kernels.ptx"), "\0");
+
+/// Threads of a block: `THREADS` in `cuda/shim.h`.
+const THREADS: u32 = 256;
+
+/// The kernels, loaded for one device.
+#[derive(Clone, Debug)]
+pub struct Kernels {
+    pack: Function,
+    sums: sum::Functions,
+}
+
+impl Kernels {
+    /// Has the driver compile them. It needs a driver for CUDA 12.5 or later, and a device of compute capability 8.0 or later.
+    ///
+    /// # Errors
+    /// [`DeviceError::Module`], [`DeviceError::NoFunction`], [`DeviceError::TooOld`], [`DeviceError::Call`].
+    pub fn load(context: &Arc<Context>) -> Result<Self, DeviceError> {
+        let text = CStr::from_bytes_with_nul(PTX.as_bytes()).unwrap_or_default();
+        let module = Module::load(context, "sidelane", text)?;
+        Ok(Kernels { pack: module.function(c"pack")?, sums: sum::Functions::of(&module)? })
+    }
+}

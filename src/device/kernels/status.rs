@@ -1,0 +1,58 @@
+//! What a kernel found wrong.
+
+/// The meaning of a status word that is not 0. Numbers of tokens and ranks are the lower 24 bits of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Status {
+    /// Pack: a choice is neither an expert nor -1. It counts as dropped.
+    #[error("token {token} names an expert that does not exist")]
+    ExpertOutOfRange {
+        /// The first such token.
+        token: u32,
+    },
+    /// Pack: the map has an expert at a rank that does not exist. The choice counts as dropped.
+    #[error("the expert map has an expert of token {token} at a rank that does not exist")]
+    RankOutOfRange {
+        /// The first token that chose such an expert.
+        token: u32,
+    },
+    /// Sum: what lies in the slot of a rank is not of this call.
+    #[error("the slot of rank {rank} is of another call")]
+    OtherCall {
+        /// The first such rank.
+        rank: u32,
+    },
+    /// Sum: a rank was set up otherwise.
+    #[error("rank {rank} was set up otherwise: its digest differs")]
+    OtherDigest {
+        /// The first such rank.
+        rank: u32,
+    },
+    /// Sum: a place lies outside of its slot. The results of the token are zeros, those of others may be sums.
+    #[error("a place of token {token} lies outside of its slot")]
+    PlaceOutOfRange {
+        /// The token.
+        token: u32,
+    },
+    /// A word that no kernel writes: set by somebody else.
+    #[error("the status word was set to {word:#x}")]
+    Foreign {
+        /// The word.
+        word: u32,
+    },
+}
+
+impl Status {
+    /// Reads a status word; `None` while nothing is wrong.
+    pub fn of(word: u32) -> Option<Status> {
+        let (code, about) = (word & 0xff, word >> 8);
+        Some(match code {
+            _ if word == 0 => return None,
+            1 => Status::ExpertOutOfRange { token: about },
+            2 => Status::RankOutOfRange { token: about },
+            3 => Status::OtherCall { rank: about },
+            4 => Status::OtherDigest { rank: about },
+            5 => Status::PlaceOutOfRange { token: about },
+            _ => Status::Foreign { word },
+        })
+    }
+}

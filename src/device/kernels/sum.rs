@@ -1,0 +1,148 @@
+//! The launches of `cuda/sum.cu`.
+
+use std::sync::Arc;
+
+use super::operands::{Operands, VECTOR, WORD, bytes};
+use super::{Addresses, Kernels, THREADS};
+use crate::device::launch::Grid;
+use crate::device::module::{Function, Module};
+use crate::device::range::{Span, Word};
+use crate::device::stream::Stream;
+use crate::dtype::Dtype;
+use crate::error::DeviceError;
+use crate::plan::SlotShape;
+
+/// Blocks that a multiprocessor has at work.
+const BLOCKS_AT_WORK: u32 = 8;
+
+/// What [`Kernels::sum`] reads and writes. Memory may be larger than what is named here.
+#[derive(Clone, Copy, Debug)]
+pub struct Sum<'a> {
+    /// The shape of the slots that were dispatched.
+    pub shape: SlotShape,
+    /// Tokens of this call, at most those of the shape.
+    pub tokens: u32,
+    /// Elements of a row.
+    pub columns: u32,
+    /// Type of the rows that came home: that of the results, or `f32`.
+    pub rows: Dtype,
+    /// Type of the results.
+    pub dtype: Dtype,
+    /// Where the rows of each rank came home, `[max_tokens, columns]`, in the order of the slot that was packed for it.
+    pub homes: &'a Addresses,
+    /// What [`Kernels::pack`] wrote, `i32 [tokens, ranks]`.
+    pub places: Span<'a>,
+    /// The slots that this rank received, one for each rank, one behind the other.
+    pub received: Span<'a>,
+    /// The call of which they must be: the word that [`Kernels::pack`] counts in.
+    pub counter: Word<'a, u64>,
+    /// Where a fault is written, a [`Status`](super::Status). If it is not 0, results are zeros.
+    pub status: Word<'a, u32>,
+    /// What the header of every slot must have.
+    pub digest: u64,
+    /// Results, `[tokens, columns]`, at a multiple of 16 bytes.
+    pub out: Span<'a>,
+}
+
+/// `struct Sum` of the source.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct Parameters {
+    out: u64,
+    homes: u64,
+    places: u64,
+    received: u64,
+    slot_bytes: u64,
+    counter: u64,
+    status: u64,
+    digest: u64,
+    tokens: u32,
+    max_tokens: u32,
+    ranks: u32,
+    columns: u32,
+}
+
+/// A kernel for each pair of types.
+#[derive(Clone, Debug)]
+pub(super) struct Functions {
+    f32: Function,
+    bf16: Function,
+    f16: Function,
+    f32_to_bf16: Function,
+    f32_to_f16: Function,
+}
+
+impl Functions {
+    pub fn of(module: &Arc<Module>) -> Result<Self, DeviceError> {
+        Ok(Functions {
+            f32: module.function(c"sum_f32")?,
+            bf16: module.function(c"sum_bf16")?,
+            f16: module.function(c"sum_f16")?,
+            f32_to_bf16: module.function(c"sum_f32_to_bf16")?,
+            f32_to_f16: module.function(c"sum_f32_to_f16")?,
+        })
+    }
+
+    fn for_types(&self, rows: Dtype, out: Dtype) -> Result<&Function, DeviceError> {
+        match (rows, out) {
+            (Dtype::F32, Dtype::F32) => Ok(&self.f32),
+            (Dtype::Bf16, Dtype::Bf16) => Ok(&self.bf16),
+            (Dtype::F16, Dtype::F16) => Ok(&self.f16),
+            (Dtype::F32, Dtype::Bf16) => Ok(&self.f32_to_bf16),
+            (Dtype::F32, Dtype::F16) => Ok(&self.f32_to_f16),
+            _ => Err(DeviceError::NoSum { rows, out }),
+        }
+    }
+}
+
+impl Kernels {
+    /// Enqueues the sums of combine with `order = rank`: for each token the rows that its ranks sent home, ranks ascending, in
+    /// `f32` from +0, with one rounding. A token without rows gets zeros.
+    ///
+    /// First the heads of the received slots are compared with `digest` and the counter: if one differs, or if the status word
+    /// is set, all results are zeros.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoSum`], [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],
+    /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    pub fn sum(&self, stream: &Stream, sum: &Sum<'_>) -> Result<(), DeviceError> {
+        const KERNEL: &str = "sum";
+        let function = self.sums.for_types(sum.rows, sum.dtype)?;
+        let (shape, ranks) = (sum.shape, sum.homes.count);
+        let refuse =
+            |what, given, expected| Err(DeviceError::Shape { kernel: KERNEL, what, given, expected });
+        if sum.tokens > shape.max_tokens() {
+            return refuse("tokens", sum.tokens.into(), "at most the tokens of a slot");
+        }
+        let elements = (VECTOR / sum.dtype.size() as u64) as u32;
+        if sum.columns == 0 || !sum.columns.is_multiple_of(elements) || sum.columns >= 1 << 30 {
+            return refuse("columns", sum.columns.into(), "whole vectors of 16 bytes, and less than 2^30");
+        }
+        let (tokens, columns) = (u64::from(sum.tokens), u64::from(sum.columns));
+        let home = bytes([shape.max_tokens().into(), columns, sum.rows.size() as u64]);
+        let received = bytes([ranks.into(), shape.bytes()]);
+        let mut operands = Operands::of(KERNEL, stream);
+        let parameters = Parameters {
+            out: operands.span("out", sum.out, bytes([tokens, columns, sum.dtype.size() as u64]), VECTOR)?,
+            homes: operands.addresses("homes", sum.homes, home)?,
+            places: operands.span("places", sum.places, bytes([tokens, ranks.into(), WORD]), WORD)?,
+            received: operands.span("received", sum.received, received, VECTOR)?,
+            slot_bytes: shape.bytes(),
+            counter: operands.word(sum.counter)?,
+            status: operands.word(sum.status)?,
+            digest: sum.digest,
+            tokens: sum.tokens,
+            max_tokens: shape.max_tokens(),
+            ranks,
+            columns: sum.columns,
+        };
+        // Heads are compared even if there is nothing to add up.
+        let across = (sum.columns / elements).div_ceil(THREADS).min(1 << 15);
+        let at_work = stream.context.facts().multiprocessors.saturating_mul(BLOCKS_AT_WORK);
+        let down = sum.tokens.min(at_work.div_ceil(across)).max(1);
+        let grid = Grid { blocks: [down, across, 1], ..Grid::line(1, THREADS) };
+        // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked: tokens below `tokens`,
+        // columns below `columns`, ranks below `ranks`, and every place is compared before it is used.
+        unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
+    }
+}

@@ -1,0 +1,58 @@
+//! For tests: kernels as the stand-in runs them, built by the C compiler that Rust links with.
+
+use std::env;
+use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{self, Command};
+
+/// No fused products, and bytes may be read as what they are not declared as.
+const FLAGS: [&str; 8] = [
+    "-std=gnu11",
+    "-O1",
+    "-Wall",
+    "-Werror",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-shared",
+    "-fPIC",
+];
+
+/// Builds a CUDA source that keeps to what C and CUDA have in common, and gives the library that `SIDELANE_STAND_IN_KERNELS`
+/// names. It is built once for each content of the source's folder, next to the test program that calls this.
+pub fn kernels(source: &Path) -> io::Result<PathBuf> {
+    let program = env::current_exe()?;
+    let directory = program.parent().expect("a program is in a directory").join("stand-in-cuda");
+    fs::create_dir_all(&directory)?;
+    let library = directory.join(format!("kernels-{:016x}.so", digest(source)?));
+    if library.exists() {
+        return Ok(library);
+    }
+    // Other test programs may build the same at this moment: what is there under the name is whole.
+    let fresh = library.with_extension(format!("{}-{:?}", process::id(), std::thread::current().id()));
+    let mut compiler = Command::new("cc");
+    compiler.args(FLAGS).arg("-o").arg(&fresh).args(["-x", "c"]).arg(source);
+    let output = compiler.output()?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        return Err(io::Error::other(format!("cc {}: {}\n{said}", source.display(), output.status)));
+    }
+    fs::rename(&fresh, &library)?;
+    Ok(library)
+}
+
+/// Of the flags and of all files in the folder of the source, by their names.
+fn digest(source: &Path) -> io::Result<u64> {
+    let folder = source.parent().expect("a file is in a folder");
+    let mut files: Vec<PathBuf> =
+        fs::read_dir(folder)?.map(|entry| entry.map(|entry| entry.path())).collect::<Result<_, _>>()?;
+    files.retain(|file| file.extension().is_some_and(|extension| extension == "cu" || extension == "h"));
+    files.sort();
+    let mut hasher = DefaultHasher::new();
+    (FLAGS, source).hash(&mut hasher);
+    for file in files {
+        (&file, fs::read(&file)?).hash(&mut hasher);
+    }
+    Ok(hasher.finish())
+}
