@@ -75,7 +75,7 @@ def ptx():
     lines = [line.rstrip() for line in text.decode().splitlines() if not line.startswith("//")]
     body = "\n".join(lines).strip()
     # The driver's compiler may fuse products with sums unless both name their rounding.
-    if loose := re.findall(r"\b(?:(?:add|sub|mul|div)\.(?!rn\.f32)\S*f32|(?:fma|mad)\S*f32|\S+\.ftz\S*)", body):
+    if loose := re.findall(r"\b(?:(?:add|sub|mul|div)\.(?!rn\.f32)\S*f32|(?:fma|mad)\S*f32|\S+\.(?:ftz|approx|full)\S*)", body):
         sys.exit(f"arithmetic that is not IEEE's: {sorted(set(loose))}")
     return f"// Made from cuda/*.cu by cuda/build.py with NVRTC {FOR_PTX}.\n{body}\n"
 

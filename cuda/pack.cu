@@ -3,11 +3,14 @@
 //     grid (parts, ranks): block (part, rank) writes `rows / parts` rows of the slot for `rank`, and what its header says of
 //     them. Which tokens these are it finds out by itself, from all choices: for decode that is less than a launch costs.
 //
-// One launch. Everything in a slot is written, whether it is used or not.
+// One launch. Everything in a slot is written, whether it is used or not. `pack` moves rows as they are, `pack_fp8` makes records
+// of bf16 rows (src/dtype/record.rs has their picture).
+#include "e4m3.h"
+#include "rows.h"
 #include "slot.h"
 
 struct Pack {
-    u64 x;          // [tokens, row_bytes]
+    u64 x;          // [tokens, row_bytes], or bf16 [tokens, hidden]
     u64 experts;    // i32 [tokens, top_k]; -1: dropped
     u64 weights;    // f32 [tokens, top_k]
     u64 rank_of;    // i32 [n_experts]
@@ -17,10 +20,10 @@ struct Pack {
     u64 counter;    // u64: calls so far
     u64 status;     // u32
     u64 digest;
-    u64 row_bytes;
+    u64 row_bytes;  // of a slot
     u64 weights_at; // in a slot; the experts are right behind its head
     u64 rows_at;
-    u32 tokens, max_tokens, top_k, n_experts, ranks, unused;
+    u32 tokens, max_tokens, top_k, n_experts, ranks, hidden;
 };
 
 // Rows of a slot that one block writes, at most, and tokens that a thread looks at between two barriers.
@@ -95,20 +98,27 @@ DEVICE void begin_call(const struct Pack *p, struct PackBlock *s) {
         AT(struct Head, AT(const u64, p->slots)[rank])->call = s->call;
 }
 
+// What a block writes.
+struct Part {
+    u64 slot;
+    u32 used;        // rows of the slot
+    u32 first, last; // rows of this block
+};
+
 // What the header says of the slot as a whole, and of this block's rows; zeros between the arrays, shared out among parts.
-DEVICE void write_header(const struct Pack *p, const struct PackBlock *s, u64 slot, u32 used, u32 first, u32 last) {
+DEVICE void write_header(const struct Pack *p, const struct PackBlock *s, const struct Part *part) {
     i32 rank = (i32)blockIdx.y;
-    u64 at = sizeof(struct Head), array = (u64)p->max_tokens * p->top_k * 4;
+    u64 slot = part->slot, at = sizeof(struct Head), array = (u64)p->max_tokens * p->top_k * 4;
     i32 *experts = AT(i32, slot + at);
     u32 *weights = AT(u32, slot + p->weights_at);
-    for (u32 i = threadIdx.x; i < (last - first) * p->top_k; i += THREADS) {
-        u32 row = first + i / p->top_k, k = i % p->top_k;
-        u64 to = (u64)first * p->top_k + i;
-        i32 expert = -1, local = -1;
+    for (u32 i = threadIdx.x; i < (part->last - part->first) * p->top_k; i += THREADS) {
+        u32 row = part->first + i / p->top_k;
+        u64 to = (u64)part->first * p->top_k + i;
+        i32 local = -1;
         u32 weight = 0;
-        if (row < used) {
-            u64 from = (u64)s->tokens[row - first] * p->top_k + k;
-            expert = AT(const i32, p->experts)[from];
+        if (row < part->used) {
+            u64 from = (u64)s->tokens[row - part->first] * p->top_k + i % p->top_k;
+            i32 expert = AT(const i32, p->experts)[from];
             if (rank_of(p, expert) == rank) {
                 local = AT(const i32, p->local_of)[expert];
                 weight = AT(const u32, p->weights)[from];
@@ -122,46 +132,100 @@ DEVICE void write_header(const struct Pack *p, const struct PackBlock *s, u64 sl
     for (u64 byte = p->weights_at + array + self * 4; byte < p->rows_at; byte += all * 4) *AT(u32, slot + byte) = 0;
     if (self == 0) {
         struct Head *head = AT(struct Head, slot);
-        head->rows = used;
+        head->rows = part->used;
         head->tokens = p->tokens;
         head->digest = p->digest;
         for (u32 i = 0; i < 5; i++) head->reserved[i] = 0;
     }
 }
 
-// Copies this block's rows, and writes zeros behind the last one that is used. Four vectors are on their way at a time.
-DEVICE void move_rows(const struct Pack *p, const struct PackBlock *s, u64 slot, u32 used, u32 first, u32 last) {
-    u32 vectors = (u32)(p->row_bytes / 16), rows = last - first;
-    u32 step_rows = THREADS / vectors, step = THREADS % vectors;
-    u32 row = threadIdx.x / vectors, vector = threadIdx.x % vectors;
-    while (row < rows) {
-        uint4 moved[4];
-        u64 to[4];
-        for (u32 i = 0; i < 4; i++) {
-            to[i] = row < rows ? slot + p->rows_at + (first + row) * p->row_bytes + vector * 16ull : 0;
-            moved[i].x = moved[i].y = moved[i].z = moved[i].w = 0;
-            if (row < rows && first + row < used)
-                moved[i] = *AT(const uint4, p->x + s->tokens[row] * p->row_bytes + vector * 16ull);
-            row += step_rows;
-            vector += step;
-            if (vector >= vectors) {
-                vector -= vectors;
-                row++;
-            }
+// All but the rows.
+DEVICE struct Part begin_part(const struct Pack *p, struct PackBlock *s) {
+    struct Part part;
+    u32 each = (p->max_tokens + gridDim.x - 1) / gridDim.x;
+    part.slot = AT(const u64, p->slots)[blockIdx.y];
+    part.first = blockIdx.x * each < p->max_tokens ? blockIdx.x * each : p->max_tokens;
+    part.last = part.first + each < p->max_tokens ? part.first + each : p->max_tokens;
+    if (blockIdx.x == 0 && blockIdx.y == 0) begin_call(p, s);
+    part.used = place(p, s, part.first, part.last);
+    write_header(p, s, &part);
+    return part;
+}
+
+// Copies this block's rows, and writes zeros behind the last one that is used.
+KERNEL(pack, struct Pack, p) {
+    SHARED(struct PackBlock, s);
+    struct Part part = begin_part(&p, s);
+    u64 to = part.slot + p.rows_at + part.first * p.row_bytes;
+    struct Cursor at = cursor(threadIdx.x, THREADS, (u32)(p.row_bytes / 16));
+    while (at.row < part.last - part.first) {
+        uint4 moved[IN_FLIGHT];
+        u64 into[IN_FLIGHT];
+        for (u32 i = 0; i < IN_FLIGHT; i++, advance(&at)) {
+            u64 inside = at.vector * 16ull;
+            moved[i] = zeros();
+            into[i] = at.row < part.last - part.first ? to + at.row * p.row_bytes + inside : 0;
+            if (into[i] && part.first + at.row < part.used)
+                moved[i] = *AT(const uint4, p.x + s->tokens[at.row] * p.row_bytes + inside);
         }
-        for (u32 i = 0; i < 4; i++)
-            if (to[i]) *AT(uint4, to[i]) = moved[i];
+        for (u32 i = 0; i < IN_FLIGHT; i++)
+            if (into[i]) *AT(uint4, into[i]) = moved[i];
     }
 }
 
-KERNEL(pack, struct Pack, p) {
+// Lanes that share a scale: 16 of eight values each.
+enum { SCALED = 128, SHARING = 16, AT_ONCE = 4 };
+
+// Eight values of a block of 128 to codes; gives the scale. All lanes of a warp take part.
+DEVICE float quantise(uint4 vector, u32 *codes) {
+    float values[8];
+    u32 amax = 0;
+    unpack(values, vector, BF16);
+    for (u32 i = 0; i < 8; i++) {
+        u32 magnitude = bits_of(values[i]) & 0x7fffffffu;
+        if (magnitude < INFINITE && magnitude > amax) amax = magnitude;
+    }
+    for (u32 mask = SHARING / 2; mask; mask /= 2) {
+        u32 other = __shfl_xor_sync(ALL_LANES, amax, mask);
+        if (other > amax) amax = other;
+    }
+    float scale = float_of(amax) / E4M3_MAX;
+    if (scale < float_of(power(-126))) scale = float_of(power(-126));
+    float inverse = 1.0f / scale;
+    codes[0] = codes[1] = 0;
+    for (u32 i = 0; i < 8; i++) codes[i / 4] |= to_e4m3(values[i] * inverse) << i % 4 * 8;
+    return scale;
+}
+
+// Makes records of this block's rows, and writes zeros behind the last one that is used.
+KERNEL(pack_fp8, struct Pack, p) {
     SHARED(struct PackBlock, s);
-    u32 each = (p.max_tokens + gridDim.x - 1) / gridDim.x;
-    u32 first = blockIdx.x * each < p.max_tokens ? blockIdx.x * each : p.max_tokens;
-    u32 last = first + each < p.max_tokens ? first + each : p.max_tokens;
-    u64 slot = AT(const u64, p.slots)[blockIdx.y];
-    if (blockIdx.x == 0 && blockIdx.y == 0) begin_call(&p, s);
-    u32 used = place(&p, s, first, last);
-    write_header(&p, s, slot, used, first, last);
-    move_rows(&p, s, slot, used, first, last);
+    struct Part part = begin_part(&p, s);
+    u64 to = part.slot + p.rows_at + part.first * p.row_bytes;
+    u32 rows = part.last - part.first, scales = (p.hidden + SCALED - 1) / SCALED, lane = threadIdx.x % SHARING;
+    for (u32 begin = 0; begin < rows * scales; begin += AT_ONCE * THREADS / SHARING) {
+        uint4 values[AT_ONCE];
+        for (u32 i = 0; i < AT_ONCE; i++) {
+            u32 block = begin + (i * THREADS + threadIdx.x) / SHARING, row = block / scales;
+            u32 column = block % scales * SCALED + lane * 8;
+            values[i] = zeros();
+            if (row < rows && part.first + row < part.used && column < p.hidden)
+                values[i] = *AT(const uint4, p.x + ((u64)s->tokens[row] * p.hidden + column) * 2);
+        }
+        for (u32 i = 0; i < AT_ONCE; i++) {
+            u32 block = begin + (i * THREADS + threadIdx.x) / SHARING, row = block / scales;
+            u32 column = block % scales * SCALED + lane * 8, codes[2];
+            float scale = quantise(values[i], codes);
+            u64 record = to + row * p.row_bytes;
+            int used = part.first + row < part.used;
+            if (row < rows && column < p.hidden) {
+                AT(u32, record + column)[0] = codes[0];
+                AT(u32, record + column)[1] = codes[1];
+            }
+            if (row < rows && lane == 0) AT(u32, record + p.hidden)[block % scales] = used ? bits_of(scale) : 0;
+        }
+    }
+    u32 words = (u32)(p.row_bytes - p.hidden) / 4 - scales;
+    for (u32 i = threadIdx.x; i < rows * words; i += THREADS)
+        AT(u32, to + i / words * p.row_bytes + p.hidden)[scales + i % words] = 0;
 }

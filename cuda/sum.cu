@@ -5,7 +5,7 @@
 // Before that every block compares the heads of the slots that were received with what this rank expects: rows of another
 // call, or of ranks that were set up otherwise, must not be believed. Then, and where the status word is set already, zeros
 // are written.
-#include "numbers.h"
+#include "rows.h"
 #include "slot.h"
 
 struct Sum {
@@ -25,8 +25,8 @@ struct SumBlock {
     u32 status;
 };
 
-// Vectors of 16 bytes that a thread has on their way at a time.
-enum { IN_FLIGHT = 8 };
+// Vectors that a thread has on their way at a time.
+enum { SUMMED = 8 };
 
 // Whether something forbids to believe the rows.
 DEVICE int refused(const struct Sum *p, struct SumBlock *s) {
@@ -47,42 +47,11 @@ DEVICE int refused(const struct Sum *p, struct SumBlock *s) {
     return s->status != 0 || s->fault != ~0u;
 }
 
-DEVICE u32 width(int type) { return type == F32 ? 4 : 2; }
-
-// Adds the elements of a vector of 16 bytes.
-DEVICE void add(float *sums, uint4 vector, int type) {
-    u32 words[4] = { vector.x, vector.y, vector.z, vector.w };
-    for (u32 i = 0; i < 4; i++) {
-        if (type == F32) {
-            sums[i] += float_of(words[i]);
-        } else {
-            u32 low = words[i] & 0xffffu, high = words[i] >> 16;
-            sums[2 * i] += type == BF16 ? from_bf16(low) : from_f16(low);
-            sums[2 * i + 1] += type == BF16 ? from_bf16(high) : from_f16(high);
-        }
-    }
-}
-
-DEVICE uint4 rounded(const float *sums, int type) {
-    u32 words[4];
-    for (u32 i = 0; i < 4; i++) {
-        if (type == F32) words[i] = to_f32(sums[i]);
-        else if (type == BF16) words[i] = to_bf16(sums[2 * i]) | to_bf16(sums[2 * i + 1]) << 16;
-        else words[i] = to_f16(sums[2 * i]) | to_f16(sums[2 * i + 1]) << 16;
-    }
-    uint4 vector;
-    vector.x = words[0];
-    vector.y = words[1];
-    vector.z = words[2];
-    vector.w = words[3];
-    return vector;
-}
-
 // Adds up the rows of a token: 16 bytes of results, from `column` on. All lanes of a warp take part, also those that are
-// beyond the last column. The types are constants wherever this is used.
+// beyond the last column.
 DEVICE void sum_token(const struct Sum *p, u32 token, u32 column, float *sums, int in, int out) {
     // Columns of a lane, and the vectors that they are in a row.
-    u32 columns = 16 / width(out), vectors = columns * width(in) / 16, rows = IN_FLIGHT / vectors;
+    u32 columns = 16 / width(out), vectors = columns * width(in) / 16, rows = SUMMED / vectors;
     u32 lane = threadIdx.x % WARP;
     for (u32 first = 0; first < p->ranks; first += WARP) {
         u32 rank = first + lane;
@@ -96,7 +65,7 @@ DEVICE void sum_token(const struct Sum *p, u32 token, u32 column, float *sums, i
         if (place >= 0) row = AT(const u64, p->homes)[rank] + (u64)place * p->columns * width(in);
         u32 left = __ballot_sync(ALL_LANES, place >= 0);
         while (left) {
-            uint4 moved[IN_FLIGHT];
+            uint4 moved[SUMMED];
             u32 taken = 0;
             for (u32 i = 0; i < rows; i++) {
                 u64 from = __shfl_sync(ALL_LANES, row, left ? __ffs(left) - 1 : 0) + (u64)column * width(in);
@@ -106,22 +75,26 @@ DEVICE void sum_token(const struct Sum *p, u32 token, u32 column, float *sums, i
                 taken += has;
                 left &= left - 1;
             }
-            for (u32 i = 0; i < rows; i++)
-                for (u32 j = 0; j < vectors; j++)
-                    if (i < taken) add(sums + j * (16 / width(in)), moved[i * vectors + j], in);
+            for (u32 i = 0; i < rows; i++) {
+                for (u32 j = 0; j < vectors && i < taken; j++) {
+                    float values[8];
+                    unpack(values, moved[i * vectors + j], in);
+                    for (u32 k = 0; k < 16 / width(in); k++) sums[j * (16 / width(in)) + k] += values[k];
+                }
+            }
         }
     }
 }
 
 DEVICE void sum(const struct Sum *p, int in, int out) {
     SHARED(struct SumBlock, s);
-    int zeros = refused(p, s);
+    int none = refused(p, s);
     u32 columns = 16 / width(out);
     for (u32 token = blockIdx.x; token < p->tokens; token += gridDim.x) {
         for (u32 begin = blockIdx.y * THREADS * columns; begin < p->columns; begin += gridDim.y * THREADS * columns) {
             u32 column = begin + threadIdx.x * columns;
             float sums[8] = { 0, 0, 0, 0, 0, 0, 0, 0 };
-            if (!zeros) sum_token(p, token, column, sums, in, out);
+            if (!none) sum_token(p, token, column, sums, in, out);
             if (column < p->columns)
                 *AT(uint4, p->out + ((u64)token * p->columns + column) * width(out)) = rounded(sums, out);
         }

@@ -1,12 +1,14 @@
 //! Packing into slots.
 
 use sidelane::device::{Addresses, Pack, Status};
+use sidelane::dtype::RecordShape;
 use sidelane::error::DeviceError;
 use sidelane::plan::SlotShape;
-use sidelane::rows::{Rows, Simd, Stores};
+use sidelane::rows::{Arithmetic, Rows, Simd, Stores};
 
 use super::buffer::Buffer;
 use super::rows_common::Random;
+use super::rows_common::values::any_row;
 use super::world::Input;
 use super::{Device, with_kernels};
 
@@ -22,7 +24,16 @@ pub struct Packed {
 
 /// Packs on the device, after `calls` calls before.
 pub fn pack(device: &Device, input: &Input, calls: u64) -> Packed {
-    let Device { context, stream, kernels } = device;
+    packed(device, input, calls, |pack| device.kernels.pack(&device.stream, pack))
+}
+
+fn packed(
+    device: &Device,
+    input: &Input,
+    calls: u64,
+    launch: impl FnOnce(&Pack<'_>) -> Result<(), DeviceError>,
+) -> Packed {
+    let Device { context, stream, .. } = device;
     let (shape, ranks) = (input.shape, input.map.ranks());
     let slots: Vec<Buffer> = (0..ranks).map(|_| Buffer::new(context, shape.bytes())).collect();
     let spans: Vec<_> = slots.iter().map(Buffer::span).collect();
@@ -48,7 +59,7 @@ pub fn pack(device: &Device, input: &Input, calls: u64) -> Packed {
         status: status.word(),
         digest: DIGEST,
     };
-    kernels.pack(stream, &pack).unwrap();
+    launch(&pack).unwrap();
     stream.synchronize().unwrap();
     for (source, bytes) in [(&x, input.x.as_slice()), (&experts, bytemuck::cast_slice(&input.experts))] {
         assert_eq!(source.content(), bytes, "sources stay as they are");
@@ -63,8 +74,12 @@ pub fn pack(device: &Device, input: &Input, calls: u64) -> Packed {
 
 /// Packs, and compares every byte with the reference.
 fn check(device: &Device, input: &Input) {
+    compare(&pack(device, input, 41), input);
+}
+
+/// What the call behind 41 others must leave behind.
+fn compare(packed: &Packed, input: &Input) {
     let what = format!("{:?}, {} tokens to {} ranks", input.shape, input.tokens, input.map.ranks());
-    let packed = pack(device, input, 41);
     for (rank, slot) in (0..).zip(&packed.slots) {
         let expected = input.slot(rank, DIGEST, 42);
         let differs = slot.iter().zip(&expected).position(|(a, b)| a != b);
@@ -127,6 +142,60 @@ fn rows_of_a_slot_are_those_that_the_loops_of_the_host_gather() {
             assert!(!tokens.is_empty());
             assert_eq!(packed.slots[rank as usize][shape.rows_at() as usize..][..rows.len()], rows);
         }
+    });
+}
+
+#[test]
+fn records_are_those_that_the_loops_of_the_host_make_to_the_bit() {
+    with_kernels("pack::records_are_those_that_the_loops_of_the_host_make_to_the_bit", |device| {
+        let mut random = Random(9);
+        for (hidden, max_tokens, tokens, ranks) in [
+            (8, 3, 3, 1),
+            (128, 9, 7, 2),
+            (136, 40, 40, 4),
+            (2048, 33, 30, 3),
+            (7168, 8, 8, 4),
+            (64, 5, 0, 2),
+        ] {
+            let record = RecordShape::new(hidden);
+            let shape = SlotShape::new(max_tokens, 2, record.bytes() as u64).unwrap();
+            let mut input = Input::any(&mut random, shape, (8, ranks), 0, tokens);
+            // The reference packs what the host's loops made; the device gets the rows.
+            let rows: Vec<u8> =
+                (0..tokens).flat_map(|_| any_row(&mut random, Arithmetic::Bf16, hidden as usize)).collect();
+            let mut records = vec![0; tokens as usize * record.bytes()];
+            Rows::new(Simd::best()).quantise(Arithmetic::Bf16, record, &rows, &mut records).unwrap();
+            input.x = rows;
+            let packed =
+                packed(device, &input, 41, |pack| device.kernels.pack_fp8(&device.stream, pack, hidden));
+            input.x = records;
+            compare(&packed, &input);
+        }
+    });
+}
+
+#[test]
+fn every_bf16_has_the_code_of_the_hosts_loops_beside_every_scale() {
+    with_kernels("pack::every_bf16_has_the_code_of_the_hosts_loops_beside_every_scale", |device| {
+        // A row for each exponent of the largest value: itself, then 127 others that no larger one hides.
+        let (hidden, record) = (128, RecordShape::new(128));
+        let all: Vec<u16> = (0..=u16::MAX).collect();
+        let rows: Vec<u8> = (0..1024_u32)
+            .flat_map(|row| {
+                let largest = (row as u16 % 255) << 7 | 0x5a;
+                let others = all.iter().cycle().skip(row as usize * 129).take(127).copied();
+                [largest].into_iter().chain(others).flat_map(u16::to_ne_bytes).collect::<Vec<_>>()
+            })
+            .collect();
+        let shape = SlotShape::new(1024, 1, record.bytes() as u64).unwrap();
+        let mut input = Input::any(&mut Random(10), shape, (1, 1), 0, 1024);
+        input.experts = vec![0; 1024];
+        let mut records = vec![0; 1024 * record.bytes()];
+        Rows::new(Simd::PORTABLE).quantise(Arithmetic::Bf16, record, &rows, &mut records).unwrap();
+        input.x = rows;
+        let packed = packed(device, &input, 41, |pack| device.kernels.pack_fp8(&device.stream, pack, hidden));
+        input.x = records;
+        compare(&packed, &input);
     });
 }
 
@@ -199,6 +268,12 @@ fn operands_that_are_too_small_or_misaligned_are_refused_by_name() {
                 panic!("{what}")
             };
             assert_eq!((said, seen), (what, given));
+        }
+        for (hidden, what) in [(12, "hidden"), (0, "hidden"), (40, "row_bytes")] {
+            let Err(DeviceError::Shape { what: said, .. }) = kernels.pack_fp8(stream, &good, hidden) else {
+                panic!("{hidden}")
+            };
+            assert_eq!(said, what);
         }
         stream.synchronize().unwrap();
         assert!(memory.content().iter().all(|&byte| byte == super::buffer::POISON), "nothing was launched");

@@ -42,6 +42,7 @@ const THREADS: u32 = 256;
 #[derive(Clone, Debug)]
 pub struct Kernels {
     pack: Function,
+    pack_fp8: Function,
     sums: sum::Functions,
 }
 
@@ -53,6 +54,10 @@ impl Kernels {
     pub fn load(context: &Arc<Context>) -> Result<Self, DeviceError> {
         let text = CStr::from_bytes_with_nul(PTX.as_bytes()).unwrap_or_default();
         let module = Module::load(context, "sidelane", text)?;
-        Ok(Kernels { pack: module.function(c"pack")?, sums: sum::Functions::of(&module)? })
+        Ok(Kernels {
+            pack: module.function(c"pack")?,
+            pack_fp8: module.function(c"pack_fp8")?,
+            sums: sum::Functions::of(&module)?,
+        })
     }
 }

@@ -3,22 +3,26 @@
 use super::operands::{Operands, VECTOR, WORD, bytes};
 use super::{Addresses, Kernels, THREADS};
 use crate::device::launch::Grid;
+use crate::device::module::Function;
 use crate::device::range::{Span, Word};
 use crate::device::stream::Stream;
+use crate::dtype::RecordShape;
 use crate::error::DeviceError;
 use crate::plan::SlotShape;
+
+const KERNEL: &str = "pack";
 
 /// Rows of a slot that one block writes, at most: `PART_ROWS` in the source.
 const PART_ROWS: u32 = 512;
 
-/// What [`Kernels::pack`] reads and writes. Memory may be larger than what is named here.
+/// What [`Kernels::pack`] and [`Kernels::pack_fp8`] read and write. Memory may be larger than what is named here.
 #[derive(Clone, Copy, Debug)]
 pub struct Pack<'a> {
     /// The shape of every slot.
     pub shape: SlotShape,
     /// Tokens of this call, at most those of the shape.
     pub tokens: u32,
-    /// Rows, `[tokens, row_bytes]`, at a multiple of 16 bytes.
+    /// Rows, `[tokens, row_bytes]` or, to fp8, `bf16 [tokens, hidden]`, at a multiple of 16 bytes.
     pub x: Span<'a>,
     /// Choices, `i32 [tokens, top_k]`; -1 is dropped.
     pub experts: Span<'a>,
@@ -64,7 +68,7 @@ struct Parameters {
     top_k: u32,
     n_experts: u32,
     ranks: u32,
-    unused: u32,
+    hidden: u32,
 }
 
 impl Kernels {
@@ -75,7 +79,36 @@ impl Kernels {
     /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
     /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
     pub fn pack(&self, stream: &Stream, pack: &Pack<'_>) -> Result<(), DeviceError> {
-        const KERNEL: &str = "pack";
+        self.pack_rows(stream, pack, &self.pack, pack.shape.row_bytes(), 0)
+    }
+
+    /// As [`pack`](Self::pack), but a row of a slot is the [record](RecordShape) of one: e4m3, with a scale for each block
+    /// of 128 values, as `Rows::quantise` makes it. `x` is `bf16 [tokens, hidden]`.
+    ///
+    /// # Errors
+    /// As [`pack`](Self::pack). [`DeviceError::Shape`] also if the rows of the shape are not the records of `hidden` values, or
+    /// these not whole vectors of 16 bytes.
+    pub fn pack_fp8(&self, stream: &Stream, pack: &Pack<'_>, hidden: u32) -> Result<(), DeviceError> {
+        let refuse =
+            |what, given, expected| Err(DeviceError::Shape { kernel: KERNEL, what, given, expected });
+        if !hidden.is_multiple_of(8) || !(1..1 << 28).contains(&hidden) {
+            return refuse("hidden", hidden.into(), "a multiple of 8 below 2^28");
+        }
+        if pack.shape.row_bytes() != RecordShape::new(hidden).bytes() as u64 {
+            return refuse("row_bytes", pack.shape.row_bytes(), "those of a record");
+        }
+        self.pack_rows(stream, pack, &self.pack_fp8, u64::from(hidden) * 2, hidden)
+    }
+
+    /// `row_bytes` is that of `x`.
+    fn pack_rows(
+        &self,
+        stream: &Stream,
+        pack: &Pack<'_>,
+        function: &Function,
+        row_bytes: u64,
+        hidden: u32,
+    ) -> Result<(), DeviceError> {
         let (shape, ranks) = (pack.shape, pack.slots.count);
         let refuse =
             |what, given, expected| Err(DeviceError::Shape { kernel: KERNEL, what, given, expected });
@@ -93,7 +126,7 @@ impl Kernels {
         let map = bytes([pack.n_experts.into(), WORD]);
         let mut operands = Operands::of(KERNEL, stream);
         let parameters = Parameters {
-            x: operands.span("x", pack.x, bytes([tokens, shape.row_bytes()]), VECTOR)?,
+            x: operands.span("x", pack.x, bytes([tokens, row_bytes]), VECTOR)?,
             experts: operands.span("experts", pack.experts, choices, WORD)?,
             weights: operands.span("weights", pack.weights, choices, WORD)?,
             rank_of: operands.span("rank_of", pack.rank_of, map, WORD)?,
@@ -111,7 +144,7 @@ impl Kernels {
             top_k: shape.top_k(),
             n_experts: pack.n_experts,
             ranks,
-            unused: 0,
+            hidden,
         };
         // Two blocks for each multiprocessor, or as many as it takes for each to have a part it can hold.
         let blocks = stream.context.facts().multiprocessors.saturating_mul(2);
@@ -120,6 +153,6 @@ impl Kernels {
         let grid = Grid { blocks: [parts, ranks, 1], ..Grid::line(1, THREADS) };
         // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked: tokens below `tokens`,
         // rows below `max_tokens`, experts below `n_experts`, ranks below `ranks`, and every id is compared before it is used.
-        unsafe { self.pack.launch_struct(stream, operands.held(), grid, &parameters) }
+        unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 }
