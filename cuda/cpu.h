@@ -1,9 +1,9 @@
 // What CUDA has and C has not, for kernels on the CPU.
 //
 // The blocks of a grid run one after the other, on the thread that launches. The threads of a block are fibres: one runs to
-// its next barrier, then the next one does. They take turns from front to back, then from back to front, so that a barrier
-// that is missing shows, and a barrier that only some of them reach ends the process. Shared memory is full of poison when a
-// block begins. What is atomic is so among threads and processes, too.
+// its next barrier, then the next one does. They take turns from front to back, then from back to front, and which comes first
+// differs between blocks and launches, so that a barrier that is missing shows; one that only some of them reach ends the
+// process. Shared memory is full of poison when a block begins. What is atomic is so among threads and processes, too.
 #pragma once
 
 #define _GNU_SOURCE
@@ -45,7 +45,7 @@ typedef struct {
 // One launch: of the thread that runs it.
 static _Thread_local struct {
     CpuThread *threads, *current;
-    u32 count;
+    u32 count, launches;
     Index grid, block, at;
     ucontext_t scheduler;
     void (*kernel)(const void *);
@@ -102,7 +102,7 @@ static void cpu_run_block(char *stacks) {
         thread->number = i;
         thread->index = (Index){ i % cpu.block.x, i / cpu.block.x % cpu.block.y, i / cpu.block.x / cpu.block.y };
     }
-    for (u32 turn = cpu.at.x; !cpu_release(0, cpu.count, CPU_DONE); turn++) {
+    for (u32 turn = cpu.launches + cpu.at.x; !cpu_release(0, cpu.count, CPU_DONE); turn++) {
         for (u32 i = 0; i < cpu.count; i++) {
             cpu.current = &cpu.threads[turn & 1 ? cpu.count - 1 - i : i];
             if (cpu.current->state == CPU_RUNS) swapcontext(&cpu.scheduler, &cpu.current->context);
@@ -122,6 +122,7 @@ __attribute__((unused)) static void
 cpu_launch(void (*kernel)(const void *), const void *parameters, const u32 *grid, const u32 *block) {
     cpu.count = block[0] * block[1] * block[2];
     if (cpu.count > CPU_THREADS) cpu_fail("too many threads");
+    cpu.launches++;
     cpu.kernel = kernel;
     cpu.parameters = parameters;
     cpu.grid = (Index){ grid[0], grid[1], grid[2] };

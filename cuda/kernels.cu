@@ -1,3 +1,6 @@
 // All kernels: one module.
+#include "counts.cu"
 #include "pack.cu"
+#include "regroup.cu"
 #include "sum.cu"
+#include "sum_choices.cu"

@@ -59,7 +59,7 @@ pub use dma_buf::DmaBuf;
 pub use driver::Driver;
 pub use event::Event;
 pub use flags::MemoryOperations;
-pub use kernels::{Addresses, Kernels, Pack, Status, Sum};
+pub use kernels::{Addresses, Counts, Kernels, Pack, Regroup, Status, Sum, SumChoices};
 pub use launch::{Grid, Parameters};
 pub use module::{Function, Module};
 pub use pinned::PinnedMemory;

@@ -7,10 +7,13 @@
 #[path = "../device/apart.rs"]
 mod apart;
 mod buffer;
+mod counts;
 mod pack;
+mod regroup;
 #[path = "../rows_common/mod.rs"]
 mod rows_common;
 mod sum;
+mod sum_choices;
 mod world;
 
 use std::path::Path;

@@ -220,6 +220,27 @@ fn an_expert_that_does_not_exist_is_reported_with_its_token_and_counts_as_droppe
 }
 
 #[test]
+fn a_map_that_names_no_rank_is_reported_with_the_first_token_and_counts_as_dropped() {
+    with_kernels(
+        "pack::a_map_that_names_no_rank_is_reported_with_the_first_token_and_counts_as_dropped",
+        |device| {
+            let shape = SlotShape::new(30, 2, 32).unwrap();
+            for rank in [4, -1, i32::MAX, i32::MIN] {
+                let mut input = Input::any(&mut Random(6), shape, (8, 4), 0, 30);
+                input.misplaced = Some((5, rank));
+                let token = input.experts.iter().position(|&expert| expert == 5).unwrap() as u32 / 2;
+                let packed = pack(device, &input, 6);
+                assert_eq!(packed.status, Some(Status::RankOutOfRange { token }), "{rank}");
+                for rank in 0..4 {
+                    assert!(packed.slots[rank as usize] == input.slot(rank, DIGEST, 7), "{rank}");
+                }
+                assert_eq!(packed.places, input.places());
+            }
+        },
+    );
+}
+
+#[test]
 fn operands_that_are_too_small_or_misaligned_are_refused_by_name() {
     with_kernels("pack::operands_that_are_too_small_or_misaligned_are_refused_by_name", |device| {
         let Device { context, stream, kernels } = device;

@@ -15,6 +15,8 @@ pub struct Input {
     pub x: Vec<u8>,
     pub experts: Vec<i32>,
     pub weights: Vec<f32>,
+    /// An expert that the table has at another rank than the map.
+    pub misplaced: Option<(usize, i32)>,
 }
 
 impl Input {
@@ -34,7 +36,7 @@ impl Input {
         let any_expert =
             |_| if random.next() & 3 == 0 { -1 } else { (random.next() % u64::from(experts)) as i32 };
         let experts = (0..choices).map(any_expert).collect();
-        Input { shape, map, source, tokens, x, experts, weights }
+        Input { shape, map, source, tokens, x, experts, weights, misplaced: None }
     }
 
     /// The rank of each expert, and its number there.
@@ -43,7 +45,11 @@ impl Input {
         let rank = |expert| self.map.rank_of(slot(expert));
         let local = |expert| slot(expert) - self.map.slots_of(rank(expert)).start;
         let experts = 0..self.map.experts();
-        (experts.clone().map(|e| rank(e) as i32).collect(), experts.map(|e| local(e) as i32).collect())
+        let mut ranks: Vec<i32> = experts.clone().map(|e| rank(e) as i32).collect();
+        if let Some((expert, rank)) = self.misplaced {
+            ranks[expert] = rank;
+        }
+        (ranks, experts.map(|e| local(e) as i32).collect())
     }
 
     /// The token's choices with those at other ranks as -1, by local numbers.

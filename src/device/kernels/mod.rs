@@ -15,18 +15,25 @@
 //! stays. A sum whose word is set writes zeros: what was computed from rows that cannot be believed never looks like a result.
 
 mod addresses;
+mod counts;
 mod operands;
 mod pack;
+mod regroup;
 mod status;
 mod sum;
+mod sum_choices;
+mod sums;
 
 use std::ffi::CStr;
 use std::sync::Arc;
 
 pub use addresses::Addresses;
+pub use counts::Counts;
 pub use pack::Pack;
+pub use regroup::Regroup;
 pub use status::Status;
 pub use sum::Sum;
+pub use sum_choices::SumChoices;
 
 use super::context::Context;
 use super::module::{Function, Module};
@@ -44,6 +51,9 @@ pub struct Kernels {
     pack: Function,
     pack_fp8: Function,
     sums: sum::Functions,
+    sums_of_choices: sum_choices::Functions,
+    regroup: Function,
+    counts: Function,
 }
 
 impl Kernels {
@@ -58,6 +68,9 @@ impl Kernels {
             pack: module.function(c"pack")?,
             pack_fp8: module.function(c"pack_fp8")?,
             sums: sum::Functions::of(&module)?,
+            sums_of_choices: sum_choices::Functions::of(&module)?,
+            regroup: module.function(c"regroup")?,
+            counts: module.function(c"counts")?,
         })
     }
 }

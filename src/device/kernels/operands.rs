@@ -41,6 +41,17 @@ impl<'a> Operands<'a> {
         Ok(span.address)
     }
 
+    /// As [`span`](Self::span), or 0 for none.
+    pub fn optional(
+        &mut self,
+        what: &'static str,
+        span: Option<Span<'_>>,
+        needed: Option<u64>,
+        align: u64,
+    ) -> Result<u64, DeviceError> {
+        span.map_or(Ok(0), |span| self.span(what, span, needed, align))
+    }
+
     /// A word.
     pub fn word<T: Value>(&mut self, word: Word<'_, T>) -> Result<u64, DeviceError> {
         word.range.check_reach(self.device)?;

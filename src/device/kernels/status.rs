@@ -3,16 +3,17 @@
 /// The meaning of a status word that is not 0. Numbers of tokens and ranks are the lower 24 bits of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Status {
-    /// Pack: a choice is neither an expert nor -1. It counts as dropped.
+    /// A choice is neither an expert nor -1. It counts as dropped; a sum of choices gives its token zeros.
     #[error("token {token} names an expert that does not exist")]
     ExpertOutOfRange {
-        /// The first such token.
+        /// The token; for pack the first one.
         token: u32,
     },
-    /// Pack: the map has an expert at a rank that does not exist. The choice counts as dropped.
+    /// The map has an expert at a rank that does not exist. The choice counts as dropped; a sum of choices gives its token
+    /// zeros.
     #[error("the expert map has an expert of token {token} at a rank that does not exist")]
     RankOutOfRange {
-        /// The first token that chose such an expert.
+        /// The token that chose it; for pack the first one.
         token: u32,
     },
     /// Sum: what lies in the slot of a rank is not of this call.
@@ -33,6 +34,12 @@ pub enum Status {
         /// The token.
         token: u32,
     },
+    /// Regroup and sums of choices: an index names a row that does not exist. The row, or the results of the token, are zeros.
+    #[error("an index names a row that does not exist, for row or token {at}")]
+    IndexOutOfRange {
+        /// The row that was to be made, or the token.
+        at: u32,
+    },
     /// A word that no kernel writes: set by somebody else.
     #[error("the status word was set to {word:#x}")]
     Foreign {
@@ -52,6 +59,7 @@ impl Status {
             3 => Status::OtherCall { rank: about },
             4 => Status::OtherDigest { rank: about },
             5 => Status::PlaceOutOfRange { token: about },
+            6 => Status::IndexOutOfRange { at: about },
             _ => Status::Foreign { word },
         })
     }

@@ -3,17 +3,13 @@
 use std::sync::Arc;
 
 use super::operands::{Operands, VECTOR, WORD, bytes};
-use super::{Addresses, Kernels, THREADS};
-use crate::device::launch::Grid;
+use super::{Addresses, Kernels, sums};
 use crate::device::module::{Function, Module};
 use crate::device::range::{Span, Word};
 use crate::device::stream::Stream;
 use crate::dtype::Dtype;
 use crate::error::DeviceError;
 use crate::plan::SlotShape;
-
-/// Blocks that a multiprocessor has at work.
-const BLOCKS_AT_WORK: u32 = 8;
 
 /// What [`Kernels::sum`] reads and writes. Memory may be larger than what is named here.
 #[derive(Clone, Copy, Debug)]
@@ -114,10 +110,7 @@ impl Kernels {
         if sum.tokens > shape.max_tokens() {
             return refuse("tokens", sum.tokens.into(), "at most the tokens of a slot");
         }
-        let elements = (VECTOR / sum.dtype.size() as u64) as u32;
-        if sum.columns == 0 || !sum.columns.is_multiple_of(elements) || sum.columns >= 1 << 30 {
-            return refuse("columns", sum.columns.into(), "whole vectors of 16 bytes, and less than 2^30");
-        }
+        sums::check_columns(KERNEL, sum.columns, sum.dtype)?;
         let (tokens, columns) = (u64::from(sum.tokens), u64::from(sum.columns));
         let home = bytes([shape.max_tokens().into(), columns, sum.rows.size() as u64]);
         let received = bytes([ranks.into(), shape.bytes()]);
@@ -137,10 +130,7 @@ impl Kernels {
             columns: sum.columns,
         };
         // Heads are compared even if there is nothing to add up.
-        let across = (sum.columns / elements).div_ceil(THREADS).min(1 << 15);
-        let at_work = stream.context.facts().multiprocessors.saturating_mul(BLOCKS_AT_WORK);
-        let down = sum.tokens.min(at_work.div_ceil(across)).max(1);
-        let grid = Grid { blocks: [down, across, 1], ..Grid::line(1, THREADS) };
+        let grid = sums::grid(stream, sum.tokens, sum.columns, sum.dtype);
         // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked: tokens below `tokens`,
         // columns below `columns`, ranks below `ranks`, and every place is compared before it is used.
         unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }

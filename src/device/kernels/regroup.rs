@@ -1,0 +1,85 @@
+//! The launch of `cuda/regroup.cu`.
+
+use super::operands::{Operands, VECTOR, WORD, bytes};
+use super::{Kernels, THREADS};
+use crate::device::launch::Grid;
+use crate::device::range::{Span, Word};
+use crate::device::stream::Stream;
+use crate::error::DeviceError;
+
+/// Blocks that a multiprocessor has at work, and vectors that a thread moves at a time: `IN_FLIGHT` in the source.
+const BLOCKS_AT_WORK: u32 = 8;
+const IN_FLIGHT: u64 = 4;
+
+/// What [`Kernels::regroup`] reads and writes. Memory may be larger than what is named here.
+#[derive(Clone, Copy, Debug)]
+pub struct Regroup<'a> {
+    /// Bytes of a row, a multiple of 16.
+    pub row_bytes: u64,
+    /// Rows that are there.
+    pub sources: u32,
+    /// Rows that are made.
+    pub rows: u32,
+    /// `[sources, row_bytes]`, at a multiple of 16 bytes.
+    pub from: Span<'a>,
+    /// The source of each row, `i32 [rows]`; -1 gives zeros, as pads are.
+    pub index: Span<'a>,
+    /// `[rows, row_bytes]`, at a multiple of 16 bytes.
+    pub out: Span<'a>,
+    /// Where a fault is written: a [`Status`](super::Status).
+    pub status: Word<'a, u32>,
+}
+
+/// `struct Regroup` of the source.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct Parameters {
+    out: u64,
+    from: u64,
+    index: u64,
+    status: u64,
+    row_bytes: u64,
+    rows: u32,
+    sources: u32,
+}
+
+impl Kernels {
+    /// Enqueues the gathering of rows: `out[i] = from[index[i]]`. Where no kernel is wanted, a grouped matrix product that takes
+    /// a row index does without it.
+    ///
+    /// # Errors
+    /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
+    /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    pub fn regroup(&self, stream: &Stream, regroup: &Regroup<'_>) -> Result<(), DeviceError> {
+        const KERNEL: &str = "regroup";
+        let Regroup { row_bytes, sources, rows, .. } = *regroup;
+        let refuse =
+            |what, given, expected| Err(DeviceError::Shape { kernel: KERNEL, what, given, expected });
+        if row_bytes == 0 || !row_bytes.is_multiple_of(VECTOR) || row_bytes >= 1 << 32 {
+            return refuse("row_bytes", row_bytes, "a multiple of 16 below 2^32");
+        }
+        for (what, given) in [("sources", sources), ("rows", rows)] {
+            if given > i32::MAX as u32 {
+                return refuse(what, given.into(), "less than 2^31");
+            }
+        }
+        let mut operands = Operands::of(KERNEL, stream);
+        let parameters = Parameters {
+            out: operands.span("out", regroup.out, bytes([rows.into(), row_bytes]), VECTOR)?,
+            from: operands.span("from", regroup.from, bytes([sources.into(), row_bytes]), VECTOR)?,
+            index: operands.span("index", regroup.index, bytes([rows.into(), WORD]), WORD)?,
+            status: operands.word(regroup.status)?,
+            row_bytes,
+            rows,
+            sources,
+        };
+        let needed = (u64::from(rows) * (row_bytes / VECTOR)).div_ceil(u64::from(THREADS) * IN_FLIGHT);
+        let at_work = stream.context.facts().multiprocessors.saturating_mul(BLOCKS_AT_WORK).clamp(1, 1 << 16);
+        let blocks = needed.clamp(1, at_work.into()) as u32;
+        // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked: rows below `rows`, and
+        // every index is compared with `sources` before it is used.
+        unsafe {
+            self.regroup.launch_struct(stream, operands.held(), Grid::line(blocks, THREADS), &parameters)
+        }
+    }
+}
