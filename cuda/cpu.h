@@ -12,7 +12,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <ucontext.h>
 
 typedef int32_t i32;
 typedef uint32_t u32;
@@ -33,10 +32,42 @@ typedef struct { u32 x, y, z, w; } __attribute__((aligned(16), may_alias)) uint4
 
 enum { CPU_THREADS = 1024, CPU_LANES = 32, CPU_STACK = 64 << 10, CPU_SHARED = 48 << 10 };
 
+// A fibre that does not run: where its stack ends, with what a call must keep on it. The C library's contexts do the same with
+// two system calls for each change, which are most of what a kernel would take.
+#if defined(__x86_64__)
+typedef void *CpuContext;
+
+__attribute__((naked, noinline, unused)) static void cpu_switch(CpuContext *from, CpuContext *to) {
+    __asm__("pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
+            "movq %rsp, (%rdi)\n movq (%rsi), %rsp\n"
+            "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n ret");
+}
+
+static void cpu_prepare(CpuContext *context, char *stack, void (*entry)(void)) {
+    u64 *top = (u64 *)(((size_t)stack + CPU_STACK) & ~(size_t)15);
+    *--top = 0; // as after a call
+    *--top = (u64)(size_t)entry;
+    for (int i = 0; i < 6; i++) *--top = 0;
+    *context = top;
+}
+#else
+#include <ucontext.h>
+typedef ucontext_t CpuContext;
+
+static void cpu_switch(CpuContext *from, CpuContext *to) { swapcontext(from, to); }
+
+static void cpu_prepare(CpuContext *context, char *stack, void (*entry)(void)) {
+    getcontext(context);
+    context->uc_stack.ss_sp = stack;
+    context->uc_stack.ss_size = CPU_STACK;
+    makecontext(context, entry, 0);
+}
+#endif
+
 typedef enum { CPU_RUNS, CPU_AT_BLOCK, CPU_AT_WARP, CPU_DONE } CpuState;
 
 typedef struct {
-    ucontext_t context;
+    CpuContext context;
     CpuState state;
     Index index;
     u32 number;
@@ -47,7 +78,7 @@ static _Thread_local struct {
     CpuThread *threads, *current;
     u32 count, launches;
     Index grid, block, at;
-    ucontext_t scheduler;
+    CpuContext scheduler;
     void (*kernel)(const void *);
     const void *parameters;
     u64 exchange[CPU_THREADS];
@@ -73,13 +104,13 @@ DEVICE void *cpu_block_memory(size_t bytes) {
 static void cpu_wait(CpuState at) {
     CpuThread *self = cpu.current;
     self->state = at;
-    swapcontext(&self->context, &cpu.scheduler);
+    cpu_switch(&self->context, &cpu.scheduler);
 }
 
 static void cpu_enter(void) {
     cpu.kernel(cpu.parameters);
     cpu.current->state = CPU_DONE;
-    setcontext(&cpu.scheduler);
+    cpu_switch(&cpu.current->context, &cpu.scheduler);
 }
 
 // Lets threads from `first` to `last` go on if all of them wait at the same kind of barrier.
@@ -94,10 +125,7 @@ static void cpu_run_block(char *stacks) {
     memset(cpu.shared, 0xa5, sizeof cpu.shared);
     for (u32 i = 0; i < cpu.count; i++) {
         CpuThread *thread = &cpu.threads[i];
-        getcontext(&thread->context);
-        thread->context.uc_stack.ss_sp = stacks + (size_t)i * CPU_STACK;
-        thread->context.uc_stack.ss_size = CPU_STACK;
-        makecontext(&thread->context, cpu_enter, 0);
+        cpu_prepare(&thread->context, stacks + (size_t)i * CPU_STACK, cpu_enter);
         thread->state = CPU_RUNS;
         thread->number = i;
         thread->index = (Index){ i % cpu.block.x, i / cpu.block.x % cpu.block.y, i / cpu.block.x / cpu.block.y };
@@ -105,7 +133,7 @@ static void cpu_run_block(char *stacks) {
     for (u32 turn = cpu.launches + cpu.at.x; !cpu_release(0, cpu.count, CPU_DONE); turn++) {
         for (u32 i = 0; i < cpu.count; i++) {
             cpu.current = &cpu.threads[turn & 1 ? cpu.count - 1 - i : i];
-            if (cpu.current->state == CPU_RUNS) swapcontext(&cpu.scheduler, &cpu.current->context);
+            if (cpu.current->state == CPU_RUNS) cpu_switch(&cpu.scheduler, &cpu.current->context);
         }
         int released = cpu_release(0, cpu.count, CPU_AT_BLOCK);
         for (u32 first = 0; first < cpu.count; first += CPU_LANES) {

@@ -1,4 +1,5 @@
 // All kernels: one module.
+#include "check.cu"
 #include "counts.cu"
 #include "pack.cu"
 #include "regroup.cu"

@@ -39,7 +39,7 @@ DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 #define AT(Type, address) ((Type *)(size_t)(address))
 
 // A status word is 0 while all is well, then the first error: its code, and in the upper 24 bits what it is about. The same
-// codes stand in src/device/kernels/status.rs.
+// codes stand in src/error/fault.rs.
 enum {
     EXPERT_OUT_OF_RANGE = 1,
     RANK_OUT_OF_RANGE = 2,

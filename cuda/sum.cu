@@ -2,27 +2,19 @@
 //
 //     grid (tokens, parts of a row). A warp finds the rows of its token together, then each lane sums 16 bytes of columns.
 //
-// Before that every block compares the heads of the slots that were received with what this rank expects: rows of another
-// call, or of ranks that were set up otherwise, must not be believed. Then, and where the status word is set already, zeros
-// are written.
+// Where the status word is set, zeros are written.
 #include "rows.h"
-#include "slot.h"
 
 struct Sum {
     u64 out;        // [tokens, columns]
     u64 homes;      // u64 [ranks]: addresses of partial rows, [max_tokens, columns]
     u64 places;     // i32 [tokens, ranks], as pack wrote them
-    u64 received;   // the slots that this rank received, one for each rank
-    u64 slot_bytes; // from one to the next
-    u64 counter;    // u64: the call that they must be of
     u64 status;     // u32
-    u64 digest;
     u32 tokens, max_tokens, ranks, columns;
 };
 
 struct SumBlock {
-    u32 fault; // of the first rank that has one: twice its number, odd for another digest
-    u32 status;
+    u32 status; // as it was when the block began: the same for all of its threads
 };
 
 // Vectors that a thread has on their way at a time.
@@ -30,21 +22,9 @@ enum { SUMMED = 8 };
 
 // Whether something forbids to believe the rows.
 DEVICE int refused(const struct Sum *p, struct SumBlock *s) {
-    if (threadIdx.x == 0) {
-        s->fault = ~0u;
-        s->status = *AT(const u32, p->status);
-    }
+    if (threadIdx.x == 0) s->status = *AT(const u32, p->status);
     __syncthreads();
-    u64 call = *AT(const u64, p->counter);
-    for (u32 rank = threadIdx.x; rank < p->ranks; rank += THREADS) {
-        const struct Head *head = AT(const struct Head, p->received + rank * p->slot_bytes);
-        if (head->digest != p->digest) atomicMin(&s->fault, rank * 2 + 1);
-        else if (head->call != call) atomicMin(&s->fault, rank * 2);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0 && s->fault != ~0u)
-        report(p->status, s->fault & 1 ? OTHER_DIGEST : OTHER_CALL, s->fault >> 1);
-    return s->status != 0 || s->fault != ~0u;
+    return s->status != 0;
 }
 
 // Adds up the rows of a token: 16 bytes of results, from `column` on. All lanes of a warp take part, also those that are

@@ -88,6 +88,13 @@ functions! {
     cuEventQuery(sys::CUevent);
     cuEventSynchronize(sys::CUevent);
 
+    cuStreamBeginCapture_v2(sys::CUstream, sys::CUstreamCaptureMode);
+    cuStreamEndCapture(sys::CUstream, *mut sys::CUgraph);
+    cuGraphInstantiateWithFlags(*mut sys::CUgraphExec, sys::CUgraph, c_ulonglong);
+    cuGraphLaunch(sys::CUgraphExec, sys::CUstream);
+    cuGraphDestroy(sys::CUgraph);
+    cuGraphExecDestroy(sys::CUgraphExec);
+
     cuStreamWriteValue32_v2(sys::CUstream, sys::CUdeviceptr, u32, c_uint);
     cuStreamWriteValue64_v2(sys::CUstream, sys::CUdeviceptr, u64, c_uint);
     cuStreamWaitValue32_v2(sys::CUstream, sys::CUdeviceptr, u32, c_uint);

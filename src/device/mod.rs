@@ -4,6 +4,7 @@
 //!   Driver ── probe: data, which `sidelane doctor` puts in words
 //!     └── Context (a device's primary one)
 //!           ├── Stream, Event       own, or a caller's
+//!           ├── Graph               what a stream was given once, to be run again
 //!           ├── Reservation         one range of addresses: base + member * stride + offset
 //!           │     └── Range         a member's memory: made here, or imported by its descriptor
 //!           ├── PinnedMemory        of the host, with an address that devices know
@@ -41,6 +42,7 @@ mod driver;
 mod event;
 mod flags;
 mod functions;
+mod graph;
 mod kernels;
 mod launch;
 mod library;
@@ -59,7 +61,8 @@ pub use dma_buf::DmaBuf;
 pub use driver::Driver;
 pub use event::Event;
 pub use flags::MemoryOperations;
-pub use kernels::{Addresses, Counts, Kernels, Pack, Regroup, Status, Sum, SumChoices};
+pub use graph::Graph;
+pub use kernels::{Addresses, Check, Counts, Kernels, Pack, Regroup, Sum, SumChoices};
 pub use launch::{Grid, Parameters};
 pub use module::{Function, Module};
 pub use pinned::PinnedMemory;

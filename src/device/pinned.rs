@@ -95,6 +95,13 @@ impl PinnedMemory {
         &self.range
     }
 
+    /// Whether anybody but this value has a claim on it: clones and ranges of it, and streams that use it and have not been
+    /// seen to be done.
+    pub fn is_claimed(&self) -> bool {
+        // Two claims are this value's own: the memory, and the range as devices see it.
+        Arc::strong_count(&self.pinned) > 2
+    }
+
     /// Its size in bytes.
     pub fn len(&self) -> usize {
         self.pinned.len

@@ -44,6 +44,7 @@ mod records;
 mod relay;
 mod remap;
 mod slices;
+pub mod stream;
 
 pub use buffers::{Contribution, ExpertOutput, ExpertRows, TokenBuffer};
 pub use builder::ExpertParallelBuilder;
@@ -56,3 +57,4 @@ pub use index::RowIndex;
 pub use parallel::ExpertParallel;
 pub use records::Strided;
 pub use slices::TokenSlices;
+pub use stream::{StreamExchange, StreamExchangeBuilder, StreamReport, StreamTokens};

@@ -11,7 +11,7 @@ use super::handle::Inner;
 use super::meeting::{Meeting, Numbers};
 use super::relay::{Relay, Seat};
 use super::{ExpertParallelBuilder, Handle, LaneUse, TokenBuffer};
-use crate::error::{CallKind, Cause, Error, LaneError, PlanError};
+use crate::error::{CallKind, Error, PlanError};
 use crate::exec::Host;
 use crate::lane::{Lanes, Part, Port, Window};
 use crate::memory::{Extent, Licence, Pool};
@@ -138,20 +138,9 @@ impl Fixed {
         Meeting { fixed: self, setting, calls }
     }
 
-    /// An error amid a call ends the world: peers must not wait for a rank that has given up, nor take it for the
-    /// reason. A rank that left while it was awaited kills no world by itself: whoever noticed says so.
+    /// An error amid a call ends the world.
     pub fn fail(&self, error: Error) -> Error {
-        let hub = &self.shared.hub;
-        match &error {
-            Error::Lane(LaneError::Deadline { peer, waited, .. }) => {
-                let rank = self.lanes.world_ranks.get(*peer as usize).copied().unwrap_or(*peer);
-                hub.cancel(Cause::Stalled { rank, by: hub.rank(), waited: *waited });
-            }
-            Error::World(cause) if hub.health().check().is_ok() => hub.cancel(cause.clone()),
-            Error::World(_) => {}
-            _ => hub.cancel(Cause::Cancelled { by: hub.rank() }),
-        }
-        error
+        self.shared.fail(&self.lanes.world_ranks, error)
     }
 }
 

@@ -133,6 +133,14 @@ pub enum CallError {
         /// The call that made the handle given.
         expected: u64,
     },
+    /// A call of an exchange that takes its calls in turns.
+    #[error("{call} is not next: {expected} is")]
+    OutOfTurn {
+        /// What was called.
+        call: &'static str,
+        /// What is next.
+        expected: &'static str,
+    },
     /// A gradient was asked for that the forward call did not keep.
     #[error("{missing} was not kept by the forward call")]
     NotKept {

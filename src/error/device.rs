@@ -1,5 +1,6 @@
 //! Errors of the device room: the driver, what a GPU lacks, and what a call was refused for.
 
+use super::Fault;
 use crate::dtype::Dtype;
 
 /// A GPU could not be used, or did not do what it was asked to.
@@ -252,6 +253,14 @@ pub enum DeviceError {
         rows: Dtype,
         /// Type of the results.
         out: Dtype,
+    },
+    /// A kernel found something wrong: what was computed since is worth nothing.
+    #[error("device {device}: {fault}")]
+    Fault {
+        /// The device.
+        device: u32,
+        /// What it found.
+        fault: Fault,
     },
     /// Kernels are loaded at their first launch, which locks the context.
     #[error(

@@ -14,6 +14,7 @@
 //! ```
 
 mod agree;
+mod device_window;
 mod group;
 mod rails;
 mod setup;
@@ -26,5 +27,6 @@ pub use rails::{RailReport, Why};
 pub use setup::{Options, World};
 pub use window::Window;
 
+pub(crate) use device_window::DeviceWindow;
 pub(crate) use group::SymmetricRange;
 pub(crate) use setup::Shared;

@@ -10,7 +10,7 @@ use super::rails::{Place, RailReport, Rails};
 use super::{Group, agree};
 use crate::bootstrap::{self, Clocks, Health, Hub, Identity, Location, Secret};
 use crate::config::{Config, RailChoice, TcpAddress};
-use crate::error::{BootstrapError, Cause, Error, MemoryError};
+use crate::error::{BootstrapError, Cause, Error, LaneError, MemoryError};
 use crate::exec::Recorder;
 use crate::memory::{Heap, HeapSizes, Pool, Segment};
 use crate::rows::{Rows, Simd};
@@ -326,6 +326,23 @@ impl Shared {
                 shared.hub.cancel(cause.clone());
             }
         });
+    }
+
+    /// An error amid a call ends the world: peers must not wait for a rank that has given up, nor take it for the
+    /// reason. A rank that left while it was awaited kills no world by itself: whoever noticed says so. The error's
+    /// ranks are positions among `ranks`.
+    pub(crate) fn fail(&self, ranks: &[u32], error: Error) -> Error {
+        let hub = &self.hub;
+        match &error {
+            Error::Lane(LaneError::Deadline { peer, waited, .. }) => {
+                let rank = ranks.get(*peer as usize).copied().unwrap_or(*peer);
+                hub.cancel(Cause::Stalled { rank, by: hub.rank(), waited: *waited });
+            }
+            Error::World(cause) if hub.health().check().is_ok() => hub.cancel(cause.clone()),
+            Error::World(_) => {}
+            _ => hub.cancel(Cause::Cancelled { by: hub.rank() }),
+        }
+        error
     }
 
     /// Whether descriptors can be passed to a rank.

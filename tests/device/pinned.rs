@@ -44,7 +44,9 @@ fn memory_that_is_there_is_pinned_where_it_lies_and_kept() {
     assert_eq!(words[5].load(Ordering::Acquire), 555);
     fill(&stream, &memory.range().part(16, 8).unwrap(), &9_u64.to_ne_bytes());
     assert_eq!(words[2].load(Ordering::Acquire), 9);
+    assert!(!memory.is_claimed(), "the stream was seen to be done");
     let range = memory.range().clone();
+    assert!(memory.is_claimed());
     drop(memory);
     assert_eq!(Arc::strong_count(&words), 2, "a range is a claim");
     drop(range);

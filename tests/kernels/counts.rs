@@ -1,6 +1,7 @@
 //! Counting rows for experts and ranks.
 
-use sidelane::device::{Counts, Status};
+use sidelane::device::Counts;
+use sidelane::error::Fault;
 use sidelane::error::DeviceError;
 use sidelane::plan::SlotShape;
 
@@ -10,7 +11,7 @@ use super::world::Input;
 use super::{Device, with_kernels};
 
 /// Rows per expert and per rank as the device counts them, and its status.
-fn counts(device: &Device, input: &Input) -> (Vec<u32>, Vec<u32>, Option<Status>) {
+fn counts(device: &Device, input: &Input) -> (Vec<u32>, Vec<u32>, Option<Fault>) {
     let Device { context, stream, kernels } = device;
     let (n_experts, ranks) = (input.map.experts(), input.map.ranks());
     let (experts, rank_of) =
@@ -31,7 +32,7 @@ fn counts(device: &Device, input: &Input) -> (Vec<u32>, Vec<u32>, Option<Status>
     };
     kernels.counts(stream, &counts).unwrap();
     stream.synchronize().unwrap();
-    (per_expert.read(), per_rank.read(), Status::of(status.read::<u32>()[0]))
+    (per_expert.read(), per_rank.read(), Fault::of(status.read::<u32>()[0]))
 }
 
 /// The same by the definition.
@@ -68,7 +69,7 @@ fn an_expert_that_does_not_exist_is_reported_and_counts_nowhere() {
             let mut input = Input::any(&mut Random(3), shape, (8, 4), 0, 50);
             input.experts[61] = bad;
             let (per_expert, per_rank) = reference(&input);
-            let status = Some(Status::ExpertOutOfRange { token: 30 });
+            let status = Some(Fault::ExpertOutOfRange { token: 30 });
             assert_eq!(counts(device, &input), (per_expert, per_rank, status));
         }
     });
@@ -84,7 +85,7 @@ fn a_map_that_names_no_rank_is_reported_and_counts_for_its_expert_alone() {
             input.experts[91] = 5;
             input.misplaced = Some((5, rank));
             let (per_expert, per_rank) = reference(&input);
-            let status = Some(Status::RankOutOfRange { token: 45 });
+            let status = Some(Fault::RankOutOfRange { token: 45 });
             assert_eq!(counts(device, &input), (per_expert, per_rank, status), "{rank}");
         }
     });

@@ -7,6 +7,7 @@
 #[path = "../device/apart.rs"]
 mod apart;
 mod buffer;
+mod check;
 mod counts;
 mod pack;
 mod regroup;

@@ -1,8 +1,8 @@
 //! Packing into slots.
 
-use sidelane::device::{Addresses, Pack, Status};
+use sidelane::device::{Addresses, Pack};
 use sidelane::dtype::RecordShape;
-use sidelane::error::DeviceError;
+use sidelane::error::{DeviceError, Fault};
 use sidelane::plan::SlotShape;
 use sidelane::rows::{Arithmetic, Rows, Simd, Stores};
 
@@ -19,7 +19,7 @@ pub struct Packed {
     pub slots: Vec<Vec<u8>>,
     pub places: Vec<i32>,
     pub counter: u64,
-    pub status: Option<Status>,
+    pub status: Option<Fault>,
 }
 
 /// Packs on the device, after `calls` calls before.
@@ -68,7 +68,7 @@ fn packed(
         slots: slots.iter().map(Buffer::content).collect(),
         places: places.read(),
         counter: counter.read::<u64>()[0],
-        status: Status::of(status.read::<u32>()[0]),
+        status: Fault::of(status.read::<u32>()[0]),
     }
 }
 
@@ -209,7 +209,7 @@ fn an_expert_that_does_not_exist_is_reported_with_its_token_and_counts_as_droppe
                 let mut input = Input::any(&mut Random(4), shape, (8, 4), 0, 300);
                 (input.experts[2 * 290], input.experts[2 * 271 + 1]) = (bad, bad);
                 let packed = pack(device, &input, 6);
-                assert_eq!(packed.status, Some(Status::ExpertOutOfRange { token: 271 }), "{bad}");
+                assert_eq!(packed.status, Some(Fault::ExpertOutOfRange { token: 271 }), "{bad}");
                 for rank in 0..4 {
                     assert!(packed.slots[rank as usize] == input.slot(rank, DIGEST, 7), "{bad}");
                 }
@@ -230,7 +230,7 @@ fn a_map_that_names_no_rank_is_reported_with_the_first_token_and_counts_as_dropp
                 input.misplaced = Some((5, rank));
                 let token = input.experts.iter().position(|&expert| expert == 5).unwrap() as u32 / 2;
                 let packed = pack(device, &input, 6);
-                assert_eq!(packed.status, Some(Status::RankOutOfRange { token }), "{rank}");
+                assert_eq!(packed.status, Some(Fault::RankOutOfRange { token }), "{rank}");
                 for rank in 0..4 {
                     assert!(packed.slots[rank as usize] == input.slot(rank, DIGEST, 7), "{rank}");
                 }

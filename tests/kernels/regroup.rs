@@ -1,6 +1,7 @@
 //! Rows by an index.
 
-use sidelane::device::{Regroup, Status};
+use sidelane::device::Regroup;
+use sidelane::error::Fault;
 use sidelane::error::DeviceError;
 use sidelane::rows::{Rows, Simd, Stores};
 
@@ -9,7 +10,7 @@ use super::rows_common::Random;
 use super::{Device, with_kernels};
 
 /// The rows that the device makes, and its status.
-fn regroup(device: &Device, row_bytes: u64, from: &[u8], index: &[i32]) -> (Vec<u8>, Option<Status>) {
+fn regroup(device: &Device, row_bytes: u64, from: &[u8], index: &[i32]) -> (Vec<u8>, Option<Fault>) {
     let Device { context, stream, kernels } = device;
     let (source, index) = (Buffer::of(context, from), Buffer::words(context, index));
     let rows = index.range().len() / 4;
@@ -26,7 +27,7 @@ fn regroup(device: &Device, row_bytes: u64, from: &[u8], index: &[i32]) -> (Vec<
     kernels.regroup(stream, &regroup).unwrap();
     stream.synchronize().unwrap();
     assert_eq!(source.content(), from);
-    (out.content(), Status::of(status.read::<u32>()[0]))
+    (out.content(), Fault::of(status.read::<u32>()[0]))
 }
 
 /// The same by the loops of the host.
@@ -69,7 +70,7 @@ fn an_index_without_a_row_is_reported_and_gives_zeros() {
         let from = [7; 4 * 32];
         for bad in [4, -2, i32::MAX, i32::MIN] {
             let (seen, status) = regroup(device, 32, &from, &[0, 3, bad, 1]);
-            assert_eq!(status, Some(Status::IndexOutOfRange { at: 2 }));
+            assert_eq!(status, Some(Fault::IndexOutOfRange { at: 2 }));
             assert_eq!(seen, of_rows(32, &from, &[0, 3, -1, 1]));
         }
     });

@@ -1,10 +1,9 @@
 //! Sums of the rows that came home.
 
-use bytemuck::bytes_of;
-use sidelane::device::{Addresses, Status, Sum};
+use sidelane::device::{Addresses, Sum};
 use sidelane::dtype::{Dtype, PARTIAL, Wire};
-use sidelane::error::DeviceError;
-use sidelane::plan::{SlotHead, SlotShape};
+use sidelane::error::{DeviceError, Fault};
+use sidelane::plan::SlotShape;
 use sidelane::rows::{Arithmetic, GroupedSum, Out, Rows, Simd, Stores};
 
 use super::buffer::{Buffer, POISON};
@@ -12,9 +11,6 @@ use super::rows_common::Random;
 use super::rows_common::values::{Terms, any_row};
 use super::world::Input;
 use super::{Device, with_kernels};
-
-const DIGEST: u64 = 99;
-const CALL: u64 = 1 << 40;
 
 /// Types of the rows and of the results.
 const TYPES: [(Dtype, Dtype); 5] = [
@@ -32,7 +28,6 @@ struct Home {
     types: (Dtype, Dtype),
     /// For each rank and row of its slot.
     rows: Vec<Vec<Vec<u8>>>,
-    heads: Vec<SlotHead>,
     places: Vec<i32>,
     status: u32,
 }
@@ -45,25 +40,20 @@ impl Home {
         let rows = (0..ranks)
             .map(|_| (0..input.shape.max_tokens()).map(|_| any_row(random, kind, columns as usize)).collect())
             .collect();
-        let head = SlotHead { digest: DIGEST, call: CALL, ..SlotHead::default() };
         let places = input.places();
-        Home { input, columns, types, rows, heads: vec![head; ranks as usize], places, status: 0 }
+        Home { input, columns, types, rows, places, status: 0 }
     }
 
     /// What the device makes of it: the results, and the status word.
-    fn sum(&self, device: &Device) -> (Vec<u8>, Option<Status>) {
+    fn sum(&self, device: &Device) -> (Vec<u8>, Option<Fault>) {
         let Device { context, stream, kernels } = device;
         let (shape, tokens) = (self.input.shape, self.input.tokens);
         let homes: Vec<Buffer> = self.rows.iter().map(|rows| Buffer::of(context, &rows.concat())).collect();
         let spans: Vec<_> = homes.iter().map(Buffer::span).collect();
         let table = Buffer::new(context, spans.len() as u64 * 8);
-        let received = Buffer::new(context, shape.bytes() * spans.len() as u64);
-        for (rank, head) in (0..).zip(&self.heads) {
-            received.write(rank * shape.bytes(), bytes_of(head));
-        }
         let out = Buffer::new(context, u64::from(tokens * self.columns) * self.types.1.size() as u64);
         let places = Buffer::words(context, &self.places);
-        let (counter, status) = (Buffer::words(context, &[CALL]), Buffer::words(context, &[self.status]));
+        let status = Buffer::words(context, &[self.status]);
         let sum = Sum {
             shape,
             tokens,
@@ -72,15 +62,12 @@ impl Home {
             dtype: self.types.1,
             homes: &Addresses::new(stream, table.range(), &spans).unwrap(),
             places: places.span(),
-            received: received.span(),
-            counter: counter.word(),
             status: status.word(),
-            digest: DIGEST,
             out: out.span(),
         };
         kernels.sum(stream, &sum).unwrap();
         stream.synchronize().unwrap();
-        (out.content(), Status::of(status.read::<u32>()[0]))
+        (out.content(), Fault::of(status.read::<u32>()[0]))
     }
 
     /// The rows of a token, ranks ascending, and their groups: one of each rank.
@@ -191,48 +178,17 @@ fn believable() -> Home {
 }
 
 #[test]
-fn slots_of_another_call_or_setup_give_zeros_and_a_status_that_names_the_rank() {
-    with_kernels(
-        "sum::slots_of_another_call_or_setup_give_zeros_and_a_status_that_names_the_rank",
-        |device| {
-            let zeros = vec![0; 6 * 64];
-            let good = believable().sum(device);
-            assert!(good.0 != zeros && good.1.is_none());
-            for (rank, call, digest, expected) in [
-                (0, CALL - 1, DIGEST, Status::OtherCall { rank: 0 }),
-                (17, CALL + (1 << 32), DIGEST, Status::OtherCall { rank: 17 }),
-                (39, CALL, DIGEST + (1 << 63), Status::OtherDigest { rank: 39 }),
-                (3, 0, 0, Status::OtherDigest { rank: 3 }),
-            ] {
-                let mut home = believable();
-                home.heads[rank] = SlotHead { call, digest, ..home.heads[rank] };
-                assert_eq!(home.sum(device), (zeros.clone(), Some(expected)));
-            }
-            let mut home = believable();
-            home.heads[8].call += 1;
-            home.heads[5].digest += 1;
-            assert_eq!(home.sum(device).1, Some(Status::OtherDigest { rank: 5 }), "the first rank");
-            home.input.tokens = 0;
-            home.places.clear();
-            assert_eq!(home.sum(device), (vec![], Some(Status::OtherDigest { rank: 5 })));
-        },
-    );
-}
-
-#[test]
 fn a_status_that_is_set_gives_zeros_and_stays() {
     with_kernels("sum::a_status_that_is_set_gives_zeros_and_stays", |device| {
         let zeros = vec![0; 6 * 64];
         for (word, expected) in [
-            (1 | 77 << 8, Status::ExpertOutOfRange { token: 77 }),
-            (2 | 3 << 8, Status::RankOutOfRange { token: 3 }),
-            (0xff, Status::Foreign { word: 0xff }),
+            (1 | 77 << 8, Fault::ExpertOutOfRange { token: 77 }),
+            (2 | 3 << 8, Fault::RankOutOfRange { token: 3 }),
+            (0xff, Fault::Foreign { word: 0xff }),
         ] {
             let mut home = believable();
             home.status = word;
             assert_eq!(home.sum(device), (zeros.clone(), Some(expected)));
-            home.heads[2].call = 0;
-            assert_eq!(home.sum(device), (zeros.clone(), Some(expected)), "the first fault stays");
         }
     });
 }
@@ -246,7 +202,7 @@ fn a_place_outside_of_its_slot_gives_its_token_zeros_and_a_status() {
             let mut home = believable();
             home.places[4 * 40 + 33] = place;
             let (seen, status) = home.sum(device);
-            assert_eq!(status, Some(Status::PlaceOutOfRange { token: 4 }));
+            assert_eq!(status, Some(Fault::PlaceOutOfRange { token: 4 }));
             assert_eq!(seen[4 * row_bytes..5 * row_bytes], [0; 64]);
             assert_eq!(seen[..4 * row_bytes], good.reference()[..4 * row_bytes]);
         }
@@ -271,10 +227,7 @@ fn types_that_no_kernel_sums_and_memory_that_is_too_small_are_refused() {
             dtype: Dtype::Bf16,
             homes: &large,
             places: memory.part(256, 32),
-            received: memory.part(512, shape.bytes() * 2),
-            counter: memory.range().word(288).unwrap(),
             status: memory.range().word(296).unwrap(),
-            digest: DIGEST,
             out: memory.part(2048, 64),
         };
         for (rows, out) in
@@ -286,12 +239,6 @@ fn types_that_no_kernel_sums_and_memory_that_is_too_small_are_refused() {
         for (sum, what, given, needed) in [
             (Sum { homes: &small, ..good }, "homes", 63, 64),
             (Sum { places: memory.part(256, 31), ..good }, "places", 31, 32),
-            (
-                Sum { received: memory.part(512, shape.bytes() * 2 - 1), ..good },
-                "received",
-                shape.bytes() * 2 - 1,
-                shape.bytes() * 2,
-            ),
             (Sum { out: memory.part(2048, 63), ..good }, "out", 63, 64),
         ] {
             let expected = DeviceError::TooSmall { kernel: "sum", what, given, needed };

@@ -1,6 +1,7 @@
 //! Sums of choices that have a row each, in all three orders.
 
-use sidelane::device::{Status, SumChoices};
+use sidelane::device::SumChoices;
+use sidelane::error::Fault;
 use sidelane::dtype::{Dtype, Wire};
 use sidelane::error::DeviceError;
 use sidelane::rows::{Arithmetic, GroupedSum, Out, Rows, Simd, Stores};
@@ -60,7 +61,7 @@ impl Choices {
     }
 
     /// What the device makes of them: the results, and the status.
-    fn sum(&self, device: &Device) -> (Vec<u8>, Option<Status>) {
+    fn sum(&self, device: &Device) -> (Vec<u8>, Option<Fault>) {
         let Device { context, stream, kernels } = device;
         let rows = Buffer::of(context, &self.rows.concat());
         let out = Buffer::new(context, (self.tokens * self.columns * self.dtype.size()) as u64);
@@ -86,7 +87,7 @@ impl Choices {
         };
         kernels.sum_choices(stream, &sum).unwrap();
         stream.synchronize().unwrap();
-        (out.content(), Status::of(status.read::<u32>()[0]))
+        (out.content(), Fault::of(status.read::<u32>()[0]))
     }
 
     /// A token's choices in the order of their sum.
@@ -200,20 +201,20 @@ fn what_names_no_row_or_expert_gives_its_token_zeros_and_a_status() {
         for row in [13, -2, i32::MAX] {
             let mut bad = good.clone();
             bad.index[7] = row;
-            check(bad, Status::IndexOutOfRange { at: 2 });
+            check(bad, Fault::IndexOutOfRange { at: 2 });
         }
         for expert in [6, -2, i32::MIN] {
             let mut bad = good.clone();
             bad.experts[8] = expert;
-            check(bad, Status::ExpertOutOfRange { token: 2 });
+            check(bad, Fault::ExpertOutOfRange { token: 2 });
         }
         let mut bad = good.clone();
         (bad.group_of[5], bad.experts[6]) = (-1, 5);
-        check(bad, Status::RankOutOfRange { token: 2 });
+        check(bad, Fault::RankOutOfRange { token: 2 });
 
         let mut refused = good.clone();
         refused.status = 0x0203;
-        assert_eq!(refused.sum(device), (zeros, Some(Status::OtherCall { rank: 2 })));
+        assert_eq!(refused.sum(device), (zeros, Some(Fault::OtherCall { rank: 2 })));
     });
 }
 

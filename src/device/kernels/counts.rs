@@ -29,7 +29,7 @@ pub struct Counts<'a> {
     pub per_expert: Span<'a>,
     /// Tokens that chose an expert of each rank, `u32 [ranks]`: rows where layouts are rank-major.
     pub per_rank: Span<'a>,
-    /// Where a fault is written: a [`Status`](super::Status).
+    /// Where a fault is written: a [`Fault`](crate::error::Fault).
     pub status: Word<'a, u32>,
 }
 

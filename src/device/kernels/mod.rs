@@ -1,25 +1,24 @@
 //! Our kernels: the arithmetic and the gathering around transfers, which copy engines cannot do.
 //!
 //! ```text
-//!   x, choices --pack--> a slot for each rank ==copy engines==> received slots --experts--> partial rows
-//!                            places                                   heads                      |
-//!                              \____________________________________    \     ==copy engines==>  homes
-//!                                                                    `--> sum <------------------'
+//!   x, choices --pack--> a slot for each rank ==copy engines==> received slots --check, experts--> partial rows
+//!                            places                                                                     ||
+//!                               `------------------------> sum <-- homes <==copy engines=================
 //! ```
 //!
 //! They are compute, not communication: optional, listed where used, and what they write is bit for bit what the loops of the
 //! room `rows` write. The sources in `cuda/` are also built for the CPU, where tests hold them to that; docs/kernels.md has
 //! the rounding points.
 //!
-//! **Status words.** What a kernel finds wrong it writes into a word that the caller names ([`Status`]); the first fault
+//! **Status words.** What a kernel finds wrong it writes into a word that the caller names ([`Fault`]); the first fault
 //! stays. A sum whose word is set writes zeros: what was computed from rows that cannot be believed never looks like a result.
 
 mod addresses;
+mod check;
 mod counts;
 mod operands;
 mod pack;
 mod regroup;
-mod status;
 mod sum;
 mod sum_choices;
 mod sums;
@@ -28,16 +27,18 @@ use std::ffi::CStr;
 use std::sync::Arc;
 
 pub use addresses::Addresses;
+pub use check::Check;
 pub use counts::Counts;
 pub use pack::Pack;
 pub use regroup::Regroup;
-pub use status::Status;
 pub use sum::Sum;
 pub use sum_choices::SumChoices;
 
 use super::context::Context;
 use super::module::{Function, Module};
 use crate::error::DeviceError;
+#[cfg(doc)]
+use crate::error::Fault;
 
 /// Made by `cuda/build.py`.
 const PTX: &str = concat!(include_str!("../../../cuda/kernels.ptx"), "\0");
@@ -49,6 +50,7 @@ const THREADS: u32 = 256;
 #[derive(Clone, Debug)]
 pub struct Kernels {
     pack: Function,
+    check: Function,
     pack_fp8: Function,
     sums: sum::Functions,
     sums_of_choices: sum_choices::Functions,
@@ -66,6 +68,7 @@ impl Kernels {
         let module = Module::load(context, "sidelane", text)?;
         Ok(Kernels {
             pack: module.function(c"pack")?,
+            check: module.function(c"check")?,
             pack_fp8: module.function(c"pack_fp8")?,
             sums: sum::Functions::of(&module)?,
             sums_of_choices: sum_choices::Functions::of(&module)?,

@@ -40,7 +40,7 @@ pub struct Pack<'a> {
     pub places: Span<'a>,
     /// Calls so far: the launch adds one, and the new value goes into each header.
     pub counter: Word<'a, u64>,
-    /// Where a fault is written: a [`Status`](super::Status).
+    /// Where a fault is written: a [`Fault`](crate::error::Fault).
     pub status: Word<'a, u32>,
     /// Goes into each header.
     pub digest: u64,

@@ -26,7 +26,7 @@ pub struct Regroup<'a> {
     pub index: Span<'a>,
     /// `[rows, row_bytes]`, at a multiple of 16 bytes.
     pub out: Span<'a>,
-    /// Where a fault is written: a [`Status`](super::Status).
+    /// Where a fault is written: a [`Fault`](crate::error::Fault).
     pub status: Word<'a, u32>,
 }
 

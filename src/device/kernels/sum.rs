@@ -28,14 +28,8 @@ pub struct Sum<'a> {
     pub homes: &'a Addresses,
     /// What [`Kernels::pack`] wrote, `i32 [tokens, ranks]`.
     pub places: Span<'a>,
-    /// The slots that this rank received, one for each rank, one behind the other.
-    pub received: Span<'a>,
-    /// The call of which they must be: the word that [`Kernels::pack`] counts in.
-    pub counter: Word<'a, u64>,
-    /// Where a fault is written, a [`Status`](super::Status). If it is not 0, results are zeros.
+    /// Where a fault is written, a [`Fault`](crate::error::Fault). If it is not 0, results are zeros.
     pub status: Word<'a, u32>,
-    /// What the header of every slot must have.
-    pub digest: u64,
     /// Results, `[tokens, columns]`, at a multiple of 16 bytes.
     pub out: Span<'a>,
 }
@@ -47,11 +41,7 @@ struct Parameters {
     out: u64,
     homes: u64,
     places: u64,
-    received: u64,
-    slot_bytes: u64,
-    counter: u64,
     status: u64,
-    digest: u64,
     tokens: u32,
     max_tokens: u32,
     ranks: u32,
@@ -95,8 +85,7 @@ impl Kernels {
     /// Enqueues the sums of combine with `order = rank`: for each token the rows that its ranks sent home, ranks ascending, in
     /// `f32` from +0, with one rounding. A token without rows gets zeros.
     ///
-    /// First the heads of the received slots are compared with `digest` and the counter: if one differs, or if the status word
-    /// is set, all results are zeros.
+    /// If the status word is set, all results are zeros.
     ///
     /// # Errors
     /// [`DeviceError::NoSum`], [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],
@@ -113,23 +102,18 @@ impl Kernels {
         sums::check_columns(KERNEL, sum.columns, sum.dtype)?;
         let (tokens, columns) = (u64::from(sum.tokens), u64::from(sum.columns));
         let home = bytes([shape.max_tokens().into(), columns, sum.rows.size() as u64]);
-        let received = bytes([ranks.into(), shape.bytes()]);
         let mut operands = Operands::of(KERNEL, stream);
         let parameters = Parameters {
             out: operands.span("out", sum.out, bytes([tokens, columns, sum.dtype.size() as u64]), VECTOR)?,
             homes: operands.addresses("homes", sum.homes, home)?,
             places: operands.span("places", sum.places, bytes([tokens, ranks.into(), WORD]), WORD)?,
-            received: operands.span("received", sum.received, received, VECTOR)?,
-            slot_bytes: shape.bytes(),
-            counter: operands.word(sum.counter)?,
             status: operands.word(sum.status)?,
-            digest: sum.digest,
             tokens: sum.tokens,
             max_tokens: shape.max_tokens(),
             ranks,
             columns: sum.columns,
         };
-        // Heads are compared even if there is nothing to add up.
+        // A launch has one block at least.
         let grid = sums::grid(stream, sum.tokens, sum.columns, sum.dtype);
         // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked: tokens below `tokens`,
         // columns below `columns`, ranks below `ranks`, and every place is compared before it is used.

@@ -37,7 +37,7 @@ pub struct SumChoices<'a> {
     pub weights: Option<Span<'a>>,
     /// The group of each expert, `i32 [n_experts]`: its rank for `order = rank`, its node for `node`. None for `expert`.
     pub group_of: Option<Span<'a>>,
-    /// Where a fault is written, a [`Status`](super::Status). If it is not 0, results are zeros.
+    /// Where a fault is written, a [`Fault`](crate::error::Fault). If it is not 0, results are zeros.
     pub status: Word<'a, u32>,
     /// Results, `[tokens, columns]`, at a multiple of 16 bytes.
     pub out: Span<'a>,

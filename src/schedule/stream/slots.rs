@@ -34,7 +34,7 @@ impl Slots {
     pub const WINDOW: WindowId = WindowId::POOL;
     /// Where flags lie.
     pub const FLAGS: WindowId = WindowId::CONTROL;
-    /// Every slot begins at a multiple of so many bytes, as whatever a device allocates does.
+    /// Each of the four begins at a multiple of so many bytes, as whatever a device allocates does.
     pub const ALIGN: u64 = 256;
 
     /// For a group of `ranks` ranks: `slot_bytes` for all rows that one rank sends another, with what goes along, and
@@ -74,27 +74,27 @@ impl Slots {
 
     /// Where rows of `source` land.
     pub fn receive(&self, source: u32) -> u64 {
-        u64::from(source) * stride(self.slot_bytes)
+        u64::from(source) * self.slot_bytes
     }
 
     /// Where rows for `destination` are packed.
     pub fn send(&self, destination: u32) -> u64 {
-        self.receive(self.ranks + destination)
+        self.all(self.slot_bytes) + self.receive(destination)
     }
 
     /// Where partial rows of `peer` come home.
     pub fn home(&self, peer: u32) -> u64 {
-        self.receive(2 * self.ranks) + u64::from(peer) * stride(self.home_bytes)
+        2 * self.all(self.slot_bytes) + u64::from(peer) * self.home_bytes
     }
 
     /// Where experts leave partial rows for `source`.
     pub fn partial(&self, source: u32) -> u64 {
-        self.home(self.ranks + source)
+        self.all(self.home_bytes) + self.home(source)
     }
 
     /// Size of the window of slots.
     pub fn bytes(&self) -> u64 {
-        self.partial(self.ranks)
+        2 * self.all(self.slot_bytes) + 2 * self.all(self.home_bytes)
     }
 
     /// The flag word of this kind that speaks of a rank, in the window of flags. 8 bytes, of which a device may use 4.
@@ -102,15 +102,15 @@ impl Slots {
         Control::flag(of, flag, self.ranks)
     }
 
+    /// Room for one of each rank.
+    fn all(&self, bytes: u64) -> u64 {
+        (u64::from(self.ranks) * bytes).next_multiple_of(Self::ALIGN)
+    }
+
     /// Size of the window of flags. They begin as zeros.
     pub fn flag_bytes(&self) -> u64 {
         Flag::COUNT as u64 * u64::from(self.ranks) * LINE
     }
-}
-
-/// From one slot to the next.
-fn stride(bytes: u64) -> u64 {
-    bytes.next_multiple_of(Slots::ALIGN)
 }
 
 #[cfg(test)]
@@ -127,8 +127,10 @@ mod tests {
             pieces.extend(all(Slots::home, home).chain(all(Slots::partial, home)));
             pieces.push((slots.bytes(), 0));
             for next in pieces.windows(2) {
-                assert!(next[0].0 + next[0].1 <= next[1].0 && next[0].0 % Slots::ALIGN == 0, "{next:?}");
+                assert!(next[0].0 + next[0].1 <= next[1].0, "{next:?}");
             }
+            let begin = [Slots::receive, Slots::send, Slots::home, Slots::partial].map(|at| at(&slots, 0));
+            assert!(begin.iter().all(|at| at.is_multiple_of(Slots::ALIGN)), "{begin:?}");
             assert_eq!(slots.flag_bytes(), 5 * 64 * u64::from(ranks));
             assert!(slots.flag(ranks - 1, Flag::Home) < slots.flag_bytes());
         }

@@ -1,8 +1,8 @@
-//! What a kernel found wrong.
+//! What kernels find wrong.
 
 /// The meaning of a status word that is not 0. Numbers of tokens and ranks are the lower 24 bits of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Status {
+pub enum Fault {
     /// A choice is neither an expert nor -1. It counts as dropped; a sum of choices gives its token zeros.
     #[error("token {token} names an expert that does not exist")]
     ExpertOutOfRange {
@@ -16,13 +16,13 @@ pub enum Status {
         /// The token that chose it; for pack the first one.
         token: u32,
     },
-    /// Sum: what lies in the slot of a rank is not of this call.
+    /// Check: what lies in the slot of a rank is not of this call.
     #[error("the slot of rank {rank} is of another call")]
     OtherCall {
         /// The first such rank.
         rank: u32,
     },
-    /// Sum: a rank was set up otherwise.
+    /// Check: a rank was set up otherwise.
     #[error("rank {rank} was set up otherwise: its digest differs")]
     OtherDigest {
         /// The first such rank.
@@ -48,19 +48,19 @@ pub enum Status {
     },
 }
 
-impl Status {
+impl Fault {
     /// Reads a status word; `None` while nothing is wrong.
-    pub fn of(word: u32) -> Option<Status> {
+    pub fn of(word: u32) -> Option<Fault> {
         let (code, about) = (word & 0xff, word >> 8);
         Some(match code {
             _ if word == 0 => return None,
-            1 => Status::ExpertOutOfRange { token: about },
-            2 => Status::RankOutOfRange { token: about },
-            3 => Status::OtherCall { rank: about },
-            4 => Status::OtherDigest { rank: about },
-            5 => Status::PlaceOutOfRange { token: about },
-            6 => Status::IndexOutOfRange { at: about },
-            _ => Status::Foreign { word },
+            1 => Fault::ExpertOutOfRange { token: about },
+            2 => Fault::RankOutOfRange { token: about },
+            3 => Fault::OtherCall { rank: about },
+            4 => Fault::OtherDigest { rank: about },
+            5 => Fault::PlaceOutOfRange { token: about },
+            6 => Fault::IndexOutOfRange { at: about },
+            _ => Fault::Foreign { word },
         })
     }
 }

@@ -1,0 +1,89 @@
+//! Graphs: what was enqueued once, to be run as often as one likes.
+//!
+//! Addresses, sizes and values of flags are constants in a graph. So only what is the same in every call can be captured.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+use sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+
+use super::call;
+use super::context::Context;
+use super::range::Held;
+use super::stream::Stream;
+use crate::error::DeviceError;
+
+/// A graph that can be launched. It holds claims on the memory that it uses.
+#[derive(Debug)]
+pub struct Graph {
+    context: Arc<Context>,
+    raw: sys::CUgraphExec,
+    held: Held,
+}
+
+// SAFETY: a graph may be used from any thread; launches of one graph are put in order by the driver.
+unsafe impl Send for Graph {}
+
+impl Graph {
+    /// Captures what `enqueue` enqueues in the stream, which runs nothing of it. Nothing else may be enqueued there meanwhile.
+    ///
+    /// # Errors
+    /// What `enqueue` answers; [`DeviceError::Call`].
+    pub fn capture<E: From<DeviceError>>(
+        stream: &Stream,
+        enqueue: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Self, E> {
+        let (library, device) = (stream.library(), Some(stream.device()));
+        let _entered = stream.context.enter()?;
+        // SAFETY: the stream lives.
+        unsafe {
+            let mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+            call!(library, device, cuStreamBeginCapture_v2(stream.raw, mode))
+        }?;
+        let enqueued = enqueue();
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: fills the handle, with null where the capture is spoiled; destroyed below.
+        let ended = unsafe { call!(library, device, cuStreamEndCapture(stream.raw, &raw mut graph)) };
+        let mut raw = std::ptr::null_mut();
+        let made = match (&enqueued, &ended) {
+            // SAFETY: fills the handle; destroyed when the value is dropped.
+            (Ok(()), Ok(())) => unsafe {
+                call!(library, device, cuGraphInstantiateWithFlags(&raw mut raw, graph, 0))
+            },
+            _ => Ok(()),
+        };
+        if !graph.is_null() {
+            // SAFETY: handed out above; what was instantiated does not need it.
+            let _ = unsafe { (library.functions.cuGraphDestroy)(graph) };
+        }
+        enqueued?;
+        ended.and(made)?;
+        let mut held = Held::default();
+        held.add_all(&stream.held());
+        Ok(Graph { context: stream.context.clone(), raw, held })
+    }
+
+    /// Enqueues all of it.
+    ///
+    /// # Errors
+    /// [`DeviceError::OtherDevice`] for a stream of another device, [`DeviceError::Call`].
+    pub fn launch(&self, stream: &Stream) -> Result<(), DeviceError> {
+        let (found, expected) = (stream.device(), self.context.device());
+        if found != expected {
+            return Err(DeviceError::OtherDevice { what: "stream", found, expected });
+        }
+        let mut held = stream.held();
+        held.add_all(&self.held);
+        let _entered = self.context.enter()?;
+        // SAFETY: both live, and the stream holds what the graph uses.
+        unsafe { call!(self.context.library(), Some(expected), cuGraphLaunch(self.raw, stream.raw)) }
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        let _entered = self.context.enter();
+        // SAFETY: made here; the driver finishes launches that are under way.
+        let _ = unsafe { (self.context.library().functions.cuGraphExecDestroy)(self.raw) };
+    }
+}

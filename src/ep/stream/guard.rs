@@ -1,0 +1,119 @@
+//! What ends the waits of streams when the world dies.
+//!
+//! Nobody can take back a wait that is enqueued, and the driver does not know what it waits for. So when the world dies,
+//! a thread writes to every word that this rank waits for, again and again, since a late signal or a reset may undo it, until
+//! no stream can be waiting any more. Streams drain, and what they carry on with is worth nothing; the *status* word says so,
+//! to the host and to kernels. An exchange that is dropped while a stream may wait leaves the guard behind.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use crate::bootstrap::Health;
+use crate::device::PinnedMemory;
+use crate::error::DeviceError;
+
+/// Past every value that is waited for, counted in a circle of 32 bits.
+const POISON: u64 = 1 << 30;
+/// Between two rounds of writing.
+const ROUND: Duration = Duration::from_millis(1);
+
+/// The status of a dead world; what kernels find is below it.
+pub(super) const DEAD: u64 = 1 << 16;
+
+/// The words of one rank, guarded.
+#[derive(Debug)]
+pub(super) struct Guard {
+    words: Arc<Words>,
+    health: Arc<Health>,
+}
+
+#[derive(Debug)]
+struct Words {
+    memory: PinnedMemory,
+    /// Where the words lie that this rank waits for.
+    awaited: Vec<usize>,
+    status: usize,
+    /// Calls can be made.
+    in_use: AtomicBool,
+}
+
+impl Guard {
+    /// Watches over the world for the words at these places.
+    pub fn new(
+        health: &Arc<Health>,
+        memory: &PinnedMemory,
+        awaited: Vec<usize>,
+        status: usize,
+    ) -> Result<Self, DeviceError> {
+        // All lie inside: later looks cannot fail.
+        for &place in awaited.iter().chain([&status]) {
+            memory.word(place)?;
+        }
+        let in_use = AtomicBool::new(true);
+        let words = Arc::new(Words { memory: memory.clone(), awaited, status, in_use });
+        let (watched, dead) = (Arc::downgrade(&words), Arc::downgrade(health));
+        health.on_failure(move |_| {
+            if let (Some(words), Some(health)) = (watched.upgrade(), dead.upgrade()) {
+                words.set(words.status, DEAD);
+                words.release();
+                words.drain(health);
+            }
+        });
+        Ok(Guard { words, health: health.clone() })
+    }
+
+    /// The status: 0, what a kernel found, or [`DEAD`].
+    pub fn status(&self) -> u64 {
+        self.words.get(self.words.status)
+    }
+
+    /// The value of an awaited word.
+    pub fn value(&self, nth: usize) -> u64 {
+        self.words.awaited.get(nth).map_or(0, |&place| self.words.get(place))
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.words.in_use.store(false, Ordering::Release);
+        // If the world is dead, somebody drains already.
+        if self.health.check().is_ok() && self.words.memory.is_claimed() {
+            self.words.clone().drain(self.health.clone());
+        }
+    }
+}
+
+impl Words {
+    /// Ends waits in a thread of its own, as soon as the world is dead and as long as there may be any.
+    fn drain(self: Arc<Self>, health: Arc<Health>) {
+        let drain = move || {
+            while self.in_use.load(Ordering::Acquire) || self.memory.is_claimed() {
+                if health.check().is_err() {
+                    self.release();
+                }
+                std::thread::sleep(ROUND);
+            }
+        };
+        // Without a thread the waits that there are have been ended once.
+        if let Err(error) = std::thread::Builder::new().name("sidelane-drain".into()).spawn(drain) {
+            tracing::warn!(%error, "no thread ends the waits of streams");
+        }
+    }
+
+    fn release(&self) {
+        for &place in &self.awaited {
+            self.set(place, POISON);
+        }
+    }
+
+    fn set(&self, place: usize, value: u64) {
+        if let Ok(word) = self.memory.word(place) {
+            word.store(value, Ordering::Release);
+        }
+    }
+
+    fn get(&self, place: usize) -> u64 {
+        self.memory.word(place).map_or(0, |word| word.load(Ordering::Acquire))
+    }
+}

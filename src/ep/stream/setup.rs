@@ -1,0 +1,73 @@
+//! Making an exchange: memory, kernels, programs.
+
+use std::sync::Arc;
+
+use super::StreamExchange;
+use super::builder::Spec;
+use super::exchange::FLAGS;
+use super::guard::Guard;
+use super::places::{Places, Tables};
+use super::turn::Turn;
+use crate::device::{Context, Kernels, Priority, Stream};
+use crate::error::Error;
+use crate::exec::Device;
+use crate::plan::{ExpertMap, SlotShape};
+use crate::schedule::stream::StreamProgram;
+use crate::world::{DeviceWindow, Group};
+
+impl StreamExchange {
+    /// This rank's. What fails after the windows are mapped fails at this rank alone: whoever calls tells the others.
+    pub(super) fn new(
+        group: &Group,
+        context: &Arc<Context>,
+        spec: Spec,
+        map: &ExpertMap,
+        shape: SlotShape,
+    ) -> Result<Self, Error> {
+        let (me, ranks) = (group.rank(), group.size());
+        let places = Places::new(ranks, map.experts(), shape, spec.row_bytes())?;
+        // Whatever this rank lacks, the others hear of it where windows are compared.
+        let loaded = context.driver().require_eager_loading().and_then(|()| Kernels::load(context));
+        let sizes = (places.bytes(), places.word_bytes());
+        let ready = loaded.as_ref().map(drop).map_err(Clone::clone);
+        let window = DeviceWindow::new(group, context, sizes, ready)?;
+        let (kernels, own, slots) = (loaded?, window.of(me), *places.slots());
+        let stream = Stream::new(context, Priority::Usual)?;
+        let Tables { rank_of, local_of, packed_at, summed_from } =
+            Tables::fill(&places, &own.memory, map, me, &stream)?;
+        let lower = |program: StreamProgram| Device::lower(context, &program, me, &window);
+        let dispatch = lower(StreamProgram::dispatch(slots, me)?)?;
+        let combine = lower(StreamProgram::combine(slots, me)?)?;
+        let release = lower(StreamProgram::release(slots, me)?)?;
+        let peers = (0..ranks).filter(|&peer| peer != me);
+        let awaited = peers.flat_map(|peer| FLAGS.map(|flag| slots.flag(peer, flag) as usize));
+        let health = group.shared.hub.health();
+        let guard = Guard::new(health, &own.words, awaited.collect(), places.status() as usize)?;
+        let received = own.memory.part(slots.receive(0), u64::from(ranks) * slots.slot_bytes())?;
+        let rows = Places::part(&own.memory, places.rows())?;
+        Ok(StreamExchange {
+            shared: Arc::clone(&group.shared),
+            world_ranks: group.ranks().to_vec(),
+            me,
+            device: context.device(),
+            spec,
+            shape,
+            experts: map.experts(),
+            digest: map.digest() ^ shape.bytes().rotate_left(32),
+            places,
+            kernels,
+            rank_of,
+            local_of,
+            rows,
+            received,
+            packed_at,
+            summed_from,
+            dispatch,
+            combine,
+            release,
+            turn: Turn::Dispatch,
+            guard,
+            window,
+        })
+    }
+}

@@ -1,0 +1,174 @@
+//! Windows on GPUs: memory of a device at every member of a group, and words beside it.
+//!
+//! ```text
+//!   member 0   | memory: VMM, exported as a descriptor |   | words: a sealed memfd, pinned |
+//!   member 1   | ...                                   |   | ...                           |
+//!              mapped at equal distances, for my device    mapped, and pinned, by everybody
+//! ```
+//!
+//! Rows lie in the memory, flags in the words. A GPU's write of a word comes after everything that its stream did
+//! before, wherever the word lies; in memory of the host the *host* can reach it as well: it sees what is missing,
+//! and can end a wait when a rank is lost, without a stream of its own that might stand behind the very wait.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use super::Group;
+use crate::bootstrap::exchange_fds;
+use crate::device::{Allocation, Context, PinnedMemory, Range, Reservation};
+use crate::error::{BootstrapError, DeviceError, Error, LaneError, MemoryError};
+use crate::memory::{Mapped, Segment, pin};
+
+/// One rank's view of the windows of all members.
+#[derive(Debug)]
+pub(crate) struct DeviceWindow {
+    members: Vec<Member>,
+}
+
+/// A member's part.
+#[derive(Debug)]
+pub(crate) struct Member {
+    /// Its memory, as this rank's device reaches it.
+    pub memory: Range,
+    /// Its words, zero at first.
+    pub words: PinnedMemory,
+    /// Whether its device is this rank's.
+    pub same_device: bool,
+}
+
+/// What a rank brings along.
+struct Own {
+    memory: Arc<Allocation>,
+    words: Segment,
+    descriptor: OwnedFd,
+}
+
+/// What ranks tell each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct Said {
+    usable: u64,
+    len: u64,
+    words: u64,
+    /// Bytes of the allocation, rounded up as the device wants it.
+    bytes: u64,
+}
+
+/// What one rank told, and the identity of its device.
+struct Heard {
+    said: Said,
+    device: Vec<u8>,
+}
+
+impl DeviceWindow {
+    /// `len` bytes of memory of each member's device, and `words` bytes of words. Collective; all members must be of one
+    /// node. A rank that is not `ready` has an error of its own, and takes part so that the others are told.
+    ///
+    /// # Errors
+    /// [`MemoryError::SizesDiffer`]; [`DeviceError`] at the rank whose device lacks something, or does not reach that of
+    /// another, and [`MemoryError::NotUsable`] at the others.
+    pub(crate) fn new(
+        group: &Group,
+        context: &Arc<Context>,
+        (len, words): (u64, u64),
+        ready: Result<(), DeviceError>,
+    ) -> Result<Self, Error> {
+        let nodes = group.nodes();
+        let me = group.rank();
+        if let Some(peer) = (0..group.size()).find(|&peer| !nodes.same_node(me, peer)) {
+            let missing = "a node in common";
+            return Err(LaneError::NoLane { rank: me, peer, missing }.into());
+        }
+        let own = ready.map_err(Error::from).and_then(|()| Own::new(context, len, words));
+        let said = Said {
+            usable: own.is_ok().into(),
+            len,
+            words,
+            bytes: own.as_ref().map_or(0, |own| own.memory.bytes()),
+        };
+        let heard = tell(group, context, said)?;
+        let own = own?;
+        for (Heard { said: theirs, .. }, rank) in heard.iter().zip(0..) {
+            if theirs.usable != 1 {
+                return Err(MemoryError::NotUsable { rank }.into());
+            }
+            for (seen, expected) in [(theirs.len, len), (theirs.words, words)] {
+                if seen != expected {
+                    return Err(MemoryError::SizesDiffer { call: 0, me, rank, seen, expected }.into());
+                }
+            }
+        }
+        let members = Self::map(group, context, &own, &heard);
+        let verdicts = group.gather(&[u8::from(members.is_ok())])?;
+        let members = members?;
+        match verdicts.iter().zip(0..).find(|(verdict, _)| verdict[..] != [1]) {
+            Some((_, rank)) => Err(MemoryError::NotUsable { rank }.into()),
+            None => Ok(DeviceWindow { members }),
+        }
+    }
+
+    fn map(group: &Group, context: &Arc<Context>, own: &Own, heard: &[Heard]) -> Result<Vec<Member>, Error> {
+        let me = group.rank() as usize;
+        let offer = |peer: usize| {
+            (peer != me).then(|| vec![own.descriptor.as_fd(), own.words.as_fd()] as Vec<BorrowedFd<'_>>)
+        };
+        let (hub, key) = (group.shared.hub.as_ref(), group.step());
+        let deadline = group.shared.options.clocks.rendezvous;
+        let received = exchange_fds(hub, &key, group.ranks(), me, &offer, deadline)?;
+        let stride = heard.iter().map(|heard| heard.said.bytes).max().unwrap_or(0);
+        let stride = stride.next_multiple_of(Allocation::granularity(context)?);
+        let reservation = Reservation::new(context, heard.len(), stride)?;
+        let (device, uuid) = ([context.device()], &context.facts().uuid);
+        let mut members = Vec::with_capacity(heard.len());
+        for ((fds, Heard { said, device: theirs }), rank) in received.into_iter().zip(heard).zip(0..) {
+            let (imported, adopted);
+            let (memory, words) = if rank == group.rank() {
+                (&own.memory, &own.words)
+            } else {
+                let [memory, words] = <[OwnedFd; 2]>::try_from(fds)
+                    .map_err(|_| BootstrapError::Malformed { peer: format!("rank {rank}") })?;
+                imported = Allocation::import(context, memory.as_fd(), said.bytes)?;
+                adopted = Segment::adopt(words, rank)?;
+                (&imported, &adopted)
+            };
+            if words.len() != own.words.len() {
+                let (seen, expected) = (words.len(), own.words.len());
+                return Err(MemoryError::WrongSize { rank, seen, expected }.into());
+            }
+            let memory = reservation.map(rank as usize, memory, &device)?.part(0, said.len)?;
+            let mapped = Arc::new(Mapped::new(&[Some(words)])?);
+            mapped.populate(0, 0, words.len())?;
+            let words = pin(context, &mapped, 0)?;
+            members.push(Member { memory, words, same_device: theirs == uuid.as_bytes() });
+        }
+        Ok(members)
+    }
+
+    /// A member's part. Members are positions in the group.
+    pub(crate) fn of(&self, member: u32) -> &Member {
+        &self.members[member as usize]
+    }
+}
+
+impl Own {
+    fn new(context: &Arc<Context>, len: u64, words: u64) -> Result<Self, Error> {
+        let memory = Allocation::new(context, len)?;
+        let descriptor = memory.export()?;
+        let page = rustix::param::page_size() as u64;
+        let words = Segment::create("sidelane-words", words.next_multiple_of(page))?;
+        Ok(Own { memory, words, descriptor })
+    }
+}
+
+fn tell(group: &Group, context: &Context, said: Said) -> Result<Vec<Heard>, Error> {
+    let mut blob = bytemuck::bytes_of(&said).to_vec();
+    blob.extend(context.facts().uuid.as_bytes());
+    let blobs = group.gather(&blob)?;
+    let read = |(blob, rank): (&Vec<u8>, u32)| {
+        let (said, device) = blob
+            .split_at_checked(size_of::<Said>())
+            .ok_or_else(|| BootstrapError::Malformed { peer: format!("rank {rank}") })?;
+        Ok(Heard { said: bytemuck::pod_read_unaligned(said), device: device.to_vec() })
+    };
+    blobs.iter().zip(0..).map(read).collect()
+}

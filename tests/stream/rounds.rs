@@ -1,0 +1,99 @@
+//! Many rounds that are enqueued without waiting for any of them: licences and words set back have to hold by themselves.
+
+use stand_in_cuda::StandIn;
+
+use super::rank::{Case, Rank, Tensors, content, copied_back, on_ranks, options};
+use super::{on_each, on_stand_in};
+
+/// So many rounds under way at once, with tensors of their own.
+const UNDER_WAY: u64 = 20;
+
+fn rounds(rank: &mut Rank, rounds: u64) {
+    let (case, me) = (rank.case, rank.me());
+    for first in (0..rounds).step_by(UNDER_WAY as usize) {
+        let inputs: Vec<_> = (first..first + UNDER_WAY).map(|round| case.input(round, me)).collect();
+        let tensors: Vec<Tensors> = inputs.iter().map(|input| rank.tensors(input)).collect();
+        for tensors in &tensors {
+            rank.exchange.dispatch(&rank.stream, &tensors.tokens()).unwrap();
+            rank.experts_copy();
+            rank.exchange.combine(&rank.stream, tensors.out()).unwrap();
+        }
+        rank.exchange.synchronize(&rank.stream).unwrap();
+        for (input, tensors) in inputs.iter().zip(&tensors) {
+            let expected = copied_back(case, input);
+            assert_eq!(content(&tensors.out)[..expected.len()], expected, "{} tokens at {me}", input.tokens);
+        }
+    }
+}
+
+fn many_rounds(test: &str, queues: &str, case: Case, number: u64) {
+    let run = |seed| [("SIDELANE_STAND_IN_SEED", seed), ("CUDA_DEVICE_MAX_CONNECTIONS", queues)];
+    let runs = ["0", "1", "2"].map(run);
+    on_each(test, &runs.each_ref().map(|run| &run[..]), || {
+        on_ranks(case.ranks, &options(), |world| rounds(&mut Rank::new(case, world), number));
+    });
+}
+
+#[test]
+fn rounds_hold_on_one_hardware_queue() {
+    let case = Case { ranks: 4, experts: 8, top_k: 2, hidden: 16, max_tokens: 3 };
+    many_rounds("rounds::rounds_hold_on_one_hardware_queue", "1", case, 100);
+}
+
+#[test]
+fn rounds_hold_on_eight_hardware_queues() {
+    let case = Case { ranks: 3, experts: 5, top_k: 3, hidden: 24, max_tokens: 4 };
+    many_rounds("rounds::rounds_hold_on_eight_hardware_queues", "8", case, 100);
+}
+
+#[test]
+fn two_exchanges_take_turns_in_any_order_that_is_the_same_everywhere() {
+    let test = "rounds::two_exchanges_take_turns_in_any_order_that_is_the_same_everywhere";
+    let case = Case { ranks: 3, experts: 6, top_k: 2, hidden: 8, max_tokens: 3 };
+    let runs = ["1", "2"].map(|queues| [("CUDA_DEVICE_MAX_CONNECTIONS", queues)]);
+    on_each(test, &runs.each_ref().map(|run| &run[..]), || {
+        on_ranks(case.ranks, &options(), |world| {
+            let mut rank = Rank::new(case, world);
+            let mut other = case.builder(&rank.group, &rank.context).build().unwrap();
+            for round in 0..20 {
+                let inputs = [round, round + 1000].map(|round| case.input(round, rank.me()));
+                let [a, b] = [&inputs[0], &inputs[1]].map(|input| rank.tensors(input));
+                rank.exchange.dispatch(&rank.stream, &a.tokens()).unwrap();
+                rank.experts_copy();
+                std::mem::swap(&mut rank.exchange, &mut other);
+                rank.exchange.start_dispatch(&rank.stream, &b.tokens()).unwrap();
+                if round % 2 == 0 {
+                    other.combine(&rank.stream, a.out()).unwrap();
+                }
+                rank.exchange.finish_dispatch(&rank.stream).unwrap();
+                rank.experts_copy();
+                rank.exchange.combine(&rank.stream, b.out()).unwrap();
+                if round % 2 == 1 {
+                    other.combine(&rank.stream, a.out()).unwrap();
+                }
+                rank.exchange.synchronize(&rank.stream).unwrap();
+                for (input, tensors) in inputs.iter().zip([&a, &b]) {
+                    let expected = copied_back(case, input);
+                    assert_eq!(content(&tensors.out)[..expected.len()], expected);
+                }
+            }
+        });
+    });
+}
+
+#[test]
+fn ranks_on_one_device_move_rows_by_its_engines() {
+    let case = Case { ranks: 2, experts: 4, top_k: 2, hidden: 16, max_tokens: 3 };
+    on_stand_in("rounds::ranks_on_one_device_move_rows_by_its_engines", || {
+        on_ranks(case.ranks, &options(), |world| {
+            let mut rank = Rank::on_device(case, world, 0);
+            assert_eq!(rank.exchange.report().same_device, 1);
+            let (me, group) = (rank.me(), &rank.group);
+            group.gather(&[]).unwrap();
+            let tensors = rank.tensors(&case.input(1, me));
+            rank.exchange.dispatch(&rank.stream, &tensors.tokens()).unwrap();
+            rank.exchange.synchronize(&rank.stream).unwrap();
+            assert_eq!(StandIn::loaded().unwrap().counters().copies_by_sms, 0, "a batch prefers engines");
+        });
+    });
+}
