@@ -4,4 +4,5 @@
 #include "pack.cu"
 #include "regroup.cu"
 #include "sum.cu"
+#include "order.cu"
 #include "sum_choices.cu"

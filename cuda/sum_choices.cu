@@ -12,7 +12,7 @@ struct SumChoices {
     u64 out;      // [tokens, columns]
     u64 rows;     // [n_rows, columns]
     u64 index;    // i32 [tokens, top_k]: the row of a choice, or -1
-    u64 experts;  // i32 [tokens, top_k]; -1: dropped
+    u64 experts;  // i32 [tokens, top_k]; -1: dropped. Or 0: choices are in the order of the sum
     u64 weights;  // f32 [tokens, top_k], or 0 for none
     u64 group_of; // i32 [n_experts], or 0 for one group
     u64 status;   // u32
@@ -40,7 +40,7 @@ struct Choice {
 // Reads a choice of a token, and gives the code of what is wrong with it, or 0.
 DEVICE u32 choice(const struct SumChoices *p, u32 token, u32 k, struct Choice *read) {
     u64 at = (u64)token * p->top_k + k;
-    i32 expert = AT(const i32, p->experts)[at], row = AT(const i32, p->index)[at];
+    i32 expert = p->experts ? AT(const i32, p->experts)[at] : (i32)k, row = AT(const i32, p->index)[at];
     read->group = -1;
     read->expert = expert;
     read->row = row;

@@ -93,6 +93,36 @@ fn spans_are_proved_and_run_at_random_in_every_mode_and_order() {
 }
 
 #[test]
+fn rows_that_copy_engines_bring_home_are_proved_and_run_at_random() {
+    let calls = [
+        dispatch(0),
+        dispatch(1),
+        ret(0, ROWS),
+        copy(1, ROWS),
+        Call::RefusedDispatch { routing: 1 },
+        dispatch(0),
+        ret(2, ROWS),
+        Call::RefusedReturn { handle: 2 },
+        copy(2, ROWS),
+        dispatch(1),
+        Call::Mixed { routing: 0, handle: 2 },
+        ret(3, ROWS),
+        dispatch(0),
+        ret(4, ROWS),
+    ];
+    for (name, labels) in [("1", &[0][..]), ("1 x 2", &[0; 2]), ("1 x 3", &[0; 3]), ("1 x 8", &[0; 8])] {
+        for align in [1, 4] {
+            let group = Group::new(labels, align, 5).pulling();
+            let story = group.tell(&calls, None);
+            let name = format!("{name} by engines, {align}");
+            let proof = proved(&name, &story);
+            assert!(proof.pairs > 20, "{name}: memory is reused, so accesses meet");
+            check(&story, 0..3).unwrap_or_else(|fault| panic!("{name}: {fault}"));
+        }
+    }
+}
+
+#[test]
 fn all_gather_and_reduce_scatter_are_proved_and_run_at_random() {
     let shapes: [(&str, &[u32]); 6] = [
         ("1 x 4", &[0; 4]),

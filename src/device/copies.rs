@@ -78,6 +78,28 @@ impl Stream {
     }
 }
 
+impl Stream {
+    /// Enqueues the copies of a batch one by one, in its order.
+    ///
+    /// # Errors
+    /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    pub fn copy_each(&self, batch: &CopyBatch) -> Result<(), DeviceError> {
+        if batch.device != self.device() {
+            let (found, expected) = (batch.device, self.device());
+            return Err(DeviceError::OtherDevice { what: "batch of copies", found, expected });
+        }
+        let mut held = self.held();
+        held.add_all(&batch.held);
+        let (library, device) = (self.library(), Some(self.device()));
+        let _entered = self.context.enter()?;
+        for ((&to, &from), &len) in batch.targets.iter().zip(&batch.sources).zip(&batch.sizes) {
+            // SAFETY: bytes that the device may use, and that stay until the stream is done.
+            unsafe { call!(library, device, cuMemcpyAsync(to, from, len, self.raw)) }?;
+        }
+        Ok(())
+    }
+}
+
 /// Copies for streams of one device, to be enqueued at once.
 #[derive(Debug)]
 pub struct CopyBatch {
@@ -89,6 +111,9 @@ pub struct CopyBatch {
 }
 
 impl CopyBatch {
+    /// Copies that the driver takes in one call.
+    pub const AT_ONCE: usize = AT_ONCE;
+
     /// An empty batch, with room for so many.
     pub fn with_capacity(context: &Context, count: usize) -> Self {
         CopyBatch {

@@ -100,6 +100,17 @@ impl Driver {
         }
     }
 
+    /// From now on this thread's calls do not spoil captures of other threads. It makes none that would change what they
+    /// capture.
+    ///
+    /// # Errors
+    /// [`DeviceError::Call`].
+    pub fn ignore_captures_of_others(&self) -> Result<(), DeviceError> {
+        let mut mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: takes the mode, and puts the one before in its place.
+        unsafe { call!(self.library, None, cuThreadExchangeStreamCaptureMode(&raw mut mode)) }
+    }
+
     /// Whether a device can reach the memory of another.
     ///
     /// # Errors

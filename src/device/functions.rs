@@ -88,19 +88,20 @@ functions! {
     cuEventQuery(sys::CUevent);
     cuEventSynchronize(sys::CUevent);
 
-    cuStreamBeginCapture_v2(sys::CUstream, sys::CUstreamCaptureMode);
-    cuStreamEndCapture(sys::CUstream, *mut sys::CUgraph);
-    cuGraphInstantiateWithFlags(*mut sys::CUgraphExec, sys::CUgraph, c_ulonglong);
-    cuGraphLaunch(sys::CUgraphExec, sys::CUstream);
-    cuGraphDestroy(sys::CUgraph);
-    cuGraphExecDestroy(sys::CUgraphExec);
-
     cuStreamWriteValue32_v2(sys::CUstream, sys::CUdeviceptr, u32, c_uint);
     cuStreamWriteValue64_v2(sys::CUstream, sys::CUdeviceptr, u64, c_uint);
     cuStreamWaitValue32_v2(sys::CUstream, sys::CUdeviceptr, u32, c_uint);
     cuStreamWaitValue64_v2(sys::CUstream, sys::CUdeviceptr, u64, c_uint);
     cuStreamBatchMemOp_v2(sys::CUstream, c_uint, *mut sys::CUstreamBatchMemOpParams, c_uint);
     cuMemcpyAsync(sys::CUdeviceptr, sys::CUdeviceptr, usize, sys::CUstream);
+
+    cuThreadExchangeStreamCaptureMode(*mut sys::CUstreamCaptureMode);
+    cuStreamBeginCapture_v2(sys::CUstream, sys::CUstreamCaptureMode);
+    cuStreamEndCapture(sys::CUstream, *mut sys::CUgraph);
+    cuGraphInstantiateWithFlags(*mut sys::CUgraphExec, sys::CUgraph, c_ulonglong);
+    cuGraphLaunch(sys::CUgraphExec, sys::CUstream);
+    cuGraphDestroy(sys::CUgraph);
+    cuGraphExecDestroy(sys::CUgraphExec);
 
     cuMemGetAllocationGranularity(
         *mut usize, *const sys::CUmemAllocationProp, sys::CUmemAllocationGranularity_flags

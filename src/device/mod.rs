@@ -62,7 +62,7 @@ pub use driver::Driver;
 pub use event::Event;
 pub use flags::MemoryOperations;
 pub use graph::Graph;
-pub use kernels::{Addresses, Check, Counts, Kernels, Pack, Regroup, Sum, SumChoices};
+pub use kernels::{Addresses, Check, Counts, Kernels, Order, Pack, Regroup, Sum, SumChoices};
 pub use launch::{Grid, Parameters};
 pub use module::{Function, Module};
 pub use pinned::PinnedMemory;

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use super::call;
 use super::context::Context;
@@ -145,6 +145,37 @@ impl PinnedMemory {
         let sources = self.bytes(offset, bytes.len())?;
         bytes.iter_mut().zip(sources).for_each(|(byte, source)| *byte = source.load(Ordering::Relaxed));
         Ok(())
+    }
+
+    /// Writes words of 32 bits, one by one, in no order.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfRange`], [`DeviceError::Misaligned`].
+    pub fn write_words(&self, offset: usize, words: &[u32]) -> Result<(), DeviceError> {
+        let targets = self.words(offset, words.len())?;
+        targets.iter().zip(words).for_each(|(target, &word)| target.store(word, Ordering::Relaxed));
+        Ok(())
+    }
+
+    /// Reads words of 32 bits, one by one, in no order.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfRange`], [`DeviceError::Misaligned`].
+    pub fn read_words(&self, offset: usize, words: &mut [u32]) -> Result<(), DeviceError> {
+        let sources = self.words(offset, words.len())?;
+        words.iter_mut().zip(sources).for_each(|(word, source)| *word = source.load(Ordering::Relaxed));
+        Ok(())
+    }
+
+    fn words(&self, offset: usize, count: usize) -> Result<&[AtomicU32], DeviceError> {
+        let bytes = self.bytes(offset, count.saturating_mul(4))?;
+        let address = bytes.as_ptr().cast::<AtomicU32>();
+        if !address.is_aligned() {
+            let value = address.addr() as u64;
+            return Err(DeviceError::Misaligned { what: "the address of a word", value, align: 4 });
+        }
+        // SAFETY: aligned, and as many bytes as these words have; accessed as atomics only.
+        Ok(unsafe { std::slice::from_raw_parts(address, count) })
     }
 
     fn bytes(&self, offset: usize, len: usize) -> Result<&[AtomicU8], DeviceError> {

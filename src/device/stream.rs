@@ -81,14 +81,14 @@ impl Stream {
         }
     }
 
-    /// The context it belongs to.
-    pub fn context(&self) -> &Arc<Context> {
-        &self.context
-    }
-
     /// The number of its device.
     pub fn device(&self) -> u32 {
         self.context.device()
+    }
+
+    /// The context it belongs to.
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
     }
 
     /// Its handle, for other users of the driver.

@@ -221,7 +221,13 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// # Errors
     /// [`PlanError`] if a setting cannot be used, [`CallError::ConfigsDiffer`] if ranks chose differently,
     /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank has no room for the control window.
-    pub fn build(mut self) -> Result<ExpertParallel, Error> {
+    pub fn build(self) -> Result<ExpertParallel, Error> {
+        let (group, spec) = self.agreed()?;
+        ExpertParallel::new(group, spec)
+    }
+
+    /// What all ranks have chosen, once it is known to be the same and usable. Collective.
+    pub(super) fn agreed(mut self) -> Result<(&'g Group, Spec), Error> {
         self.spec.record = self.fp8.then(|| RecordShape::new(self.spec.hidden as u32));
         let checked = self.check();
         let map = match (&checked, self.map.take()) {
@@ -235,7 +241,7 @@ impl<'g> ExpertParallelBuilder<'g> {
         if let Some(map) = map {
             self.spec.map = Arc::new(map);
         }
-        ExpertParallel::new(self.group, self.spec)
+        Ok((self.group, self.spec))
     }
 
     fn check(&self) -> Result<(), PlanError> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::ExpertParallel;
 use super::handle::Inner;
 use super::relay::{Errand, Seat};
-use crate::error::{CallKind, Cause, Error, MemoryError};
+use crate::error::{Cause, Error, MemoryError};
 use crate::lane::Io;
 use crate::rows::Stores;
 use crate::schedule::{Calls, Item, Operands, Refusal, Sum, Tag};
@@ -53,6 +53,17 @@ impl Drop for Begun<'_> {
     }
 }
 
+/// The tag of a rank that is ready for the call, or of one that refuses.
+pub(super) fn entry<T>(tag: Tag, ready: &Result<T, Error>) -> Tag {
+    match *ready {
+        Ok(_) => tag,
+        Err(Error::Memory(MemoryError::OutOfSpace { asked, free, .. })) => {
+            Tag { refusal: Refusal::Space, handle: asked, base: free, ..tag }
+        }
+        Err(_) => Tag { refusal: Refusal::Input, ..tag },
+    }
+}
+
 /// The part of a call that is this rank's relay's.
 #[derive(Debug)]
 pub(super) enum Relaying {
@@ -71,17 +82,6 @@ impl ExpertParallel {
         self.calls.enter();
         let skeletons = Arc::clone(&self.skeletons);
         self.run(&skeletons.ret.licence.items, None, &mut Io::default(), Stores::Cached)
-    }
-
-    /// The tag of a rank that is ready for the call, or of one that refuses.
-    pub(super) fn entry<T>(tag: Tag, ready: &Result<T, Error>) -> Tag {
-        match *ready {
-            Ok(_) => tag,
-            Err(Error::Memory(MemoryError::OutOfSpace { asked, free, .. })) => {
-                Tag { refusal: Refusal::Space, handle: asked, base: free, ..tag }
-            }
-            Err(_) => Tag { refusal: Refusal::Input, ..tag },
-        }
     }
 
     /// After this rank's own entry: gives the relay, if there is one, its errand in the running call. It begins at once if
@@ -127,41 +127,14 @@ impl ExpertParallel {
         }
     }
 
-    /// Compares what all ranks entered: what this rank got `ready` is used only if everybody makes the same call and
-    /// nobody refuses; otherwise `take_back` has it.
-    ///
-    /// # Errors
-    /// [`CallError::KindsDiffer`], [`CallError::Disagree`]; else what this rank itself refused; else
-    /// [`CallError::PeerRefused`] or [`MemoryError::OutOfSpace`] of the lowest rank that refused.
+    /// As [`Meeting::conclude`](super::meeting::Meeting::conclude), in the running call.
     pub(super) fn agree<T>(
         &self,
         mine: Tag,
         ready: Result<T, Error>,
         take_back: impl FnOnce(T),
     ) -> Result<T, Error> {
-        let meeting = self.fixed.meeting(self.calls, mine.kind);
-        let ready = match ready {
-            Ok(ready) => ready,
-            Err(own) => return Err(meeting.all_alike(mine).err().unwrap_or_else(|| self.in_group(own))),
-        };
-        match meeting.agree(mine) {
-            Ok(()) => Ok(ready),
-            Err(error) => {
-                take_back(ready);
-                Err(error)
-            }
-        }
-    }
-
-    /// The pool knows its rank in the world; errors of calls name positions in the group.
-    fn in_group(&self, error: Error) -> Error {
-        match error {
-            Error::Memory(MemoryError::OutOfSpace { asked, free, .. }) => {
-                let meeting = self.fixed.meeting(self.calls, CallKind::Unknown);
-                meeting.out_of_space(self.rank(), asked, free)
-            }
-            other => other,
-        }
+        self.fixed.meeting(self.calls, mine.kind).conclude(mine, ready, take_back)
     }
 
     /// Runs operations of the running call, with the layout of a handle.

@@ -218,7 +218,8 @@ impl Collective {
         if let Ok(count) = checked {
             ep.sorted.fill_gathered(&ep.fixed.bins, ep.fixed.lanes.rank, count, None);
         }
-        let opened = ep.open(checked.map(drop), ep.most_bytes(), false)?;
+        let most = ep.fixed.most_bytes(&ep.numbers.sizes);
+        let opened = ep.open(checked.map(drop), most, false)?;
         let (mut extent, inner) = ep.land(opened, bytemuck::cast_slice(rows), 0, false)?;
         let landing = ep.fixed.sizing(CallKind::Dispatch).landing(inner.layout.landed);
         let mut counts = vec![0; ep.size() as usize];

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use super::buffers::check_tensor;
-use super::call::{Begun, Relaying, options};
+use super::call::{Begun, Relaying, entry, options};
 use super::handle::{Inner, Kept};
 use super::relay::Errand;
 use super::{Contribution, ExpertOutput, ExpertParallel, Handle};
@@ -147,7 +147,7 @@ impl ExpertParallel {
             }
         });
         let tag = Tag { kind: call.kind, options: digest(&call), handle: inner.number, ..Tag::default() };
-        let tag = Self::entry(tag, &ready);
+        let tag = entry(tag, &ready);
         self.tables.clear();
         match &ready {
             Ok(offer) => self.tables.offer(&self.fixed.paths(), tag, offer.chunk.offset()),

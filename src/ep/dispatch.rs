@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::buffers::check_tensor;
-use super::call::{Begun, Relaying};
+use super::call::{Begun, Relaying, entry};
 use super::handle::Inner;
 use super::meeting::Numbers;
 use super::parallel::Fixed;
@@ -80,7 +80,7 @@ impl ExpertParallel {
         away: bool,
     ) -> Result<PendingDispatch<'a>, Error> {
         let sorted = self.sort(x, routing);
-        let most = self.most_bytes();
+        let most = self.fixed.most_bytes(&self.numbers.sizes);
         let opened = match &mut self.gather {
             None => self.open(sorted, most, away)?,
             Some(gather) => gather.open(sorted, routing, most, away)?,
@@ -98,7 +98,7 @@ impl ExpertParallel {
         self.publish()?;
         let ready = sorted.map(|()| self.pool().announce(most));
         let (base, handle) = ready.as_ref().map_or((0, 0), |extent| (extent.offset(), extent.len()));
-        let tag = Self::entry(Tag { kind: CallKind::Dispatch, base, handle, ..Tag::default() }, &ready);
+        let tag = entry(Tag { kind: CallKind::Dispatch, base, handle, ..Tag::default() }, &ready);
         self.tables.clear();
         self.tables.tags.fill(tag);
         let skeletons = Arc::clone(&self.skeletons);
@@ -153,23 +153,6 @@ impl ExpertParallel {
         numbers.clone_from(&self.sorted.counts);
         self.crossing.staged(&paths, numbers);
         port.write(WindowId::CONTROL, control.publication(self.calls.parity()), numbers)
-    }
-
-    /// What this rank receives at most: as many rows as there are slots or a budget; else, if every token of every rank
-    /// chooses as many of its experts as it can. And what it hands on, if all cross that can.
-    pub(super) fn most_bytes(&self) -> u64 {
-        let (spec, paths, rank) = (self.spec(), self.fixed.paths(), self.rank());
-        let (sizing, sizes) = (self.fixed.sizing(CallKind::Dispatch), &self.numbers.sizes);
-        if spec.mode.slots().is_some() {
-            return sizing.extent_bytes(sizes.rows[rank as usize], sizes.staged_at(rank));
-        }
-        let bins = self.fixed.bins.of(rank).len() as u32;
-        let (ranks, tokens) = (self.size(), spec.max_tokens);
-        let rows = ranks.saturating_mul(tokens).saturating_mul(spec.rows_of_token(bins));
-        let rows = rows.saturating_add(bins.saturating_mul(spec.align - 1));
-        let rows = rows.min(spec.mode.budget().unwrap_or(u32::MAX));
-        let blocks = if spec.route == Route::Pxn { paths.sources().count() as u32 } else { 0 };
-        sizing.extent_bytes(rows, blocks.saturating_mul(tokens))
     }
 
     /// Places, once everybody agrees: from everybody's counts to this rank's layout.
@@ -267,7 +250,7 @@ impl ExpertParallel {
             Ok(self.pool().take(sizing.extent_bytes(inner.layout.landed, inner.layout.staged))?)
         });
         let base = ready.as_ref().map_or(0, Extent::offset);
-        let tag = Self::entry(Tag { kind, options, handle: inner.number, base, ..Tag::default() }, &ready);
+        let tag = entry(Tag { kind, options, handle: inner.number, base, ..Tag::default() }, &ready);
         self.tables.clear();
         self.tables.tags.fill(tag);
         let skeletons = Arc::clone(&self.skeletons);

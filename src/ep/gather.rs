@@ -87,7 +87,7 @@ impl Gather {
             let bins = &engine.fixed.bins;
             engine.sorted.fill_gathered(bins, me, routing.tokens(), Some(routing));
         }
-        let most = engine.most_bytes().saturating_add(most);
+        let most = engine.fixed.most_bytes(&engine.numbers.sizes).saturating_add(most);
         engine.open(checked, most, away)
     }
 

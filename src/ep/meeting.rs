@@ -76,6 +76,41 @@ impl<'a> Meeting<'a> {
         self.control().message_in(node, self.setting.parity)
     }
 
+    /// Compares what all ranks entered: what this rank got `ready` is used only if everybody makes the same call and
+    /// nobody refuses; otherwise `take_back` has it.
+    ///
+    /// # Errors
+    /// [`CallError::KindsDiffer`], [`CallError::Disagree`]; else what this rank itself refused; else
+    /// [`CallError::PeerRefused`] or [`MemoryError::OutOfSpace`] of the lowest rank that refused.
+    pub fn conclude<T>(
+        &self,
+        mine: Tag,
+        ready: Result<T, Error>,
+        take_back: impl FnOnce(T),
+    ) -> Result<T, Error> {
+        let ready = match ready {
+            Ok(ready) => ready,
+            Err(own) => return Err(self.all_alike(mine).err().unwrap_or_else(|| self.in_group(own))),
+        };
+        match self.agree(mine) {
+            Ok(()) => Ok(ready),
+            Err(error) => {
+                take_back(ready);
+                Err(error)
+            }
+        }
+    }
+
+    /// The pool knows its rank in the world; errors of calls name positions in the group.
+    fn in_group(&self, error: Error) -> Error {
+        match error {
+            Error::Memory(MemoryError::OutOfSpace { asked, free, .. }) => {
+                self.out_of_space(self.paths().me(), asked, free)
+            }
+            other => other,
+        }
+    }
+
     /// Whether all ranks make the same call as this one, and none refuses.
     ///
     /// # Errors
@@ -239,8 +274,7 @@ impl<'a> Meeting<'a> {
 
     /// Pools are equally large everywhere, so a peer's error can be told as it sees it itself.
     pub fn out_of_space(&self, rank: u32, asked: u64, free: u64) -> Error {
-        let total = self.fixed.shared.heap.pool().total();
-        MemoryError::OutOfSpace { rank, asked, free, total, space: "pool", setting: "SIDELANE_HEAP" }.into()
+        self.fixed.room.lacks(rank, asked, free)
     }
 
     fn others(&self) -> impl Iterator<Item = u32> + use<> {

@@ -14,7 +14,8 @@
 //! ```
 //!
 //! Beside it, [`Collective`] is all-gather and reduce-scatter by the same programs, [`TokenSlices`] what is made of them for
-//! a tensor-parallel group; and a dispatch may itself go out by all-gather ([`Strategy::Gather`](crate::plan::Strategy)).
+//! a tensor-parallel group; and a dispatch may itself go out by all-gather ([`Strategy::Gather`](crate::plan::Strategy)). On
+//! GPUs, [`planned`] does dispatch and combine beside a stream.
 //!
 //! | forward | backward |
 //! |---|---|
@@ -35,11 +36,13 @@ mod combine;
 mod dispatch;
 mod floor;
 mod gather;
+mod guard;
 mod handle;
 mod index;
 mod meeting;
 mod notes;
 mod parallel;
+pub mod planned;
 mod records;
 mod relay;
 mod remap;

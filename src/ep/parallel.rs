@@ -11,11 +11,11 @@ use super::handle::Inner;
 use super::meeting::{Meeting, Numbers};
 use super::relay::{Relay, Seat};
 use super::{ExpertParallelBuilder, Handle, LaneUse, TokenBuffer};
-use crate::error::{CallKind, Error, PlanError};
+use crate::error::{CallKind, Error, MemoryError, PlanError};
 use crate::exec::Host;
 use crate::lane::{Lanes, Part, Port, Window};
 use crate::memory::{Extent, Licence, Pool};
-use crate::plan::{Bins, Crossing, ExpertMap, Frame, Order, Sizing, Sorted, Spans, Strategy};
+use crate::plan::{Bins, Crossing, ExpertMap, Frame, Order, Sizes, Sizing, Sorted, Spans, Strategy};
 use crate::rows::Stores;
 use crate::schedule::{
     Caller, CallerTables, Calls, Control, DispatchSkeleton, Flag, ReturnSkeleton, Setting, WindowId,
@@ -76,6 +76,7 @@ pub struct ExpertParallel {
 }
 
 /// What is the same in every call, for the caller and for its relay.
+#[derive(Debug)]
 pub(super) struct Fixed {
     pub shared: Arc<Shared>,
     pub lanes: Arc<Lanes>,
@@ -84,6 +85,23 @@ pub(super) struct Fixed {
     pub spec: Spec,
     pub bins: Bins,
     pub chunks: u8,
+    pub room: Room,
+}
+
+/// The memory in which rows land, as errors speak of it. It is equally large everywhere.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Room {
+    pub total: u64,
+    pub space: &'static str,
+    pub setting: &'static str,
+}
+
+impl Room {
+    /// That a rank has no room for `asked` bytes, but for `free`.
+    pub fn lacks(self, rank: u32, asked: u64, free: u64) -> Error {
+        let Room { total, space, setting } = self;
+        MemoryError::OutOfSpace { rank, asked, free, total, space, setting }.into()
+    }
 }
 
 /// In how many parts a block goes to its relay: enough that the relay is busy while the rest is under way.
@@ -97,6 +115,21 @@ pub(super) struct Skeletons {
 }
 
 impl Fixed {
+    /// What an owner of this spec needs, and its control window. Collective.
+    pub fn new(group: &Group, spec: Spec, room: Room) -> Result<(Self, SymmetricRange), Error> {
+        let lanes = group.lanes(spec.route)?;
+        let paths = lanes.paths();
+        let max_entries = u64::from(spec.max_tokens) * u64::from(spec.entries_of_token());
+        let bins = Bins::of_layout(spec.layout, &spec.map, spec.order, &lanes.nodes);
+        let control =
+            Control::new(&paths, &bins, max_entries, spec.sizing(CallKind::Dispatch, None).note_bytes());
+        let range = group.take_symmetric(control.bytes())?;
+        let windows = vec![pool_window(group), range.window()];
+        let port = Arc::new(Port::new(Arc::clone(&lanes), windows, WindowId::CONTROL));
+        let shared = Arc::clone(&group.shared);
+        Ok((Fixed { shared, lanes, port, control, spec, bins, chunks: CHUNKS, room }, range))
+    }
+
     /// This rank among its nodes.
     pub fn paths(&self) -> Paths<'_> {
         self.lanes.paths()
@@ -117,6 +150,23 @@ impl Fixed {
     /// Sizes of what moves in a call of this kind.
     pub fn sizing(&self, kind: CallKind) -> Sizing {
         self.spec.sizing(kind, self.partial_bytes())
+    }
+
+    /// What this rank receives at most: as many rows as there are slots (of these `sizes`) or a budget; else, if every token of
+    /// every rank chooses as many of its experts as it can. And what it hands on, if all cross that can.
+    pub fn most_bytes(&self, sizes: &Sizes) -> u64 {
+        let (spec, paths, rank) = (&self.spec, self.paths(), self.lanes.rank);
+        let sizing = self.sizing(CallKind::Dispatch);
+        if spec.mode.slots().is_some() {
+            return sizing.extent_bytes(sizes.rows[rank as usize], sizes.staged_at(rank));
+        }
+        let bins = self.bins.of(rank).len() as u32;
+        let (ranks, tokens) = (self.lanes.ranks(), spec.max_tokens);
+        let rows = ranks.saturating_mul(tokens).saturating_mul(spec.rows_of_token(bins));
+        let rows = rows.saturating_add(bins.saturating_mul(spec.align - 1));
+        let rows = rows.min(spec.mode.budget().unwrap_or(u32::MAX));
+        let blocks = if spec.route == Route::Pxn { paths.sources().count() as u32 } else { 0 };
+        sizing.extent_bytes(rows, blocks.saturating_mul(tokens))
     }
 
     /// Bytes of a partial sum, where relays sum: they do where they serve more than themselves.
@@ -158,32 +208,19 @@ impl ExpertParallel {
             Strategy::Exchange => None,
             Strategy::Gather => Some(Box::new(Gather::new(group, &spec)?)),
         };
-        let lanes = group.lanes(spec.route)?;
-        let paths = lanes.paths();
-        let max_entries = u64::from(spec.max_tokens) * u64::from(spec.entries_of_token());
-        let bins = Bins::of_layout(spec.layout, &spec.map, spec.order, &lanes.nodes);
-        let control =
-            Control::new(&paths, &bins, max_entries, spec.sizing(CallKind::Dispatch, None).note_bytes());
-        let range = group.take_symmetric(control.bytes())?;
-        let windows = vec![pool_window(group), range.window()];
-        let port = Arc::new(Port::new(Arc::clone(&lanes), windows, WindowId::CONTROL));
+        let total = group.shared.heap.pool().total();
+        let room = Room { total, space: "pool", setting: "SIDELANE_HEAP" };
+        let (fixed, range) = Fixed::new(group, spec, room)?;
+        let fixed = Arc::new(fixed);
+        let paths = fixed.paths();
         let caller = Caller::new(paths, CHUNKS);
         let skeletons = Skeletons { dispatch: caller.dispatch(), ret: caller.ret() };
         let readers = paths.locals().collect();
         let tables = CallerTables::new(paths, CHUNKS);
         let rails = paths.rails();
-        let licence = Arc::new(Readers { port: Arc::clone(&port), readers, _range: range });
+        let licence = Arc::new(Readers { port: Arc::clone(&fixed.port), readers, _range: range });
         static INSTANCES: AtomicU64 = AtomicU64::new(0);
-        let host = Host::new(spec.dtype, group.shared.recorder.clone());
-        let fixed = Arc::new(Fixed {
-            shared: Arc::clone(&group.shared),
-            lanes: Arc::clone(&lanes),
-            port,
-            control,
-            spec,
-            bins,
-            chunks: CHUNKS,
-        });
+        let host = Host::new(fixed.spec.dtype, group.shared.recorder.clone());
         Ok(ExpertParallel {
             host,
             relay: rails.then(|| Self::seat(&fixed)),
@@ -192,7 +229,7 @@ impl ExpertParallel {
             crossing: Crossing::default(),
             spans: Spans::default(),
             numbers: Numbers::new(&fixed),
-            lane_use: LaneUse::of(&lanes),
+            lane_use: LaneUse::of(&fixed.lanes),
             products: Vec::new(),
             calls: Calls::new(group.shared.hub.epoch()),
             instance: INSTANCES.fetch_add(1, Ordering::Relaxed),

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::ExpertParallel;
+use super::call::entry;
 use super::meeting::Numbers;
 use super::parallel::Fixed;
 use super::relay::Errand;
@@ -23,7 +24,7 @@ impl ExpertParallel {
         self.enter()?;
         let ready = self.check_map(&map);
         let (kind, handle) = (CallKind::ExpertMap, map.digest());
-        let tag = Self::entry(Tag { kind, handle, ..Tag::default() }, &ready);
+        let tag = entry(Tag { kind, handle, ..Tag::default() }, &ready);
         self.tables.clear();
         self.tables.tags.fill(tag);
         let skeletons = Arc::clone(&self.skeletons);
@@ -57,13 +58,13 @@ impl ExpertParallel {
     }
 
     fn adopt(&mut self, map: ExpertMap) {
-        let Fixed { shared, lanes, port, control, spec, chunks, .. } = &*self.fixed;
+        let Fixed { shared, lanes, port, control, spec, chunks, room, .. } = &*self.fixed;
         let mut spec = spec.clone();
         spec.map = Arc::new(map);
         let bins = Bins::of_layout(spec.layout, &spec.map, spec.order, &lanes.nodes);
-        let (control, chunks) = (*control, *chunks);
+        let (control, chunks, room) = (*control, *chunks, *room);
         let (shared, lanes, port) = (Arc::clone(shared), Arc::clone(lanes), Arc::clone(port));
-        self.fixed = Arc::new(Fixed { shared, lanes, port, control, spec, bins, chunks });
+        self.fixed = Arc::new(Fixed { shared, lanes, port, control, spec, bins, chunks, room });
         self.numbers = Numbers::new(&self.fixed);
         self.relay = self.relay.is_some().then(|| Self::seat(&self.fixed));
     }

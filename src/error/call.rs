@@ -141,6 +141,14 @@ pub enum CallError {
         /// What is next.
         expected: &'static str,
     },
+    /// As many dispatches of an exchange are alive as it has seats.
+    #[error(
+        "all {seats} seats of the exchange are taken: drop rows, outputs and handles of an earlier dispatch"
+    )]
+    NoSeat {
+        /// How many it has.
+        seats: u32,
+    },
     /// A gradient was asked for that the forward call did not keep.
     #[error("{missing} was not kept by the forward call")]
     NotKept {

@@ -168,6 +168,22 @@ pub enum DeviceError {
         /// The call.
         call: &'static str,
     },
+    /// Something that no copy engine does.
+    #[error("copy engines cannot {operation}")]
+    NoEngine {
+        /// What was asked for.
+        operation: &'static str,
+    },
+    /// A stream's wait holds up the streams that are to end it.
+    #[error(
+        "device {device}: each of {tried} streams stands behind the caller's in one hardware queue, and would wait for itself (set CUDA_DEVICE_MAX_CONNECTIONS higher, or leave it out)"
+    )]
+    SharedQueue {
+        /// The device.
+        device: u32,
+        /// How many streams were tried.
+        tried: u32,
+    },
     /// The driver handed out a descriptor that is none.
     #[error("{call} handed out descriptor {descriptor}")]
     Descriptor {

@@ -90,6 +90,12 @@ pub enum PlanError {
         /// What would be right.
         expected: &'static str,
     },
+    /// This rank's caller gave something that was refused before its planner saw it.
+    #[error("the input was refused where the call was made")]
+    RefusedHere,
+    /// The planner of an exchange serves no more, or could not be started.
+    #[error("the planner's thread is gone")]
+    PlannerGone,
     /// The expert map does not fit the group.
     #[error("expert map: {problem} (expert {expert}, rank {rank})")]
     BadMap {

@@ -1,17 +1,20 @@
 //! Executors: interpreters of schedules that move bytes.
 //!
-//! The host stepper (`Host`) steps all tracks of a rank in the caller's thread, in launch order. A [`Recorder`] can watch
-//! it (or any other executor), and [`write_chrome_trace`] writes what the ranks' recorders saw as one timeline. The device
-//! enqueuer (`Device`) lowers a static stage to copies and memory operations of a CUDA stream.
+//! The host stepper (`Host`) steps all tracks of a rank in the caller's thread, in launch order. The planner's stepper
+//! (`Engine`) reads the same programs, and enqueues what they move on a CUDA stream. A stream program, which nobody steps, is
+//! `Lowered` once and enqueued as a whole. A [`Recorder`] can watch the host stepper (or any other executor), and
+//! [`write_chrome_trace`] writes what the ranks' recorders saw as one timeline.
 
 mod chrome;
-mod device;
+mod engine;
 mod host;
+mod lowered;
 mod recorder;
 
 pub use chrome::write_chrome_trace;
-pub use device::Enqueued;
-pub(crate) use device::{Device, Ground};
+pub use engine::Enqueued;
+pub(crate) use engine::{Engine, Ground, Packed};
 pub(crate) use host::Host;
 pub use host::Moved;
+pub(crate) use lowered::{Lowered, Windows};
 pub use recorder::{Call, Event, Kind, Recorder, Timeline};

@@ -6,6 +6,7 @@
 //! | loop | "nodes" of one machine | records in a ring that only the pair has mapped, with credits | a record behind the puts | as shm |
 //! | verbs | machines with RDMA cards | RDMA write from where the bytes lie, if they are registered, else from a copy | a write or an addition behind the puts, or a number that comes with the last one | looks, as nobody wakes it; by number: as shm |
 //! | tcp | any machines | records on a connection, from where the bytes lie to where they belong | a record behind the puts | as shm |
+//! | copy engine | GPUs of a node | copies of a stream | a memory operation of the stream, behind the copies | looks, as nobody wakes it |
 //!
 //! A [`Port`] is what an executor holds: the windows of one owner (an `ExpertParallel`, a caller's window) and a lane
 //! to every rank of the group. Whatever the lane, the contract is one: a signal is visible only after all earlier
@@ -32,6 +33,7 @@ mod raw;
 mod source;
 mod sum;
 mod wait;
+mod word;
 
 pub use flag::FlagLine;
 pub use floor::{Floor, Moves};
@@ -43,3 +45,4 @@ pub use rail::{Adapter, Card, Ground, Link, Region, Setup, Target, TcpWires, Wir
 pub use raw::RAW;
 pub use source::{Io, RowSource};
 pub use sum::Scratch;
+pub use word::COPY_ENGINE;

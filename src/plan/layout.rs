@@ -49,7 +49,7 @@ pub struct Layout {
     /// What runs index into: the token of each entry by destination bin, then the tokens of each block. Empty if rows go
     /// `whole`.
     pub rows: Vec<u32>,
-    /// Every row goes to every rank: runs are pieces of the tensor itself, and of the notes, of which there is one a row.
+    /// Runs are pieces of the source itself: every row goes to every rank, with one note a row; or rows lie packed.
     pub whole: bool,
     /// Runs to all destinations, by destination, then those of the blocks, chunk by chunk.
     pub runs: Vec<RowRun>,
@@ -148,6 +148,17 @@ impl Layout {
         self.place_groups(frame, crossing);
         self.place_fetched(frame, sorted);
         self.place_landed(frame, counts, sizes);
+    }
+
+    /// Rows lie packed, those of bin `b` from row `starts[b]` on, and notes do: runs are pieces of these. Of a bin for which
+    /// there was not room enough the first rows go.
+    pub fn pack(&mut self, sorted: &Sorted, starts: &[u32]) {
+        for run in self.runs.iter_mut().filter(|run| run.count > 0) {
+            let bin = sorted.starts.partition_point(|&start| start <= run.first) - 1;
+            run.first = starts[bin];
+        }
+        self.rows.clear();
+        self.whole = true;
     }
 
     pub(super) fn start(&mut self, sorted: &Sorted) {

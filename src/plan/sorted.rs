@@ -107,6 +107,23 @@ impl Sorted {
         &self.notes[at(bins.start)..at(bins.end)]
     }
 
+    /// For each token the rows of its entries, where those of bin `b` lie from row `starts[b]` on: `[tokens, top_k]`, in the
+    /// order of the sum, -1 behind the last.
+    pub fn summands(&mut self, bins: &Bins, top_k: u32, starts: &[u32], rows: &mut Vec<i32>) {
+        let tokens = self.tokens_here() as usize;
+        refill(rows, tokens * top_k as usize, -1);
+        let mut cursors = std::mem::take(&mut self.cursors);
+        refill(&mut cursors, tokens, 0);
+        for &bin in bins.in_order() {
+            for (&token, row) in self.tokens_of(bin..bin + 1).iter().zip(starts[bin as usize]..) {
+                let cursor = &mut cursors[token as usize];
+                rows[(token * top_k + *cursor) as usize] = row as i32;
+                *cursor += 1;
+            }
+        }
+        self.cursors = cursors;
+    }
+
     /// Leaves no entries and no tokens, as for an empty routing.
     pub fn clear(&mut self, bins: &Bins) {
         refill(&mut self.counts, bins.count() as usize, 0);

@@ -11,6 +11,7 @@
 //!   return     licence , entry, and the offer: Signal block -> r        the tag says where my rows may be put
 //!              home      Wait home(r) , Wait home(me)
 //!              sum       Reduce rows, Reduce weights, Signal read -> l
+//!   or         pull      Put l -> me , Signal read -> l ; Put me -> me    copy engines cannot add
 //! ```
 //!
 //! A dispatch along a known layout is the same program with fewer operands. What the rank does for others is its
@@ -63,7 +64,7 @@ impl<'a> Caller<'a> {
         (3 + usize::from(self.chunks)) * self.paths.ranks() as usize
     }
 
-    /// Slot of the rows put to `peer` (dispatch).
+    /// Slot of the rows put to `peer` (dispatch), or pulled from it (return).
     pub fn rows(&self, peer: u32) -> Slot {
         Slot(peer)
     }
@@ -115,6 +116,15 @@ impl<'a> Caller<'a> {
             home: Stage { name: "home", items: home },
             sum: Stage { name: "sum", items: sum },
         }
+    }
+
+    /// In place of "sum" where copy engines read: they cannot add, so the rows that this rank sums come home first.
+    pub fn pull(&self) -> Stage {
+        let (paths, me) = (self.paths, self.paths.me());
+        let from = |p| self.on(p, Op::Put { to: me, slot: self.rows(p) });
+        let read = |l| self.on(l, self.signal(l, Flag::Read, Level::Call));
+        let items = paths.locals().flat_map(|l| [from(l), read(l)]).chain([from(me)]);
+        Stage { name: "pull", items: items.collect() }
     }
 
     /// Whatever this rank offered in its last return has been read: its memory may be written again.

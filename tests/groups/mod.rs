@@ -26,6 +26,7 @@ pub struct Group {
     pub order: Order,
     pub spans: bool,
     pub gathers: bool,
+    pub pulls: bool,
 }
 
 /// In how many parts blocks go.
@@ -75,6 +76,7 @@ impl Group {
             order,
             spans: false,
             gathers: false,
+            pulls: false,
         }
     }
 
@@ -128,6 +130,11 @@ impl Group {
         }
     }
 
+    /// The same group, whose rows come home by copy engines.
+    pub fn pulling(self) -> Self {
+        Group { pulls: true, ..self }
+    }
+
     pub fn script<'a>(&'a self, calls: &'a [Call], slip: Option<Slip>) -> Script<'a> {
         Script {
             nodes: &self.nodes,
@@ -139,6 +146,7 @@ impl Group {
             layout: self.layout,
             spans: self.spans,
             gathers: self.gathers,
+            pulls: self.pulls,
             mode: self.mode,
             order: self.order,
             row_bytes: 32,

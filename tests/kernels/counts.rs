@@ -1,8 +1,8 @@
 //! Counting rows for experts and ranks.
 
 use sidelane::device::Counts;
-use sidelane::error::Fault;
 use sidelane::error::DeviceError;
+use sidelane::error::Fault;
 use sidelane::plan::SlotShape;
 
 use super::buffer::{Buffer, POISON};

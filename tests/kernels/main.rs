@@ -9,6 +9,7 @@ mod apart;
 mod buffer;
 mod check;
 mod counts;
+mod order;
 mod pack;
 mod regroup;
 #[path = "../rows_common/mod.rs"]

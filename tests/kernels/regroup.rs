@@ -1,8 +1,8 @@
 //! Rows by an index.
 
 use sidelane::device::Regroup;
-use sidelane::error::Fault;
 use sidelane::error::DeviceError;
+use sidelane::error::Fault;
 use sidelane::rows::{Rows, Simd, Stores};
 
 use super::buffer::{Buffer, POISON};

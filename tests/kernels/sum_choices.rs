@@ -1,9 +1,9 @@
 //! Sums of choices that have a row each, in all three orders.
 
 use sidelane::device::SumChoices;
-use sidelane::error::Fault;
 use sidelane::dtype::{Dtype, Wire};
 use sidelane::error::DeviceError;
+use sidelane::error::Fault;
 use sidelane::rows::{Arithmetic, GroupedSum, Out, Rows, Simd, Stores};
 
 use super::buffer::{Buffer, POISON};
@@ -79,7 +79,7 @@ impl Choices {
             rows: rows.span(),
             index: index.span(),
             n_experts: self.group_of.len() as u32,
-            experts: experts.span(),
+            experts: Some(experts.span()),
             weights: weights.as_ref().map(Buffer::span),
             group_of: self.grouped.then(|| group_of.span()),
             status: status.word(),
@@ -233,7 +233,7 @@ fn types_and_memory_that_do_not_fit_are_refused_by_name() {
             rows: memory.part(0, 80),
             index: memory.part(128, 24),
             n_experts: 4,
-            experts: memory.part(192, 24),
+            experts: Some(memory.part(192, 24)),
             weights: Some(memory.part(256, 24)),
             group_of: Some(memory.part(320, 16)),
             status: memory.range().word(384).unwrap(),
@@ -242,7 +242,7 @@ fn types_and_memory_that_do_not_fit_are_refused_by_name() {
         for (sum, what, given, needed) in [
             (SumChoices { rows: memory.part(0, 79), ..good }, "rows", 79, 80),
             (SumChoices { index: memory.part(128, 23), ..good }, "index", 23, 24),
-            (SumChoices { experts: memory.part(192, 23), ..good }, "experts", 23, 24),
+            (SumChoices { experts: Some(memory.part(192, 23)), ..good }, "experts", 23, 24),
             (SumChoices { weights: Some(memory.part(256, 23)), ..good }, "weights", 23, 24),
             (SumChoices { group_of: Some(memory.part(320, 15)), ..good }, "group_of", 15, 16),
             (SumChoices { out: memory.part(512, 31), ..good }, "out", 31, 32),
@@ -259,4 +259,78 @@ fn types_and_memory_that_do_not_fit_are_refused_by_name() {
         stream.synchronize().unwrap();
         assert!(memory.content().iter().all(|&byte| byte == POISON), "nothing was launched");
     });
+}
+
+#[test]
+fn listed_rows_are_summed_in_the_order_of_the_list() {
+    with_kernels(
+        "sum_choices::listed_rows_are_summed_in_the_order_of_the_list",
+        |Device { context, stream, kernels }| {
+            let mut random = Random(3);
+            for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
+                let kind = Arithmetic::try_from(dtype).unwrap();
+                for (tokens, top_k, columns) in [(1, 1, 8), (9, 7, 24), (4, 5, 4104)] {
+                    let rows: Vec<Vec<u8>> =
+                        (0..20).map(|_| any_row(&mut random, kind, columns as usize)).collect();
+                    let mut summands = Vec::new();
+                    for _ in 0..tokens {
+                        let used = random.next() as usize % (top_k as usize + 1);
+                        let row = |at| if at < used { (random.next() % 20) as i32 } else { -1 };
+                        summands.extend((0..top_k as usize).map(row));
+                    }
+                    let (all, list) =
+                        (Buffer::of(context, &rows.concat()), Buffer::words(context, &summands));
+                    let out = Buffer::new(context, u64::from(tokens * columns) * dtype.size() as u64);
+                    let sum = |word: u32, n_rows| {
+                        let status = Buffer::words(context, &[word, 0]);
+                        let launch = SumChoices {
+                            tokens,
+                            top_k,
+                            columns,
+                            dtype,
+                            wire: Wire::F32,
+                            n_rows,
+                            rows: all.span(),
+                            index: list.span(),
+                            n_experts: 0,
+                            experts: None,
+                            weights: None,
+                            group_of: None,
+                            status: status.word(),
+                            out: out.span(),
+                        };
+                        kernels.sum_choices(stream, &launch).unwrap();
+                        stream.synchronize().unwrap();
+                        (out.content(), status.read::<u32>()[0])
+                    };
+                    let of = |list: &[i32]| {
+                        let rows: Vec<Vec<u8>> = list
+                            .iter()
+                            .filter(|&&row| row >= 0)
+                            .map(|&row| rows[row as usize].clone())
+                            .collect();
+                        let groups = [rows.len() as u32];
+                        let terms = Terms {
+                            dtype: kind,
+                            wire: Wire::F32,
+                            rows: &rows,
+                            weights: None,
+                            groups: &groups,
+                        };
+                        terms.sum(columns as usize, kind)
+                    };
+                    let expected: Vec<u8> = summands.chunks_exact(top_k as usize).flat_map(of).collect();
+                    assert_eq!(sum(0, 20), (expected, 0), "{dtype:?}, {tokens} tokens of {top_k}");
+                    assert_eq!(sum(7, 20), (vec![0; out.content().len()], 7), "a status that is set");
+                    let (_, word) = sum(0, 0);
+                    let first = summands.chunks_exact(top_k as usize).position(|list| list[0] >= 0);
+                    let said = Fault::of(word);
+                    match first {
+                        None => assert_eq!(said, None),
+                        Some(_) => assert!(matches!(said, Some(Fault::IndexOutOfRange { .. })), "{said:?}"),
+                    }
+                }
+            }
+        },
+    );
 }

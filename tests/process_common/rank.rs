@@ -29,10 +29,7 @@ pub fn serve() {
     if std::env::var_os(MARK).is_none() {
         return;
     }
-    let stdin = std::io::stdin().as_fd().try_clone_to_owned().expect("stdin");
-    let line = UnixStream::from(stdin);
-    let mut talk =
-        Talk { commands: BufReader::new(line.try_clone().expect("a second handle")), reports: line };
+    let mut talk = Talk::new();
     match World::from_env() {
         Ok(world) => Rank { talk, world, ep: None, rounds: 0, way: (route(), strategy()) }.obey(),
         Err(error) => talk.say(&Report::Failed(error.into())),
@@ -49,14 +46,22 @@ fn strategy() -> Strategy {
     Strategy::ALL.into_iter().find(|strategy| strategy.name() == name).unwrap_or_default()
 }
 
-struct Talk {
+/// A rank's end of the line to its job.
+pub struct Talk {
     commands: BufReader<UnixStream>,
     reports: UnixStream,
 }
 
 impl Talk {
+    /// The line is what a job started the process with.
+    pub fn new() -> Talk {
+        let stdin = std::io::stdin().as_fd().try_clone_to_owned().expect("stdin");
+        let reports = UnixStream::from(stdin);
+        Talk { commands: BufReader::new(reports.try_clone().expect("a second handle")), reports }
+    }
+
     /// The next command; a job that is gone has no more use for its ranks.
-    fn hear(&mut self) -> Command {
+    pub fn hear(&mut self) -> Command {
         let mut line = String::new();
         match self.commands.read_line(&mut line) {
             Ok(read) if read > 0 => serde_json::from_str(&line).expect("a command"),
@@ -64,7 +69,8 @@ impl Talk {
         }
     }
 
-    fn say(&mut self, report: &Report) {
+    /// Tells the job.
+    pub fn say(&mut self, report: &Report) {
         let line = serde_json::to_string(report).expect("a report is JSON");
         writeln!(self.reports, "{line}").expect("the job listens");
     }

@@ -167,7 +167,7 @@ fn between_packed_and_landed_there_are_copies_and_memory_operations_alone() {
             assert_eq!(after.copies_by_sms, before.copies_by_sms, "copy engines");
             // One pack and one check of each rank.
             assert_eq!(after.kernels - before.kernels, 2 * ranks);
-            assert_eq!((report.same_device, report.dispatch.batched), (0, true));
+            assert_eq!((report.same_device, report.dispatch.batches), (0, 1));
             whole(&rank);
         });
     });

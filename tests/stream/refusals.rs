@@ -206,7 +206,8 @@ fn without_batches_copies_are_single_ones_and_the_report_says_so() {
     on_each(test, &[&[("SIDELANE_STAND_IN_DRIVER", "12060")]], || {
         on_ranks(2, &options(), |world| {
             let mut rank = Rank::new(CASE, world);
-            assert!(!rank.exchange.report().dispatch.batched);
+            let report = rank.exchange.report();
+            assert_eq!((report.dispatch.batches, report.dispatch.single_copies), (0, 1));
             let input = CASE.input(5, rank.me());
             let tensors = rank.tensors(&input);
             rank.exchange.dispatch(&rank.stream, &tensors.tokens()).unwrap();

@@ -17,6 +17,7 @@ mod addresses;
 mod check;
 mod counts;
 mod operands;
+mod order;
 mod pack;
 mod regroup;
 mod sum;
@@ -29,6 +30,7 @@ use std::sync::Arc;
 pub use addresses::Addresses;
 pub use check::Check;
 pub use counts::Counts;
+pub use order::Order;
 pub use pack::Pack;
 pub use regroup::Regroup;
 pub use sum::Sum;
@@ -49,6 +51,7 @@ const THREADS: u32 = 256;
 /// The kernels, loaded for one device.
 #[derive(Clone, Debug)]
 pub struct Kernels {
+    order: Function,
     pack: Function,
     check: Function,
     pack_fp8: Function,
@@ -67,6 +70,7 @@ impl Kernels {
         let text = CStr::from_bytes_with_nul(PTX.as_bytes()).unwrap_or_default();
         let module = Module::load(context, "sidelane", text)?;
         Ok(Kernels {
+            order: module.function(c"order")?,
             pack: module.function(c"pack")?,
             check: module.function(c"check")?,
             pack_fp8: module.function(c"pack_fp8")?,

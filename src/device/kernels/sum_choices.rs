@@ -31,8 +31,9 @@ pub struct SumChoices<'a> {
     pub index: Span<'a>,
     /// Number of experts.
     pub n_experts: u32,
-    /// The expert of each choice, `i32 [tokens, top_k]`; -1 is dropped.
-    pub experts: Span<'a>,
+    /// The expert of each choice, `i32 [tokens, top_k]`; -1 is dropped. None where choices are in the order of the sum
+    /// already, in one group.
+    pub experts: Option<Span<'a>>,
     /// Routing weights, `f32 [tokens, top_k]`, for rows that have not got theirs yet.
     pub weights: Option<Span<'a>>,
     /// The group of each expert, `i32 [n_experts]`: its rank for `order = rank`, its node for `node`. None for `expert`.
@@ -81,6 +82,19 @@ impl Functions {
 }
 
 impl Kernels {
+    /// The kernels of [`Kernels::sum_choices`] for rows of this type, for reports.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoSum`].
+    pub fn sum_choices_names(dtype: Dtype) -> Result<&'static [&'static str], DeviceError> {
+        match dtype {
+            Dtype::F32 => Ok(&["sum_choices_f32"]),
+            Dtype::Bf16 => Ok(&["sum_choices_bf16"]),
+            Dtype::F16 => Ok(&["sum_choices_f16"]),
+            Dtype::Bytes => Err(DeviceError::NoSum { rows: dtype, out: dtype }),
+        }
+    }
+
     /// Enqueues the sums of combine where every choice has a row of its own, in `f32` from +0: the rows of a group by
     /// ascending expert, each times its weight, rounded, then added; the groups, rounded to the wire's type, ascending; one
     /// rounding at the end. A token without rows gets zeros, and all do if the status word is set.
@@ -115,15 +129,20 @@ impl Kernels {
             out: operands.span("out", sum.out, bytes([sum.tokens.into(), row_bytes]), VECTOR)?,
             rows: operands.span("rows", sum.rows, bytes([sum.n_rows.into(), row_bytes]), VECTOR)?,
             index: operands.span("index", sum.index, choices, WORD)?,
-            experts: operands.span("experts", sum.experts, choices, WORD)?,
+            experts: operands.optional("experts", sum.experts, choices, WORD)?,
             weights: operands.optional("weights", sum.weights, choices, WORD)?,
-            group_of: operands.optional("group_of", sum.group_of, map, WORD)?,
+            group_of: operands.optional(
+                "group_of",
+                sum.group_of.filter(|_| sum.experts.is_some()),
+                map,
+                WORD,
+            )?,
             status: operands.word(sum.status)?,
             tokens: sum.tokens,
             top_k: sum.top_k,
             columns: sum.columns,
             n_rows: sum.n_rows,
-            n_experts: sum.n_experts,
+            n_experts: sum.experts.map_or(sum.top_k, |_| sum.n_experts),
             wire: u32::from(wire == Wire::Bf16),
         };
         let grid = sums::grid(stream, sum.tokens, sum.columns, dtype);

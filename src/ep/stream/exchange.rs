@@ -5,18 +5,20 @@ use std::time::{Duration, Instant};
 
 use super::StreamExchangeBuilder;
 use super::builder::Spec;
-use super::guard::Guard;
 use super::places::Places;
 use super::turn::Turn;
 use crate::device::{Addresses, Check, Context, Kernels, Pack, Range, Span, Stream, Sum, Word};
+use crate::ep::guard::Guard;
 use crate::error::{CallError, DeviceError, Error, Fault, LaneError, PlanError};
-use crate::exec::{Device, Enqueued};
+use crate::exec::{Enqueued, Lowered};
 use crate::plan::SlotShape;
 use crate::schedule::Flag;
 use crate::world::{DeviceWindow, Group, Shared};
 
 /// What this rank waits for of each peer.
 pub(super) const FLAGS: [Flag; 2] = [Flag::Landed, Flag::Home];
+/// The status of a dead world; what kernels find is below it.
+pub(super) const DEAD: u64 = 1 << 16;
 /// What is computed: before a dispatch, behind it, behind a combine.
 const KERNELS: [&str; 3] = ["pack", "check", "sum"];
 
@@ -69,9 +71,9 @@ pub struct StreamExchange {
     /// Where slots are packed to, and where partial rows are summed from.
     pub(super) packed_at: Addresses,
     pub(super) summed_from: Addresses,
-    pub(super) dispatch: Device,
-    pub(super) combine: Device,
-    pub(super) release: Device,
+    pub(super) dispatch: Lowered,
+    pub(super) combine: Lowered,
+    pub(super) release: Lowered,
     pub(super) turn: Turn,
     pub(super) guard: Guard,
     pub(super) window: DeviceWindow,

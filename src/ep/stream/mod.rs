@@ -19,7 +19,6 @@
 
 mod builder;
 mod exchange;
-mod guard;
 mod places;
 mod setup;
 mod turn;

@@ -2,7 +2,7 @@
 
 use crate::device::{Addresses, PinnedMemory, Range, Span, Stream};
 use crate::error::{DeviceError, Error, PlanError};
-use crate::exec::Ground;
+use crate::exec::Windows;
 use crate::plan::{ExpertMap, SlotShape};
 use crate::schedule::stream::Slots;
 use crate::world::DeviceWindow;
@@ -139,12 +139,16 @@ fn write(stream: &Stream, to: &Range, words: &[u32]) -> Result<PinnedMemory, Dev
     Ok(staged)
 }
 
-impl Ground for DeviceWindow {
+impl Windows for DeviceWindow {
     fn slots(&self, rank: u32) -> &Range {
         &self.of(rank).memory
     }
 
     fn flags(&self, rank: u32) -> &Range {
         self.of(rank).words.range()
+    }
+
+    fn same_device(&self, rank: u32) -> bool {
+        self.of(rank).same_device
     }
 }

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use super::StreamExchange;
 use super::builder::Spec;
-use super::exchange::FLAGS;
-use super::guard::Guard;
+use super::exchange::{DEAD, FLAGS};
 use super::places::{Places, Tables};
 use super::turn::Turn;
 use crate::device::{Context, Kernels, Priority, Stream};
+use crate::ep::guard::Guard;
 use crate::error::Error;
-use crate::exec::Device;
+use crate::exec::Lowered;
 use crate::plan::{ExpertMap, SlotShape};
 use crate::schedule::stream::StreamProgram;
 use crate::world::{DeviceWindow, Group};
@@ -35,14 +35,15 @@ impl StreamExchange {
         let stream = Stream::new(context, Priority::Usual)?;
         let Tables { rank_of, local_of, packed_at, summed_from } =
             Tables::fill(&places, &own.memory, map, me, &stream)?;
-        let lower = |program: StreamProgram| Device::lower(context, &program, me, &window);
+        let lower = |program: StreamProgram| Lowered::lower(context, &program, me, &window);
         let dispatch = lower(StreamProgram::dispatch(slots, me)?)?;
         let combine = lower(StreamProgram::combine(slots, me)?)?;
         let release = lower(StreamProgram::release(slots, me)?)?;
         let peers = (0..ranks).filter(|&peer| peer != me);
         let awaited = peers.flat_map(|peer| FLAGS.map(|flag| slots.flag(peer, flag) as usize));
         let health = group.shared.hub.health();
-        let guard = Guard::new(health, &own.words, awaited.collect(), places.status() as usize)?;
+        let guard =
+            Guard::new(health, &own.words, awaited.collect(), (vec![places.status() as usize], DEAD))?;
         let received = own.memory.part(slots.receive(0), u64::from(ranks) * slots.slot_bytes())?;
         let rows = Places::part(&own.memory, places.rows())?;
         Ok(StreamExchange {

@@ -136,6 +136,27 @@ impl CallerTables {
         }
     }
 
+    /// Stage "pull" of a return: from where each owner offers its chunk (`bases`) the rows of this rank, to `home`, where they
+    /// lie as they lay when they went out.
+    pub fn pull(&mut self, at: &Setting, layout: &Layout, home: u64) {
+        self.clear();
+        let (caller, row_bytes) = (Caller::new(at.paths, at.chunks), at.sizing.home_bytes);
+        for peer in at.paths.locals().chain([at.paths.me()]) {
+            let (first, runs) = (self.spans.len() as u32, layout.runs_to(peer));
+            let base = self.bases[peer as usize];
+            let runs = layout.runs[runs.start as usize..runs.end as usize].iter().filter(|run| run.count > 0);
+            self.spans.extend(runs.map(|run| SpanCopy {
+                from: Place::Window { owner: peer, window: WindowId::POOL },
+                from_offset: base + u64::from(run.to_row) * row_bytes,
+                to: WindowId::POOL,
+                to_offset: home + u64::from(run.first) * row_bytes,
+                len: u64::from(run.count) * row_bytes,
+            }));
+            let count = self.spans.len() as u32 - first;
+            self.table[caller.rows(peer).0 as usize] = Operand::Spans { first, count };
+        }
+    }
+
     /// Stage "sum" of a return.
     pub fn sum(&mut self, at: &Setting, layout: &Layout, parts: Parts) {
         self.clear();

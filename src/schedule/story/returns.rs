@@ -13,7 +13,7 @@ use crate::schedule::{CallerTables, Flag, Parts, RelayTables, Tag};
 /// What a rank brings into a return.
 struct Offer {
     chunk: Extent,
-    /// For what relays bring home and, behind it, for sums that are to be sent.
+    /// For what relays bring home and, behind it, for sums that are to be sent; or for rows that engines bring.
     staging: Extent,
     /// Where sums wait.
     outbox: u64,
@@ -80,7 +80,8 @@ impl Teller<'_> {
         let early = (!copied).then(|| member.pool.take(size));
         member.licensed();
         let chunk = early.unwrap_or_else(|| member.pool.take(size));
-        let staging = member.pool.take(home + wait);
+        let pulled = if self.script.pulls { layout.terms.len() as u64 * self.sizing.home_bytes } else { 0 };
+        let staging = member.pool.take(home + wait + pulled);
         let (mut tables, _) = self.tables(me);
         tables.stage(&paths, layout, staging.start);
         if self.script.slip == Some(Slip::ShareHome) {
@@ -101,7 +102,12 @@ impl Teller<'_> {
         for near in paths.locals().chain([me]) {
             tables.bases[near as usize] = call.offers[near as usize].chunk.start;
         }
-        tables.sum(&self.setting(me, 0), layout, call.parts);
+        let home = &call.offers[me as usize].staging;
+        if self.script.pulls {
+            tables.pull(&self.setting(me, 0), layout, home.start);
+        } else {
+            tables.sum(&self.setting(me, 0), layout, call.parts);
+        }
         let filled = self.filled(
             me,
             Tables::Caller { tables, layout: Rc::clone(layout), row_bytes: self.script.row_bytes },
@@ -121,6 +127,11 @@ impl Teller<'_> {
             return (acts, heard);
         }
         acts.push(act(&skeleton.home, heard));
+        if self.script.pulls {
+            acts.push(act(&self.programs(me).0.pull(), Vec::new()));
+            let len = layout.terms.len() as u64 * self.sizing.home_bytes;
+            return (acts, self.home_read(me, home.start, len));
+        }
         acts.push(act(&skeleton.sum, Vec::new()));
         (acts, Vec::new())
     }

@@ -15,6 +15,11 @@ impl Teller<'_> {
         of.into_iter().map(tag).collect()
     }
 
+    /// What engines brought here, which is added up then.
+    pub(super) fn home_read(&self, me: u32, start: u64, len: u64) -> Vec<Touch> {
+        vec![self.read("rows at home", bytes(me, WindowId::POOL, start, len))]
+    }
+
     pub(super) fn counts_written(&self, me: u32) -> Vec<Touch> {
         vec![self.write("counts", self.publication(me, me))]
     }

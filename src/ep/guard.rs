@@ -18,9 +18,6 @@ const POISON: u64 = 1 << 30;
 /// Between two rounds of writing.
 const ROUND: Duration = Duration::from_millis(1);
 
-/// The status of a dead world; what kernels find is below it.
-pub(super) const DEAD: u64 = 1 << 16;
-
 /// The words of one rank, guarded.
 #[derive(Debug)]
 pub(super) struct Guard {
@@ -33,29 +30,30 @@ struct Words {
     memory: PinnedMemory,
     /// Where the words lie that this rank waits for.
     awaited: Vec<usize>,
-    status: usize,
+    /// Where it is said that the world is dead; the first is asked for.
+    status: Vec<usize>,
+    dead: u64,
     /// Calls can be made.
     in_use: AtomicBool,
 }
 
 impl Guard {
-    /// Watches over the world for the words at these places.
+    /// Watches over the world for the words at these places. When it dies, the status words become `dead`.
     pub fn new(
         health: &Arc<Health>,
         memory: &PinnedMemory,
         awaited: Vec<usize>,
-        status: usize,
+        (status, dead): (Vec<usize>, u64),
     ) -> Result<Self, DeviceError> {
         // All lie inside: later looks cannot fail.
-        for &place in awaited.iter().chain([&status]) {
+        for &place in awaited.iter().chain(&status) {
             memory.word(place)?;
         }
         let in_use = AtomicBool::new(true);
-        let words = Arc::new(Words { memory: memory.clone(), awaited, status, in_use });
+        let words = Arc::new(Words { memory: memory.clone(), awaited, status, dead, in_use });
         let (watched, dead) = (Arc::downgrade(&words), Arc::downgrade(health));
         health.on_failure(move |_| {
             if let (Some(words), Some(health)) = (watched.upgrade(), dead.upgrade()) {
-                words.set(words.status, DEAD);
                 words.release();
                 words.drain(health);
             }
@@ -63,9 +61,9 @@ impl Guard {
         Ok(Guard { words, health: health.clone() })
     }
 
-    /// The status: 0, what a kernel found, or [`DEAD`].
+    /// The first status: 0, what a kernel found, or that the world is dead.
     pub fn status(&self) -> u64 {
-        self.words.get(self.words.status)
+        self.words.status.first().map_or(0, |&place| self.words.get(place))
     }
 
     /// The value of an awaited word.
@@ -102,6 +100,7 @@ impl Words {
     }
 
     fn release(&self) {
+        self.status.iter().for_each(|&place| self.set(place, self.dead));
         for &place in &self.awaited {
             self.set(place, POISON);
         }

@@ -1,4 +1,4 @@
-//! The device enqueuer: a stream program becomes copies and memory operations of a CUDA stream.
+//! Stream programs, lowered: each becomes copies and memory operations of a CUDA stream.
 //!
 //! What a static program moves is known before its first call, so it is lowered once and enqueued as often as one likes:
 //!
@@ -13,45 +13,38 @@
 
 use std::sync::Arc;
 
+use super::Enqueued;
 use crate::device::{Context, CopyBatch, MemoryOperations, Range, Stream, Version};
 use crate::error::{DeviceError, Error, LaneError};
 use crate::schedule::Place;
 use crate::schedule::stream::{StreamProgram, WordOp};
 
 /// Where the windows of a group lie, as one rank's device reaches them. Ranks are positions in the group.
-pub trait Ground {
+pub trait Windows {
     /// The window of slots of a rank.
     fn slots(&self, rank: u32) -> &Range;
 
     /// The window of flags of a rank.
     fn flags(&self, rank: u32) -> &Range;
-}
 
-/// What one call of a program asks of a stream.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Enqueued {
-    /// Copies by copy engines.
-    pub copies: u64,
-    /// Whether they are handed over in batches, as far as a stream is not captured.
-    pub batched: bool,
-    /// Bytes that they move.
-    pub bytes: u64,
-    /// Memory operations: signals, waits, words set back.
-    pub memory_operations: u64,
+    /// Whether a rank's device is this rank's.
+    fn same_device(&self, rank: u32) -> bool;
 }
 
 /// A program, lowered for one device.
 #[derive(Debug)]
-pub struct Device {
+pub struct Lowered {
     /// Targets and sources.
     copies: Vec<(Range, Range)>,
     /// The same copies; none where the driver has no batches.
     batch: Option<CopyBatch>,
     signals: MemoryOperations,
     waits: MemoryOperations,
+    /// Copies to ranks on this rank's device.
+    to_same_device: u64,
 }
 
-impl Device {
+impl Lowered {
     /// Lowers the program of rank `me`.
     ///
     /// # Errors
@@ -60,14 +53,15 @@ impl Device {
         context: &Arc<Context>,
         program: &StreamProgram,
         me: u32,
-        ground: &dyn Ground,
+        windows: &dyn Windows,
     ) -> Result<Self, Error> {
         let batched = context.driver().version() >= Version::BATCHED_COPIES;
-        let mut device = Device {
+        let mut lowered = Lowered {
             copies: Vec::new(),
             batch: batched.then(|| CopyBatch::with_capacity(context, program.copies().count())),
             signals: MemoryOperations::with_capacity(context, 0),
             waits: MemoryOperations::with_capacity(context, 0),
+            to_same_device: 0,
         };
         for copy in program.copies() {
             let span = copy.span;
@@ -75,26 +69,28 @@ impl Device {
                 let (offset, len) = (span.from_offset, span.len);
                 return Err(LaneError::SourceBounds { offset, len, size: 0 }.into());
             };
-            let from = ground.slots(owner).part(span.from_offset, span.len)?;
-            let to = ground.slots(copy.to).part(span.to_offset, span.len)?;
-            if let Some(batch) = &mut device.batch {
+            let from = windows.slots(owner).part(span.from_offset, span.len)?;
+            let to = windows.slots(copy.to).part(span.to_offset, span.len)?;
+            if let Some(batch) = &mut lowered.batch {
                 batch.push(to.span(0, span.len)?, from.span(0, span.len)?)?;
             }
-            device.copies.push((to, from));
+            lowered.to_same_device += u64::from(windows.same_device(copy.to));
+            lowered.copies.push((to, from));
         }
         for operation in program.words() {
             match operation {
                 WordOp::Write { at, offset, value } => {
                     // Words are set back behind the waits.
-                    let list = if device.waits.is_empty() { &mut device.signals } else { &mut device.waits };
-                    list.write::<u32>(ground.flags(at).word(offset)?, value as u32)?;
+                    let list =
+                        if lowered.waits.is_empty() { &mut lowered.signals } else { &mut lowered.waits };
+                    list.write::<u32>(windows.flags(at).word(offset)?, value as u32)?;
                 }
                 WordOp::Wait { offset, value } => {
-                    device.waits.wait::<u32>(ground.flags(me).word(offset)?, value as u32)?;
+                    lowered.waits.wait::<u32>(windows.flags(me).word(offset)?, value as u32)?;
                 }
             }
         }
-        Ok(device)
+        Ok(lowered)
     }
 
     /// Enqueues the copies, and the signals behind them.
@@ -116,17 +112,22 @@ impl Device {
     /// Enqueues the waits for all peers, and sets the words back.
     ///
     /// # Errors
-    /// As [`Device::send`].
+    /// As [`Lowered::send`].
     pub fn receive(&mut self, stream: &Stream) -> Result<(), DeviceError> {
         stream.operate(&mut self.waits)
     }
 
-    /// What both together ask of a stream.
+    /// What both together ask of a stream that is not captured.
     pub fn counts(&self) -> Enqueued {
+        let copies = self.copies.len() as u64;
+        let single = if self.batch.is_some() { 0 } else { copies };
         Enqueued {
-            copies: self.copies.len() as u64,
-            batched: self.batch.is_some(),
+            batches: if self.batch.is_some() { copies.div_ceil(CopyBatch::AT_ONCE as u64) } else { 0 },
+            copies,
             bytes: self.copies.iter().map(|(to, _)| to.len()).sum(),
+            own_bytes: 0,
+            single_copies: single,
+            copies_by_sms: if self.batch.is_some() { 0 } else { self.to_same_device },
             memory_operations: (self.signals.len() + self.waits.len()) as u64,
         }
     }

@@ -1,0 +1,61 @@
+// Order: which token's row lies where, if rows are packed by bin and then token: a stable counting sort of the choices.
+//
+//     grid (bins): a block finds the rows of one bin. It looks at all choices twice: how many belong to lower bins, and which
+//     are its own. Behind the last row of all the last block writes -1.
+#include "shim.h"
+
+struct Order {
+    u64 experts; // i32 [choices]; -1: dropped
+    u64 bin_of;  // i32 [n_experts]
+    u64 order;   // i32 [choices]: the token of each row
+    u32 choices, top_k, n_experts, unused;
+};
+
+// Choices that a thread looks at between two barriers.
+enum { ORDER_PASSES = 4 };
+
+struct OrderBlock {
+    u32 counts[ORDER_PASSES * WARPS]; // per pass and warp: choices of this bin
+    u32 below;                        // choices of lower bins
+};
+
+// The bin of a choice; none for -1 and whatever is no expert.
+DEVICE i32 bin_of(const struct Order *p, u32 choice) {
+    i32 expert = AT(const i32, p->experts)[choice];
+    return (u32)expert < p->n_experts ? AT(const i32, p->bin_of)[expert] : -1;
+}
+
+KERNEL(order, struct Order, p) {
+    SHARED(struct OrderBlock, s);
+    i32 bin = (i32)blockIdx.x, *order = AT(i32, p.order);
+    u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, below = 0;
+    if (threadIdx.x == 0) s->below = 0;
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < p.choices; i += THREADS) {
+        i32 other = bin_of(&p, i);
+        below += other >= 0 && other < bin;
+    }
+    atomicAdd(&s->below, below);
+    __syncthreads();
+    u32 row = s->below;
+    for (u32 begin = 0; begin < p.choices; begin += ORDER_PASSES * THREADS) {
+        u32 chosen[ORDER_PASSES];
+        for (u32 pass = 0; pass < ORDER_PASSES; pass++) {
+            u32 i = begin + pass * THREADS + threadIdx.x;
+            chosen[pass] = __ballot_sync(ALL_LANES, i < p.choices && bin_of(&p, i) == bin);
+            if (lane == 0) s->counts[pass * WARPS + warp] = __popc(chosen[pass]);
+        }
+        __syncthreads();
+        for (u32 pass = 0; pass < ORDER_PASSES; pass++) {
+            u32 i = begin + pass * THREADS + threadIdx.x, first = 0;
+            for (u32 other = 0; other < WARPS; other++) {
+                if (other == warp) first = row;
+                row += s->counts[pass * WARPS + other];
+            }
+            if (chosen[pass] >> lane & 1) order[first + __popc(chosen[pass] & ((1u << lane) - 1))] = (i32)(i / p.top_k);
+        }
+        __syncthreads();
+    }
+    if (blockIdx.x + 1 == gridDim.x)
+        for (u32 i = row + threadIdx.x; i < p.choices; i += THREADS) order[i] = -1;
+}

@@ -1,0 +1,185 @@
+//! Building an exchange: settings, memory, a stream apart, and the planner's thread.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use super::common::Common;
+use super::exchange::{Parts, PlannedExchange};
+use super::planner::{Kept, Planner, Programs, Scratch};
+use super::seat::Seat;
+use super::shape::{Bell, Shape};
+use super::space::Space;
+use super::{Status, apart};
+use crate::device::{Context, Driver, Kernels, PinnedMemory, Stream};
+use crate::ep::ExpertParallelBuilder;
+use crate::ep::builder::{Spec, alike};
+use crate::ep::guard::Guard;
+use crate::ep::meeting::Numbers;
+use crate::ep::parallel::{Fixed, Room};
+use crate::error::{Error, PlanError};
+use crate::exec::{Engine, Ground};
+use crate::plan::{Crossing, Order, RowLayout, Sorted, Strategy};
+use crate::schedule::{Caller, CallerTables, Calls, Control, Flag};
+use crate::topology::Route;
+use crate::world::DeviceWindow;
+
+/// Settings of a [`PlannedExchange`] beside those of an [`ExpertParallel`](crate::ExpertParallel). All ranks must choose
+/// alike.
+#[derive(Debug)]
+pub struct PlannedBuilder<'g> {
+    settings: ExpertParallelBuilder<'g>,
+    stream: Arc<Stream>,
+    seats: u32,
+    pool: u64,
+}
+
+impl<'g> PlannedBuilder<'g> {
+    pub(super) fn new(settings: ExpertParallelBuilder<'g>, stream: Arc<Stream>) -> Self {
+        PlannedBuilder { settings, stream, seats: 2, pool: 256 << 20 }
+    }
+
+    /// Dispatches that may be alive at once: each has memory for all rows it may send. Default: 2.
+    pub fn seats(mut self, seats: u32) -> Self {
+        self.seats = seats;
+        self
+    }
+
+    /// Bytes of the device's memory in which eager dispatches receive and experts write. Default: 256 MiB.
+    pub fn pool(mut self, bytes: u64) -> Self {
+        self.pool = bytes;
+        self
+    }
+
+    /// Allocates, finds a stream that the caller's cannot hold up, and starts the planner. Waits until the caller's stream is
+    /// idle. Collective.
+    ///
+    /// # Errors
+    /// As [`ExpertParallelBuilder::build`]; [`PlanError::BadParameter`] for settings that there is no planner for;
+    /// [`DeviceError`](crate::error::DeviceError) where the device lacks something, kernels are loaded lazily, or one hardware
+    /// queue is all there is.
+    pub fn build(self) -> Result<PlannedExchange, Error> {
+        let PlannedBuilder { settings, stream, seats, pool } = self;
+        let context = Arc::clone(stream.context());
+        let (group, spec) = settings.agreed()?;
+        let shape = Shape::new(&spec, seats, pool);
+        let usable = check(&spec, seats).and_then(|()| prepare(&context, &stream));
+        let usable_here = [("whether their streams can be used (1: yes)", usable.is_ok().into())];
+        let settings = [("seats", seats.into()), ("bytes of the pool", pool)];
+        let told = alike(group, &[usable_here.as_slice(), &settings].concat());
+        let (apart, kernels) = usable?;
+        told?;
+        let room =
+            Room { total: shape.pool().1, space: "pool of the exchange", setting: "PlannedBuilder::pool" };
+        let (fixed, control) = Fixed::new(group, spec, room)?;
+        let fixed = Arc::new(fixed);
+        let words =
+            Control::flag(0, Flag::Entry, group.size()) + Flag::COUNT as u64 * u64::from(group.size()) * 64;
+        let window = DeviceWindow::new(group, &context, (shape.device_bytes(), words), Ok(()))?;
+        let me = window.of(group.rank());
+        let host = PinnedMemory::new(&context, shape.host_bytes() as usize)?;
+        static INSTANCES: AtomicU64 = AtomicU64::new(0);
+        let common = Arc::new(Common {
+            instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
+            memory: me.memory.clone(),
+            host,
+            seats: (0..seats).map(|_| Seat::default()).collect(),
+            space: Space::new(shape.pool().0, shape.pool().1),
+            closing: AtomicBool::new(false),
+            gone: AtomicBool::new(false),
+            served: AtomicU64::new(0),
+            shape,
+            fixed: Arc::clone(&fixed),
+        });
+        fill(&context, &apart, &common)?;
+        let bells = |bells: &[Bell]| -> Vec<usize> {
+            let of = |seat| bells.iter().map(move |&bell| shape.bell(seat, bell) as usize);
+            (0..shape.seats()).flat_map(of).collect()
+        };
+        let awaited = bells(&[Bell::Packed, Bell::Dispatched, Bell::Combined]);
+        let status = (bells(&[Bell::Status]), Status::DEAD.0.into());
+        let guard = Guard::new(fixed.shared.hub.health(), &common.host, awaited, status)?;
+        let members = (0..group.size()).map(|rank| window.of(rank));
+        let (memory, words) = members.map(|member| (member.memory.clone(), member.words.clone())).unzip();
+        let same_device = (0..group.size()).map(|rank| window.of(rank).same_device).collect();
+        let (zeros_at, zeros_len) = shape.zeros();
+        let ground = Ground { memory, words, same_device, zeros: common.memory.part(zeros_at, zeros_len)? };
+        let engine = Engine::new(&context, Arc::clone(&fixed.port), ground, apart);
+        let planner = start(context.driver(), &common, engine)?;
+        // Nobody rings before everybody listens.
+        group.gather(&[])?;
+        PlannedExchange::new(Parts { common, stream, kernels, planner, guard, window, control })
+    }
+}
+
+/// Refuses what has no planner yet.
+fn check(spec: &Spec, seats: u32) -> Result<(), Error> {
+    let bad =
+        |parameter, seen: u64, expected| Err(PlanError::BadParameter { parameter, seen, expected }.into());
+    if seats == 0 {
+        return bad("seats", 0, "at least 1");
+    }
+    let refused = [
+        ("layout", spec.layout != RowLayout::ExpertMajor, "expert-major"),
+        ("order", spec.order != Order::Expert, "by expert"),
+        ("route", spec.route != Route::Direct, "direct"),
+        ("strategy", spec.strategy != Strategy::Exchange, "exchange"),
+        ("mode", spec.mode.slots().is_some(), "eager or a budget"),
+        ("weighted", spec.weighted, "off"),
+        ("fp8", spec.record.is_some(), "off"),
+    ];
+    match refused.into_iter().find(|(_, refused, _)| *refused) {
+        Some((parameter, _, expected)) => bad(parameter, 1, expected),
+        None => Kernels::sum_choices_names(spec.dtype).map(drop).map_err(Error::from),
+    }
+}
+
+/// What must be there before anybody is told that it is: kernels, loaded, and a stream apart.
+fn prepare(context: &Arc<Context>, stream: &Stream) -> Result<(Stream, Kernels), Error> {
+    context.driver().require_eager_loading()?;
+    let kernels = Kernels::load(context)?;
+    Ok((apart::from(context, stream)?, kernels))
+}
+
+/// Writes what never changes: zeros for pads, and the bin of each expert.
+fn fill(context: &Arc<Context>, stream: &Stream, common: &Common) -> Result<(), Error> {
+    let (shape, fixed) = (&common.shape, &common.fixed);
+    let (map, rank) = (&fixed.spec.map, fixed.lanes.rank);
+    let bins: Vec<u32> = (0..map.experts()).map(|expert| map.slot_for(rank, expert)).collect();
+    let (zeros, of_experts) = (shape.zeros().1, shape.map().1);
+    let source = PinnedMemory::new(context, (zeros + of_experts) as usize)?;
+    source.write_words(zeros as usize, &bins)?;
+    for (from, (to, len)) in [(0, shape.zeros()), (zeros, shape.map())] {
+        stream.copy(common.memory.span(to, len)?, source.range().span(from, len)?)?;
+    }
+    Ok(stream.synchronize()?)
+}
+
+fn start(
+    driver: &Driver,
+    common: &Arc<Common>,
+    engine: Engine,
+) -> Result<std::thread::JoinHandle<()>, Error> {
+    let fixed = &common.fixed;
+    let caller = Caller::new(fixed.paths(), fixed.chunks);
+    let programs = Programs { dispatch: caller.dispatch(), ret: caller.ret(), pull: caller.pull() };
+    let planner = Planner {
+        common: Arc::clone(common),
+        programs: Arc::new(programs),
+        engine,
+        calls: Calls::new(fixed.shared.hub.epoch()),
+        tables: CallerTables::new(fixed.paths(), fixed.chunks),
+        sorted: Sorted::default(),
+        crossing: Crossing::default(),
+        numbers: Numbers::new(fixed),
+        kept: (0..common.shape.seats()).map(|_| Kept::default()).collect(),
+        scratch: Scratch::default(),
+    };
+    let thread = std::thread::Builder::new().name("sidelane-planner".into());
+    let driver = driver.clone();
+    let started = thread.spawn(move || {
+        // Whoever captures meanwhile would have this thread's looks at its own stream refused; then they are not made.
+        let _ = driver.ignore_captures_of_others();
+        planner.serve();
+    });
+    Ok(started.map_err(|_| PlanError::PlannerGone)?)
+}

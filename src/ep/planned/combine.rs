@@ -1,0 +1,75 @@
+//! A combine, as the planner serves it.
+//!
+//! ```text
+//!   caller's stream    experts write | bell |        wait                                  | sum | ...
+//!   planner              entry, everybody's: bases | enqueue ------------.            ring |
+//!   its stream                                       pull runs | read -> peers
+//! ```
+//!
+//! Copy engines cannot add. So each rank pulls the rows of its own tokens home, run by run, to where they lay packed when
+//! they went out; then its stream adds them up, a token's rows in ascending order of experts.
+
+use std::sync::Arc;
+
+use super::REFUSED;
+use super::planner::Planner;
+use super::shape::{Bell, Shape};
+use super::status::Status;
+use crate::ep::call::entry;
+use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::schedule::Tag;
+
+impl Planner {
+    /// Serves a combine of a seat; outputs lie at `steps` steps in this rank's memory.
+    ///
+    /// # Errors
+    /// Those that end the world. What is refused is told.
+    pub fn combine(&mut self, seat: u32, steps: u32) -> Result<(), Error> {
+        self.enter()?;
+        let (common, programs) = (Arc::clone(&self.common), Arc::clone(&self.programs));
+        let number = self.kept[seat as usize].number;
+        let ready: Result<(), Error> = match (steps, number) {
+            (REFUSED, _) => Err(PlanError::RefusedHere.into()),
+            (_, 0) => Err(CallError::NotKept { missing: "the layout of a dispatch that was refused" }.into()),
+            _ => Ok(()),
+        };
+        let base = u64::from(steps) * Shape::STEP;
+        let tag = Tag { kind: CallKind::Combine, options: seat, handle: number, base, ..Tag::default() };
+        let tag = entry(tag, &ready);
+        self.tables.clear();
+        self.tables.tags.fill(tag);
+        self.run(&programs.ret.entry.items, None, None)?;
+        let agreed = common.fixed.meeting(self.calls, CallKind::Combine).conclude(tag, ready, drop);
+        let (status, refused) = match agreed {
+            Ok(()) => {
+                self.pull(seat, base)?;
+                (Status::WELL, None)
+            }
+            Err(error) if number == 0 => (self.kept[seat as usize].status, Some(error)),
+            Err(error) => (Status::of(&error), Some(error)),
+        };
+        self.answer(seat, Bell::Combined, status)?;
+        let enqueued = self.engine.take_enqueued();
+        common.seats[seat as usize].tell(|told| {
+            told.combined = enqueued;
+            told.combine_refused = refused;
+            told.home += 1;
+        });
+        Ok(())
+    }
+
+    /// Enqueues that rows come home, and that their owners are told.
+    fn pull(&mut self, seat: u32, base: u64) -> Result<(), Error> {
+        let (common, programs) = (Arc::clone(&self.common), Arc::clone(&self.programs));
+        let meeting = common.fixed.meeting(self.calls, CallKind::Combine);
+        self.tables.bases[common.fixed.lanes.rank as usize] = base;
+        for peer in common.fixed.paths().locals() {
+            self.tables.bases[peer as usize] = meeting.tag_of(peer)?.base;
+        }
+        let home = common.shape.staging(seat).0;
+        self.tables.pull(&meeting.setting, &self.kept[seat as usize].layout, home);
+        self.run(&programs.pull.items, None, None)?;
+        self.calls.returned();
+        Ok(())
+    }
+}

@@ -1,0 +1,60 @@
+//! What the caller's thread and the planner share.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use super::seat::Seat;
+use super::shape::{Bell, Piece, Shape};
+use super::space::Space;
+use crate::device::{PinnedMemory, Range, Word};
+use crate::ep::parallel::Fixed;
+use crate::error::DeviceError;
+
+/// Both know this of an exchange.
+#[derive(Debug)]
+pub(super) struct Common {
+    /// Tells handles of different exchanges apart, within this process.
+    pub instance: u64,
+    pub fixed: Arc<Fixed>,
+    pub shape: Shape,
+    /// This rank's memory, as its device reaches it.
+    pub memory: Range,
+    /// Memory of the host that both and the device reach.
+    pub host: PinnedMemory,
+    pub seats: Vec<Seat>,
+    pub space: Arc<Space>,
+    /// The caller will enqueue no more.
+    pub closing: AtomicBool,
+    /// The planner serves no more.
+    pub gone: AtomicBool,
+    /// Calls that the planner has served, replays not counted.
+    pub served: AtomicU64,
+}
+
+impl Common {
+    /// A bell, as the host sees it.
+    pub fn bell(&self, seat: u32, bell: Bell) -> Result<&AtomicU64, DeviceError> {
+        self.host.word(self.shape.bell(seat, bell) as usize)
+    }
+
+    /// A bell, as streams see it.
+    pub fn word(&self, seat: u32, bell: Bell) -> Result<Word<'_, u32>, DeviceError> {
+        self.host.range().word(self.shape.bell(seat, bell))
+    }
+
+    /// A piece of the device's memory.
+    pub fn piece(&self, (offset, len): Piece) -> Result<Range, DeviceError> {
+        self.memory.part(offset, len)
+    }
+
+    /// A piece of the host's memory, as the device sees it.
+    pub fn host_piece(&self, (offset, len): Piece) -> Result<Range, DeviceError> {
+        self.host.range().part(offset, len)
+    }
+
+    /// Rings for the caller's stream: it goes on.
+    pub fn ring(&self, seat: u32, bell: Bell) -> Result<(), DeviceError> {
+        self.bell(seat, bell)?.store(1, Ordering::Release);
+        Ok(())
+    }
+}

@@ -1,0 +1,219 @@
+//! A dispatch, as the planner serves it.
+//!
+//! ```text
+//!   caller's stream    ids, weights -> host | bell | sort, regroup: rows packed | packed |   wait       |
+//!   planner              sort | counts | entry, everybody's | place | tell | enqueue --------.    ring |
+//!   its stream                                            wait packed | runs, pads, notes | landed -> peers
+//! ```
+//!
+//! Rows lie packed as [`Sorted`](crate::plan::Sorted) numbers entries: by bin, then token. So what goes from here to one
+//! expert is one run, and moves as one copy to its final place.
+
+use std::sync::Arc;
+
+use super::REFUSED;
+use super::planner::Planner;
+use super::shape::Bell;
+use super::space::Extent;
+use super::status::Status;
+use crate::ep::call::entry;
+use crate::error::{CallKind, Error, PlanError};
+use crate::exec::Packed;
+use crate::gate::Routing;
+use crate::plan::Notes;
+use crate::schedule::{Caller, Operand, Tag, WindowId};
+
+/// Where this rank lets others write.
+#[derive(Debug)]
+struct Landing {
+    base: u64,
+    len: u64,
+    /// Memory of the pool; none where it is fixed.
+    extent: Option<Extent>,
+}
+
+impl Planner {
+    /// Serves the dispatch of a seat.
+    ///
+    /// # Errors
+    /// Those that end the world. What is refused is told.
+    pub fn dispatch(&mut self, seat: u32, tokens: u32) -> Result<(), Error> {
+        self.enter()?;
+        let programs = Arc::clone(&self.programs);
+        let sorted = self.sort(seat, tokens);
+        if sorted.is_err() {
+            self.sorted.clear(&self.common.fixed.bins);
+        }
+        self.publish(seat)?;
+        let ready = sorted.map(|()| self.announce(seat));
+        let (base, handle) = ready.as_ref().map_or((0, 0), |landing| (landing.base, landing.len));
+        let tag = Tag { kind: CallKind::Dispatch, base, handle, options: seat, ..Tag::default() };
+        let tag = entry(tag, &ready);
+        self.tables.clear();
+        self.tables.tags.fill(tag);
+        self.run(&programs.dispatch.entry.items, None, None)?;
+        let common = Arc::clone(&self.common);
+        let meeting = common.fixed.meeting(self.calls, CallKind::Dispatch);
+        let placed = meeting.conclude(tag, ready, drop).and_then(|landing| {
+            self.place(seat, tag)?;
+            Ok(landing)
+        });
+        self.kept[seat as usize].number = if placed.is_ok() { self.calls.number() } else { 0 };
+        // Whatever becomes of the call, the stream packs, and its word is taken.
+        self.engine.take(common.word(seat, Bell::Packed)?)?;
+        let status = match placed {
+            Ok(landing) => {
+                self.tell_placement(seat, landing);
+                self.send_tables(seat, tokens, true)?;
+                self.put(seat)?;
+                Status::WELL
+            }
+            Err(error) => {
+                let status = Status::of(&error);
+                common.seats[seat as usize].tell(|told| {
+                    told.extent = None;
+                    told.refused = Some(error);
+                    told.placed += 1;
+                });
+                self.send_tables(seat, tokens, false)?;
+                status
+            }
+        };
+        self.kept[seat as usize].status = status;
+        self.answer(seat, Bell::Dispatched, status)?;
+        let enqueued = self.engine.take_enqueued();
+        common.seats[seat as usize].tell(|told| {
+            told.dispatched = enqueued;
+            told.landed += 1;
+        });
+        Ok(())
+    }
+
+    /// This rank's own routing, as its stream left it.
+    fn sort(&mut self, seat: u32, tokens: u32) -> Result<(), Error> {
+        let (fixed, shape) = (&self.common.fixed, &self.common.shape);
+        let (spec, count) = (&fixed.spec, tokens as usize * fixed.spec.top_k as usize);
+        if tokens == REFUSED {
+            return Err(PlanError::RefusedHere.into());
+        }
+        if tokens > spec.max_tokens {
+            return Err(PlanError::TooManyTokens { tokens, max: spec.max_tokens }.into());
+        }
+        for (words, (at, _)) in [
+            (&mut self.scratch.experts, shape.host_experts(seat)),
+            (&mut self.scratch.weights, shape.host_weights(seat)),
+        ] {
+            words.resize(count, 0);
+            self.common.host.read_words(at as usize, words)?;
+        }
+        let experts: &[i32] = bytemuck::cast_slice(&self.scratch.experts);
+        let weights: &[f32] = bytemuck::cast_slice(&self.scratch.weights);
+        let routing = Routing::new(spec.top_k, experts, weights)?;
+        Ok(self.sorted.fill(&spec.map, &fixed.bins, Notes::Weight, fixed.lanes.rank, &routing)?)
+    }
+
+    /// Says what this rank has for every bin, and keeps how its rows lie packed.
+    fn publish(&mut self, seat: u32) -> Result<(), Error> {
+        let common = &self.common;
+        let (port, control) = (&common.fixed.port, &common.fixed.control);
+        self.crossing.fill(&common.fixed.bins, &common.fixed.paths(), &self.sorted);
+        port.write(WindowId::CONTROL, control.publication(self.calls.parity()), &self.sorted.counts)?;
+        self.scratch.starts.clone_from(&self.sorted.starts);
+        let (notes, _) = common.shape.host_notes(seat);
+        Ok(common.host.write_words(notes as usize, &self.sorted.notes)?)
+    }
+
+    fn announce(&self, seat: u32) -> Landing {
+        let common = &self.common;
+        if common.shape.budget().is_some() {
+            let (base, len) = common.shape.rows(seat);
+            return Landing { base, len, extent: None };
+        }
+        let extent = common.space.announce(common.fixed.most_bytes(&self.numbers.sizes));
+        Landing { base: extent.offset(), len: extent.len(), extent: Some(extent) }
+    }
+
+    /// From everybody's counts to this rank's layout.
+    fn place(&mut self, seat: u32, tag: Tag) -> Result<(), Error> {
+        let fixed = Arc::clone(&self.common.fixed);
+        let top_k = fixed.spec.top_k;
+        fixed.meeting(self.calls, CallKind::Dispatch).judge(tag, &mut self.numbers)?;
+        let (counts, sizes) = (&self.numbers.counts, &self.numbers.sizes);
+        self.tables.landing.clone_from(&self.numbers.landing);
+        if fixed.spec.mode.budget().is_some() {
+            self.sorted.keep(top_k, |bin| sizes.room(&fixed.bins, counts, bin));
+        }
+        let layout = &mut self.kept[seat as usize].layout;
+        layout.fill(&fixed.frame(), (&self.sorted, &self.crossing), top_k, counts, sizes);
+        layout.pack(&self.sorted, &self.scratch.starts);
+        Ok(())
+    }
+
+    fn tell_placement(&mut self, seat: u32, landing: Landing) {
+        let common = Arc::clone(&self.common);
+        let (layout, number) = (&self.kept[seat as usize].layout, self.calls.number());
+        let extent = landing.extent.map(|mut extent| {
+            extent.trim(common.shape.landing(layout.landed).bytes());
+            extent
+        });
+        common.seats[seat as usize].tell(|told| {
+            let placement = &mut told.placement;
+            (placement.number, placement.rows) = (number, layout.landed);
+            placement.tokens_per_expert.clone_from(&layout.rows_per_bin);
+            placement.padded_per_expert.clone_from(&layout.padded_per_bin);
+            placement.dropped.clone_from(&self.sorted.dropped);
+            placement.required.clone_from(&self.numbers.sizes.required);
+            told.extent = extent;
+            told.refused = None;
+            told.placed += 1;
+        });
+    }
+
+    /// Enqueues the rows and their signals, and waits for those of the others.
+    fn put(&mut self, seat: u32) -> Result<(), Error> {
+        let (common, programs) = (Arc::clone(&self.common), Arc::clone(&self.programs));
+        let (fixed, shape) = (&common.fixed, &common.shape);
+        let layout = std::mem::take(&mut self.kept[seat as usize].layout);
+        let setting = fixed.meeting(self.calls, CallKind::Dispatch).setting;
+        self.tables.rows(&setting, &layout, true);
+        if let Some(budget) = shape.budget() {
+            let caller = Caller::new(fixed.paths(), fixed.chunks);
+            for (peer, &landing) in (0..).zip(&self.tables.landing) {
+                if let Operand::Rows { base, .. } = &mut self.tables.table[caller.notes(peer).0 as usize] {
+                    *base = landing + budget.notes_at();
+                }
+            }
+        }
+        let rows = common.piece(shape.staging(seat))?;
+        let notes = common.host_piece(shape.host_notes(seat))?;
+        let packed = Some(Packed { rows: &rows, notes: &notes });
+        let moved = self.run(&programs.dispatch.rows.items, Some(&layout), packed);
+        self.kept[seat as usize].layout = layout;
+        moved
+    }
+
+    /// Collects what the caller's stream finds beside the rows: what its sums add up, and how many rows there are.
+    fn send_tables(&mut self, seat: u32, tokens: u32, placed: bool) -> Result<(), Error> {
+        let common = Arc::clone(&self.common);
+        let (fixed, shape) = (&common.fixed, &common.shape);
+        let (top_k, layout) = (fixed.spec.top_k, &self.kept[seat as usize].layout);
+        let (summands, counts) = (&mut self.scratch.summands, &mut self.scratch.counts);
+        counts.clear();
+        if placed {
+            self.sorted.summands(&fixed.bins, top_k, &self.scratch.starts, summands);
+            counts.extend_from_slice(&layout.rows_per_bin);
+            counts.extend_from_slice(&layout.padded_per_bin);
+        } else {
+            summands.clear();
+            let tokens = if tokens == REFUSED { 0 } else { tokens };
+            summands.resize(tokens.min(fixed.spec.max_tokens) as usize * top_k as usize, -1);
+            counts.resize(2 * fixed.bins.of(fixed.lanes.rank).len(), 0);
+        }
+        let [summands, counts] = [bytemuck::cast_slice(summands), bytemuck::cast_slice::<i64, u32>(counts)];
+        let lens = [summands, counts].map(|words: &[u32]| words.len() as u64 * 4);
+        common.host.write_words(shape.host_summands(seat).0 as usize, summands)?;
+        common.host.write_words(shape.host_counts(seat).0 as usize, counts)?;
+        self.send(shape.host_summands(seat), shape.summands(seat), lens[0])?;
+        self.send(shape.host_counts(seat), shape.counts(seat), lens[1])
+    }
+}

@@ -1,0 +1,49 @@
+//! Dispatch and combine on a CUDA stream, planned beside it.
+//!
+//! The caller's thread enqueues and goes on. A *planner*, a thread of its own for each exchange, hears from the stream what
+//! was routed, exchanges counts with the other planners, places, and has copy engines move the rows; then the stream goes on,
+//! too. Sizes are exact, nobody blocks, and between packed and landed no kernel runs.
+//!
+//! ```text
+//!   caller's thread    dispatch()  ...            finish(): sizes
+//!   caller's stream    ids to the host | bell | sort, regroup | packed | wait | experts | bell | wait | sum
+//!   planner                                plan, as the host does           bases
+//!   planner's stream                            wait packed | rows to everybody       | rows home
+//! ```
+//!
+//! | file | what |
+//! |---|---|
+//! | `exchange` | what the caller's thread enqueues |
+//! | `planner`, `dispatch`, `combine` | what the planner does of it: the programs of [`schedule`](crate::schedule), by [`exec`](crate::exec)'s engine |
+//! | `shape`, `space`, `seat` | where things lie, what is free, what the planner tells |
+//! | `guard` | what ends the waits of streams when the world dies |
+//! | `apart` | a stream that the caller's cannot hold up |
+//!
+//! **Constants.** Between a stream and its own planner there are *bells*: words of the host's memory that one side sets and
+//! the other takes back. Generations, which grow, are the planners' alone. So what a stream does for a call never changes,
+//! and with a budget of rows ([`Mode::Budget`](crate::plan::Mode)), where memory does not move either, it can be captured
+//! into a graph and replayed, each time with other tokens.
+//!
+//! **What is there**: one node, expert-major, sums in order of experts, eager and budget. Other nodes, rank-major rows, fp8,
+//! gradients and cached dispatches are not.
+
+mod apart;
+mod builder;
+mod combine;
+mod common;
+mod dispatch;
+mod exchange;
+mod handle;
+mod planner;
+mod seat;
+mod shape;
+mod space;
+mod status;
+
+pub use builder::PlannedBuilder;
+pub use exchange::{PlannedExchange, Tokens};
+pub use handle::{PlannedCombine, PlannedDispatch, PlannedHandle, PlannedOutput, PlannedReport, PlannedRows};
+pub use status::Status;
+
+/// A bell's value, less one, that says: my caller's input was refused. No number of tokens is so large, and no place.
+const REFUSED: u32 = u32::MAX - 1;

@@ -1,0 +1,174 @@
+//! The planner: a thread that does for a stream what the caller of an [`ExpertParallel`](crate::ExpertParallel) does.
+//!
+//! It looks at the bells of its seats, and serves one call after the other by the programs that the host steps, too: the
+//! same licences, entries, counts and placement, the same judgement. Rows go by its stream ([`Engine`]).
+//!
+//! Calls come in the order of the caller's stream, so no two bells are set at once: each call's wait stands before the
+//! next call's bell.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::common::Common;
+use super::shape::{Bell, Piece};
+use super::status::Status;
+use crate::device::Range;
+use crate::ep::meeting::Numbers;
+use crate::error::Error;
+use crate::exec::{Engine, Packed};
+use crate::plan::{Crossing, Layout, Sorted};
+use crate::schedule::{CallerTables, Calls, DispatchSkeleton, Item, Operands, ReturnSkeleton, Stage, Sum};
+
+/// Looks at the bells before the thread sleeps between two: calls often follow each other closely.
+const AWAKE: u32 = 20_000;
+/// Sleep between two looks.
+const NAP: Duration = Duration::from_micros(50);
+
+/// The programs of a rank.
+#[derive(Debug)]
+pub(super) struct Programs {
+    pub dispatch: DispatchSkeleton,
+    pub ret: ReturnSkeleton,
+    pub pull: Stage,
+}
+
+/// What the planner keeps of each seat.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    pub layout: Layout,
+    /// The number of the dispatch that made it; 0 if there is none that landed.
+    pub number: u64,
+    /// How that dispatch ended.
+    pub status: Status,
+}
+
+/// One rank's planner.
+#[derive(Debug)]
+pub(super) struct Planner {
+    pub common: Arc<Common>,
+    pub programs: Arc<Programs>,
+    pub engine: Engine,
+    pub calls: Calls,
+    pub tables: CallerTables,
+    pub sorted: Sorted,
+    pub crossing: Crossing,
+    pub numbers: Numbers,
+    pub kept: Vec<Kept>,
+    pub scratch: Scratch,
+}
+
+/// Used again by all calls.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    pub experts: Vec<u32>,
+    pub weights: Vec<u32>,
+    /// Per bin: its first row as rows lie packed.
+    pub starts: Vec<u32>,
+    pub summands: Vec<i32>,
+    pub counts: Vec<i64>,
+}
+
+impl Planner {
+    /// Serves until the caller has closed and all is served, or the world is dead.
+    pub fn serve(mut self) {
+        if let Err(error) = self.listen() {
+            let _ = self.common.fixed.fail(error);
+        }
+        self.common.gone.store(true, Ordering::Release);
+        self.common.seats.iter().for_each(|seat| seat.tell(|_| ()));
+    }
+
+    fn listen(&mut self) -> Result<(), Error> {
+        let common = Arc::clone(&self.common);
+        let mut idle = 0;
+        loop {
+            common.fixed.shared.hub.health().check()?;
+            let closing = common.closing.load(Ordering::Acquire);
+            if self.look()? {
+                idle = 0;
+                continue;
+            }
+            if closing && common.served.load(Ordering::Relaxed) >= common.space.enqueued() {
+                return Ok(());
+            }
+            idle += 1;
+            match idle {
+                0..AWAKE => std::thread::yield_now(),
+                _ => std::thread::sleep(NAP),
+            }
+        }
+    }
+
+    /// Serves the first bell that is set.
+    fn look(&mut self) -> Result<bool, Error> {
+        let common = Arc::clone(&self.common);
+        for seat in 0..common.shape.seats() {
+            for bell in [Bell::Dispatch, Bell::Combine] {
+                let word = common.bell(seat, bell)?;
+                let rung = word.load(Ordering::Acquire);
+                if rung == 0 {
+                    continue;
+                }
+                word.store(0, Ordering::Relaxed);
+                match bell {
+                    Bell::Dispatch => self.dispatch(seat, (rung - 1) as u32)?,
+                    _ => self.combine(seat, (rung - 1) as u32)?,
+                }
+                if !common.seats[seat as usize].is_captured() {
+                    common.served.fetch_add(1, Ordering::Relaxed);
+                }
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Counts the call, and waits until peers have read what this rank offered last: the first stage of every call.
+    pub fn enter(&mut self) -> Result<(), Error> {
+        self.common.fixed.shared.hub.health().check()?;
+        self.calls.enter();
+        let programs = Arc::clone(&self.programs);
+        self.run(&programs.ret.licence.items, None, None)?;
+        self.common.space.reach(self.common.served.load(Ordering::Relaxed) + 1);
+        self.engine.take_enqueued();
+        Ok(())
+    }
+
+    /// Runs operations of the running call, with the layout of a seat.
+    pub fn run(
+        &mut self,
+        items: &[Item],
+        layout: Option<&Layout>,
+        packed: Option<Packed<'_>>,
+    ) -> Result<(), Error> {
+        let tables = &self.tables;
+        let operands = Operands {
+            table: &tables.table,
+            spans: &tables.spans,
+            tags: &tables.tags,
+            row_bytes: self.common.shape.row_bytes(),
+            call: self.calls.value(),
+            last_return: self.calls.last_return(),
+            runs: layout.map_or(&[], |layout| &layout.runs),
+            rows: &[],
+            sum: Sum::default(),
+        };
+        self.engine.run(items, &operands, packed)
+    }
+
+    /// Collects a copy of the first `len` bytes of a piece of the host's memory to one of the device's.
+    pub fn send(&mut self, from: Piece, to: Piece, len: u64) -> Result<(), Error> {
+        let (from, to): (Range, Range) = (self.common.host_piece(from)?, self.common.piece(to)?);
+        Ok(self.engine.copy(to.span(0, len)?, from.span(0, len)?)?)
+    }
+
+    /// Waits for what is enqueued, and lets the caller's stream go on.
+    pub fn answer(&mut self, seat: u32, bell: Bell, status: Status) -> Result<(), Error> {
+        self.engine.settle(self.calls.value())?;
+        self.common.bell(seat, Bell::Status)?.store(status.0.into(), Ordering::Relaxed);
+        // Of a world that died meanwhile the guard says so, again and again.
+        self.common.fixed.shared.hub.health().check()?;
+        Ok(self.common.ring(seat, bell)?)
+    }
+}

@@ -1,0 +1,112 @@
+//! What the planner tells the caller's thread of a seat: how its calls went, as soon as it is known.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::space::Extent;
+use crate::bootstrap::Health;
+use crate::error::{Error, PlanError};
+use crate::exec::Enqueued;
+
+/// Between two looks of a thread whether the world is alive.
+const SLICE: Duration = Duration::from_millis(10);
+
+/// One seat: memory and words of a dispatch that is alive, and of the combines that follow it.
+#[derive(Debug, Default)]
+pub(super) struct Seat {
+    taken: AtomicBool,
+    captured: AtomicBool,
+    told: Mutex<Told>,
+    changed: Condvar,
+}
+
+/// All that was told so far. Calls of a seat are counted from 1, dispatches and combines apart.
+#[derive(Debug, Default)]
+pub(super) struct Told {
+    /// Dispatches whose placement, or refusal, is known.
+    pub placed: u64,
+    /// Dispatches that have landed.
+    pub landed: u64,
+    /// Combines that are home.
+    pub home: u64,
+    pub placement: Placement,
+    /// Why the last dispatch was refused.
+    pub refused: Option<Error>,
+    /// Why the last combine was refused.
+    pub combine_refused: Option<Error>,
+    /// Where rows of the last dispatch land, where memory is not fixed.
+    pub extent: Option<Extent>,
+    /// What the last dispatch asked of the planner's stream.
+    pub dispatched: Enqueued,
+    /// What the last combine asked of it.
+    pub combined: Enqueued,
+}
+
+/// The placement of a dispatch, as its caller sees it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Placement {
+    /// The number of the call that made it.
+    pub number: u64,
+    pub rows: u32,
+    pub tokens_per_expert: Vec<i64>,
+    pub padded_per_expert: Vec<i64>,
+    pub dropped: Vec<bool>,
+    pub required: Vec<u32>,
+}
+
+impl Seat {
+    /// Takes the seat, if it is free.
+    pub fn take(&self) -> bool {
+        !self.taken.swap(true, Ordering::AcqRel)
+    }
+
+    /// Gives it back. What was captured into a graph stays taken.
+    pub fn free(&self) {
+        if !self.is_captured() {
+            self.taken.store(false, Ordering::Release);
+        }
+    }
+
+    /// From now on its calls are replays, of which nobody on the host knows.
+    pub fn capture(&self) {
+        self.captured.store(true, Ordering::Release);
+    }
+
+    pub fn is_captured(&self) -> bool {
+        self.captured.load(Ordering::Acquire)
+    }
+
+    /// Says something, and wakes who waits for it.
+    pub fn tell(&self, say: impl FnOnce(&mut Told)) {
+        say(&mut self.told());
+        self.changed.notify_all();
+    }
+
+    /// Waits until `known` has an answer.
+    ///
+    /// # Errors
+    /// The world's cause of death; [`PlanError::PlannerGone`] if nobody will say anything any more.
+    pub fn wait<T>(
+        &self,
+        health: &Health,
+        gone: &AtomicBool,
+        mut known: impl FnMut(&mut Told) -> Option<T>,
+    ) -> Result<T, Error> {
+        let mut told = self.told();
+        loop {
+            if let Some(answer) = known(&mut told) {
+                return Ok(answer);
+            }
+            health.check()?;
+            if gone.load(Ordering::Acquire) {
+                return Err(PlanError::PlannerGone.into());
+            }
+            told = self.changed.wait_timeout(told, SLICE).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    pub fn told(&self) -> MutexGuard<'_, Told> {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

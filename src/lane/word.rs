@@ -1,0 +1,42 @@
+//! Waiting for words that devices write: nobody wakes a thread for them, so it looks.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::Lanes;
+use super::wait::{Interrupted, Patience, Waiter};
+use crate::error::{Error, LaneError};
+use crate::schedule::Flag;
+
+/// Name of the lane, for reports and errors.
+pub const COPY_ENGINE: &str = "copy engine";
+
+impl Lanes {
+    /// Waits until a word here that a device of rank `from` writes has at least `value`; `look` is called between looks,
+    /// and may end the wait.
+    ///
+    /// # Errors
+    /// [`LaneError::Deadline`], the world's [`Cause`](crate::error::Cause) of death, or what `look` says.
+    pub fn wait_for_word(
+        &self,
+        word: &AtomicU64,
+        value: u64,
+        (from, flag): (u32, Flag),
+        mut look: impl FnMut() -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let mut waiter = Waiter::new(Patience { silent: true, ..self.patience(from) });
+        loop {
+            let seen = word.load(Ordering::Acquire);
+            if seen >= value {
+                return Ok(());
+            }
+            look()?;
+            waiter.turn(std::thread::sleep).map_err(|why| match why {
+                Interrupted::Dead(cause) => Error::from(cause),
+                Interrupted::Late { waited } => {
+                    let (rank, lane, flag) = (self.rank, COPY_ENGINE, flag as u32);
+                    LaneError::Deadline { rank, peer: from, lane, flag, awaited: value, seen, waited }.into()
+                }
+            })?;
+        }
+    }
+}

@@ -1,0 +1,33 @@
+//! Dispatch and combine on streams, planned beside them, against the same calls on the host: bit for bit, on a driver that
+//! does everything as late and as unordered as the rules allow.
+//!
+//! The driver and its kernels are the process's: each test is one of its own.
+#![allow(unsafe_code)] // memory of a caller's own is named by contract
+
+#[path = "../device/apart.rs"]
+mod apart;
+mod calls;
+mod faults;
+mod memory;
+mod rank;
+#[path = "../support/mod.rs"]
+mod support;
+
+use std::path::Path;
+
+/// Runs the body with kernels to launch, hardware queues, and a seed for all that the rules leave open. `test` is the test's
+/// full name.
+fn on_devices(test: &str, queues: u32, seed: u64, body: impl FnOnce()) {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/kernels.cu");
+    let library = stand_in_cuda::kernels(&source).unwrap();
+    let (queues, seed) = (queues.to_string(), seed.to_string());
+    let driver = stand_in_cuda::install().unwrap();
+    let variables = [
+        ("LD_LIBRARY_PATH", driver.to_str().unwrap()),
+        ("SIDELANE_STAND_IN_KERNELS", library.to_str().unwrap()),
+        ("CUDA_MODULE_LOADING", "EAGER"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", &queues),
+        ("SIDELANE_STAND_IN_SEED", &seed),
+    ];
+    apart::apart(test, &variables, body);
+}

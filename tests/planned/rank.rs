@@ -1,0 +1,262 @@
+//! A rank with an exchange on a device, and one on the host to compare it with.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use sidelane::device::{Driver, Graph, PinnedMemory, Priority, Stream};
+use sidelane::ep::ExpertParallelBuilder;
+use sidelane::ep::planned::{PlannedBuilder, PlannedExchange, PlannedHandle, PlannedRows, Status, Tokens};
+use sidelane::gate::Routing;
+use sidelane::plan::{ExpertMap, Mode};
+use sidelane::{Element, Error, ExpertParallel, Group};
+
+use super::memory::Tensor;
+use super::support::{self, To};
+
+/// What is exchanged, and how.
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub map: ExpertMap,
+    pub top_k: u32,
+    pub hidden: usize,
+    pub align: u32,
+    pub max_tokens: u32,
+    pub mode: Mode,
+    pub seats: u32,
+}
+
+impl Case {
+    pub fn new(ranks: u32, experts: u32, top_k: u32) -> Case {
+        let map = ExpertMap::contiguous(experts, ranks).unwrap();
+        Case { map, top_k, hidden: 16, align: 1, max_tokens: 12, mode: Mode::Eager, seats: 2 }
+    }
+
+    pub fn settings<'g, E: Element>(&self, group: &'g Group) -> ExpertParallelBuilder<'g> {
+        let builder = ExpertParallel::builder(group).unwrap().expert_map(self.map.clone()).top_k(self.top_k);
+        let builder = builder.hidden(self.hidden).dtype(E::DTYPE).align(self.align);
+        builder.max_tokens(self.max_tokens).mode(self.mode)
+    }
+
+    /// Rows of a rank's, at most.
+    fn most_rows(&self) -> u64 {
+        let rows = self.map.ranks() * self.max_tokens * self.top_k;
+        u64::from(rows + self.map.slots() * self.align)
+    }
+}
+
+/// One rank.
+pub struct Rank<E> {
+    pub case: Case,
+    pub host: ExpertParallel,
+    pub planned: PlannedExchange,
+    pub stream: Arc<Stream>,
+    pub x: Tensor,
+    pub experts: Tensor,
+    pub weights: Tensor,
+    pub out: Tensor,
+    pub rows: Tensor,
+    element: std::marker::PhantomData<E>,
+}
+
+/// What a rank puts in.
+pub type Input<E> = support::Tokens<E>;
+
+/// The caller's stream of a rank's device.
+pub fn stream(device: u32) -> Arc<Stream> {
+    let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
+    let driver = Driver::load(Some(&library)).unwrap();
+    assert!(driver.is_stand_in(), "tests run without a GPU");
+    Arc::new(Stream::new(&driver.context(device).unwrap(), Priority::Usual).unwrap())
+}
+
+impl<E: Element> Rank<E>
+where
+    f32: To<E>,
+    E: Into<f32>,
+{
+    /// On the device of the rank's number.
+    pub fn new(group: &Group, case: &Case) -> Self {
+        Self::with(group, case, |builder| builder)
+    }
+
+    pub fn with(
+        group: &Group,
+        case: &Case,
+        settings: impl FnOnce(PlannedBuilder<'_>) -> PlannedBuilder<'_>,
+    ) -> Self {
+        let stream = stream(group.rank());
+        let context = stream.context();
+        let row = (case.hidden * E::DTYPE.size()) as u64;
+        let (tokens, choices) = (u64::from(case.max_tokens), u64::from(case.max_tokens * case.top_k));
+        let builder = PlannedExchange::builder(case.settings::<E>(group), Arc::clone(&stream));
+        let builder = builder.seats(case.seats).pool(8 * case.most_rows() * (row + 64));
+        Rank {
+            case: case.clone(),
+            host: case.settings::<E>(group).build().unwrap(),
+            planned: settings(builder).build().unwrap(),
+            x: Tensor::new(context, tokens * row),
+            experts: Tensor::new(context, choices * 4),
+            weights: Tensor::new(context, choices * 4),
+            out: Tensor::new(context, tokens * row),
+            rows: Tensor::new(context, case.most_rows() * row),
+            stream,
+            element: std::marker::PhantomData,
+        }
+    }
+
+    /// What stands in row `row` of this rank's outputs, made of what came.
+    fn expert(&self, nth: usize, value: E) -> E {
+        (value.into() * (1.0 + nth as f32 / 64.0) + self.planned.rank() as f32 / 8.0).to()
+    }
+
+    /// A dispatch and a combine of the same tokens on host and device, compared in everything that is seen of them.
+    pub fn round(&mut self, input: &Input<E>) {
+        let Case { top_k, hidden, .. } = self.case;
+        let routing = Routing::new(top_k, input.ids.as_slice(), input.weights.as_slice()).unwrap();
+        let (rows, handle) = self.host.dispatch(&input.x, &routing).unwrap();
+        let seen: Vec<E> = rows.to_vec().unwrap();
+        let mut y = handle.output().unwrap();
+        let made: Vec<E> =
+            seen.iter().enumerate().map(|(at, &value)| self.expert(at / hidden, value)).collect();
+        y.rows_mut::<E>().unwrap().copy_from_slice(&made);
+        let sums: Vec<E> = self.host.combine(y, &handle).unwrap();
+
+        let stream = Arc::clone(&self.stream);
+        let [experts, weights] =
+            [self.experts.fill(&stream, &input.ids), self.weights.fill(&stream, &input.weights)];
+        let x = self.x.fill(&stream, &input.x);
+        let tokens = Tokens { x: &x, experts: &experts, weights: &weights };
+        let dispatch = self.planned.dispatch(tokens).unwrap();
+        let (rows, planned) = dispatch.finish().unwrap();
+        assert_eq!(planned.tokens_per_expert(), handle.tokens_per_expert());
+        assert_eq!(planned.padded_tokens_per_expert(), handle.padded_tokens_per_expert());
+        assert_eq!((planned.dropped(), planned.required_rows()), (handle.dropped(), handle.required_rows()));
+        let landed = rows.rows().unwrap().part(0, (seen.len() * E::DTYPE.size()) as u64).unwrap();
+        assert_eq!(bits(&self.rows.read::<E>(&stream, &landed)), bits(&seen), "rows");
+        let with_rows = rows.weights().unwrap().part(0, handle.row_weights().len() as u64 * 4).unwrap();
+        assert_eq!(bits(&self.rows.read::<f32>(&stream, &with_rows)), bits(handle.row_weights()), "weights");
+        let counts = [handle.tokens_per_expert(), handle.padded_tokens_per_expert()].concat();
+        let counted = rows.counts().part(0, counts.len() as u64 * 8).unwrap();
+        assert_eq!(self.rows.read::<i64>(&stream, &counted), counts, "counts");
+
+        let y = planned.output().unwrap();
+        self.rows.send(&stream, y.rows(), bits(&made));
+        let out = self.out.part((sums.len() * E::DTYPE.size()) as u64);
+        self.planned.combine(y, &planned, &out).unwrap();
+        assert_eq!(bits(&self.out.read::<E>(&stream, &out)), bits(&sums), "sums");
+    }
+
+    /// Sums of experts that change nothing, on the host.
+    fn unchanged(&mut self, input: &Input<E>) -> Vec<E> {
+        let routing = Routing::new(self.case.top_k, input.ids.as_slice(), input.weights.as_slice()).unwrap();
+        let (rows, handle) = self.host.dispatch(&input.x, &routing).unwrap();
+        let mut y = handle.output().unwrap();
+        y.rows_mut::<E>().unwrap().copy_from_slice(rows.rows::<E>().unwrap());
+        self.host.combine(y, &handle).unwrap()
+    }
+
+    /// As many dispatches, then experts that change nothing, then combines, as there are inputs: nothing waits for the
+    /// stream before all is enqueued. At most as many inputs as there are seats.
+    pub fn all_in_flight(&mut self, inputs: &[Input<E>]) {
+        let (context, stream) = (Arc::clone(self.stream.context()), Arc::clone(&self.stream));
+        let expected: Vec<Vec<E>> = inputs.iter().map(|input| self.unchanged(input)).collect();
+        let tensor = |bytes: &[u8]| {
+            let tensor = Tensor::new(&context, bytes.len() as u64);
+            let range = tensor.fill(&stream, bytes);
+            (tensor, range)
+        };
+        let there: Vec<_> = inputs
+            .iter()
+            .map(|input| [tensor(bits(&input.x)), tensor(bits(&input.ids)), tensor(bits(&input.weights))])
+            .collect();
+        let nothing = |sums: &Vec<E>| tensor(&vec![0xcb; bits(sums).len()]);
+        let sums: Vec<_> = expected.iter().map(nothing).collect();
+        let mut under_way = Vec::new();
+        for [(_, x), (_, experts), (_, weights)] in &there {
+            let dispatch = self.planned.dispatch(Tokens { x, experts, weights }).unwrap();
+            under_way.push(dispatch.finish().unwrap());
+        }
+        for ((rows, handle), (_, out)) in under_way.into_iter().zip(&sums) {
+            let (y, rows) = (handle.output().unwrap(), rows.rows().unwrap());
+            let len = rows.len();
+            stream.copy(y.rows().span(0, len).unwrap(), rows.span(0, len).unwrap()).unwrap();
+            self.planned.combine(y, &handle, out).unwrap();
+        }
+        for ((tensor, out), expected) in sums.iter().zip(&expected) {
+            assert_eq!(bits(&tensor.read::<E>(&stream, out)), bits(expected), "sums");
+        }
+    }
+
+    /// A dispatch, experts that change nothing, and a combine, captured into a graph and replayed with each input: all of
+    /// as many tokens.
+    pub fn replayed(&mut self, inputs: &[Input<E>]) {
+        let stream = Arc::clone(&self.stream);
+        let [x, experts, weights] = [
+            self.x.part(bits(&inputs[0].x).len() as u64),
+            self.experts.part(bits(&inputs[0].ids).len() as u64),
+            self.weights.part(bits(&inputs[0].weights).len() as u64),
+        ];
+        let out = self.out.part(x.len());
+        let mut status = None;
+        let graph = Graph::capture(&stream, || {
+            let tokens = Tokens { x: &x, experts: &experts, weights: &weights };
+            let (rows, handle) = self.planned.dispatch(tokens)?.unfinished()?;
+            let (y, rows) = (handle.output()?, rows.rows()?);
+            let len = rows.len();
+            stream.copy(y.rows().span(0, len)?, rows.span(0, len)?)?;
+            self.planned.combine(y, &handle, &out)?;
+            status = Some(handle.status()?);
+            Ok::<(), Error>(())
+        })
+        .unwrap();
+        for input in inputs {
+            let expected = self.unchanged(input);
+            self.x.fill(&stream, &input.x);
+            self.experts.fill(&stream, &input.ids);
+            self.weights.fill(&stream, &input.weights);
+            graph.launch(&stream).unwrap();
+            assert_eq!(bits(&self.out.read::<E>(&stream, &out)), bits(&expected), "sums");
+            assert_eq!(self.rows.read::<u32>(&stream, status.as_ref().unwrap()), [Status::WELL.0]);
+        }
+    }
+
+    /// Rows of a first dispatch are dropped while the stream has yet to read them, and to come to a second one, for which
+    /// there is room beside them.
+    pub fn dropped_early(&mut self, first: &Input<E>, second: &Input<E>) {
+        let (context, stream) = (Arc::clone(self.stream.context()), Arc::clone(&self.stream));
+        let expected = self.unchanged(first);
+        let [x, experts, weights] =
+            [bits(&second.x), bits(&second.ids), bits(&second.weights)].map(|bytes| {
+                let tensor = Tensor::new(&context, bytes.len() as u64);
+                let range = tensor.fill(&stream, bytes);
+                (tensor, range)
+            });
+        let gate = PinnedMemory::new(&context, 8).unwrap();
+        let (rows, handle) = self.dispatch(first).unwrap();
+        stream.wait(gate.range().word::<u32>(0).unwrap(), 1).unwrap();
+        let next =
+            self.planned.dispatch(Tokens { x: &x.1, experts: &experts.1, weights: &weights.1 }).unwrap();
+        let (y, read) = (handle.output().unwrap(), rows.rows().unwrap());
+        let len = read.len();
+        stream.copy(y.rows().span(0, len).unwrap(), read.span(0, len).unwrap()).unwrap();
+        let out = self.out.part((expected.len() * E::DTYPE.size()) as u64);
+        self.planned.combine(y, &handle, &out).unwrap();
+        drop((rows, handle));
+        gate.word(0).unwrap().store(1, Ordering::Release);
+        next.finish().unwrap();
+        assert_eq!(bits(&self.out.read::<E>(&stream, &out)), bits(&expected), "sums");
+    }
+
+    /// Enqueues the dispatch of an input, and says what came of it.
+    pub fn dispatch(&mut self, input: &Input<E>) -> Result<(PlannedRows, PlannedHandle), Error> {
+        let stream = Arc::clone(&self.stream);
+        let x = self.x.fill(&stream, &input.x);
+        let [experts, weights] =
+            [self.experts.fill(&stream, &input.ids), self.weights.fill(&stream, &input.weights)];
+        self.planned.dispatch(Tokens { x: &x, experts: &experts, weights: &weights })?.finish()
+    }
+}
+
+pub fn bits<T: bytemuck::NoUninit>(values: &[T]) -> &[u8] {
+    bytemuck::cast_slice(values)
+}
