@@ -3,12 +3,15 @@
 // An allocator cannot be written in safe Rust.
 #![allow(unsafe_code)]
 
+#[path = "support/placer.rs"]
+mod placer;
 mod support;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use half::bf16;
+use placer::Placer;
 use sidelane::gate::{Call, Capacity, Gate, GateConfig, Keep, Noise, Preset, Routing, Select};
 use sidelane::plan::{Mode, Order, Overflow, RowLayout};
 use sidelane::topology::Route;
@@ -122,7 +125,7 @@ fn calls_that_drop_rows_do_not_allocate() {
 }
 
 #[test]
-fn a_gate_does_not_allocate() {
+fn a_gate_and_its_placement_do_not_allocate() {
     for preset in Preset::ALL {
         let config = preset.config(16, preset.fixed_top_k().unwrap_or(4)).unwrap();
         let mut configs = vec![config.clone()];
@@ -132,16 +135,21 @@ fn a_gate_does_not_allocate() {
         }
         let select = Select::Sinkhorn { tolerance: 1e-4 };
         configs.push(GateConfig { select, noise: Noise::None, ..config });
-        for config in configs {
+        for (config, layout) in configs.into_iter().flat_map(|c| RowLayout::ALL.map(|l| (c.clone(), l))) {
+            let mut placer = Placer::new(16, 4, layout);
             let logits: Vec<f32> = (0..60 * 16).map(|i| (i * 37 % 101) as f32 * 0.05).collect();
             let call = Call { training: true, ..Call::default() };
             let mut gate = Gate::new(config.clone()).unwrap();
-            gate.route(&Call { logits: &logits, ..call }).unwrap();
+            let mut scores = vec![0.0; logits.len()];
+            let mut round = |tokens: usize| {
+                let call = Call { logits: &logits[..tokens * 16], ..call };
+                placer.place(&gate.route(&call).unwrap().routing());
+                gate.scores(&call, &mut scores[..tokens * 16]).unwrap();
+            };
+            round(60);
             let before = allocations();
-            for tokens in [60, 1, 0, 30, 60] {
-                gate.route(&Call { logits: &logits[..tokens * 16], ..call }).unwrap();
-            }
-            assert_eq!(allocations() - before, 0, "{config:?}");
+            [60, 1, 0, 30, 60].into_iter().for_each(&mut round);
+            assert_eq!(allocations() - before, 0, "{config:?}, {layout:?}");
         }
     }
 }

@@ -13,7 +13,6 @@ pub struct Decision {
     pub(super) experts: Vec<i32>,
     pub(super) weights: Vec<f32>,
     pub(super) slots: Vec<i32>,
-    pub(super) scores: Vec<f32>,
     pub(super) capacity: u32,
     pub(super) required: u32,
     pub(super) counts_before: Vec<u32>,
@@ -21,14 +20,13 @@ pub struct Decision {
 }
 
 impl Decision {
-    /// Makes room for so many tokens, each with so many scores. Old values are left where they are.
-    pub(super) fn make_room(&mut self, tokens: usize, scores: usize) {
+    /// Makes room for so many tokens. Old values are left where they are.
+    pub(super) fn make_room(&mut self, tokens: usize) {
         let choices = tokens * self.top_k as usize;
         self.choices.resize(choices, -1);
         self.experts.resize(choices, -1);
         self.weights.resize(choices, 0.0);
         self.slots.resize(choices, -1);
-        self.scores.resize(tokens * scores, 0.0);
     }
 
     /// Number of tokens.
@@ -100,11 +98,5 @@ impl Decision {
     /// Choices of each expert that are left, `[experts]`.
     pub fn counts_after(&self) -> &[u32] {
         &self.counts_after
-    }
-
-    /// Scores of all experts, `[tokens, experts]`, without bias, before normalisation; `None` where only the chosen have
-    /// one ([`Score::SoftmaxOfChosen`](super::Score::SoftmaxOfChosen)).
-    pub fn scores(&self) -> Option<&[f32]> {
-        (!self.scores.is_empty() || self.experts.is_empty()).then_some(&self.scores)
     }
 }

@@ -97,15 +97,17 @@ impl Keeper {
         self.experts.resize(experts as usize, Expert::default());
 
         let mut required = 0;
-        for ids in ids.chunks(elements) {
-            required = required.max(self.count(ids));
+        for (ids, slots) in ids.chunks(elements).zip(slots.chunks_mut(elements)) {
+            required = required.max(self.number(ids, slots));
             self.forget(ids);
         }
         let rows = capacity.rows(group as u32, experts, top_k, required.max(need.unwrap_or(0)));
 
         let keep = match capacity.keep {
-            // Where all have room, nobody need be compared.
-            Keep::Score | Keep::Random if required <= rows => Keep::Position,
+            // Where all have room, nobody need be compared, and these are their places.
+            Keep::Score | Keep::Random | Keep::Position if required <= rows => {
+                return Ok(Kept { capacity: rows, required });
+            }
             Keep::Random if !training => Keep::Position,
             keep => keep,
         };
@@ -150,15 +152,25 @@ impl Keeper {
         Ok(Kept { capacity: rows, required })
     }
 
-    /// Adds up the choices of each expert; the largest count.
-    fn count(&mut self, ids: &[i32]) -> u32 {
+    /// Numbers the choices of each expert as they come; the largest count.
+    fn number(&mut self, ids: &[i32], slots: &mut [i32]) -> u32 {
         let mut most = 0;
-        for expert in ids.iter().filter_map(|&id| named(id)) {
-            let chosen = &mut self.experts[expert].chosen;
-            *chosen += 1;
-            most = most.max(*chosen);
+        for (slot, &id) in slots.iter_mut().zip(ids) {
+            *slot = match named(id).map(|named| &mut self.experts[named].next) {
+                Some(next) => {
+                    *next += 1;
+                    most = most.max(*next);
+                    *next as i32 - 1
+                }
+                None => -1,
+            };
         }
         most
+    }
+
+    /// Adds up the choices of each expert.
+    fn count(&mut self, ids: &[i32]) {
+        ids.iter().filter_map(|&id| named(id)).for_each(|named| self.experts[named].chosen += 1);
     }
 
     /// Clears all experts that are named.

@@ -1,14 +1,21 @@
-//! Exponential and logarithm of our own: the same bits on every machine, and loops that the compiler can vectorise.
+//! Exponential and logarithm of our own: the same bits on every machine, in vectors as wide as the machine has.
 //!
 //! Both are off by less than 2^-25 of their value, half an ulp of f32 at most, before it is rounded to that. Numbers are f64;
 //! the polynomial that an exponential ends with is so small beside what it is added to that f32 will do, twice as many at a
-//! time.
+//! time. Nothing is fused, and what is added up is added in an order of its own, so that width does not matter.
 
 use std::f64::consts::{LN_2, LOG2_E};
+use std::ops::{Add, Mul};
+
+use fearless_simd::prelude::*;
+use fearless_simd::{Level, Simd, dispatch, f32x8, f32x16, f64x8, mask32x16};
 
 /// Added to a number and taken off again, it leaves the nearest integer; the low bits of the sum are that integer plus
 /// the bias of an f64's exponent.
 const ROUND: f64 = 6_755_399_441_055_744.0 + 1023.0;
+
+/// As [`ROUND`], for f32.
+const ROUND_F32: f32 = 12_582_912.0 + 127.0;
 
 /// (e^r - 1 - r) / r^2 for |r| <= ln 2 / 2, by rising power.
 const EXP: [f32; 6] = [0.5, 0.166_666_67, 0.041_666_465, 0.008_333_311, 0.001_393_365, 0.000_198_909_9];
@@ -23,52 +30,100 @@ const ATANH: [f64; 6] = [
     0.10393808427873376,
 ];
 
+/// Numbers of which exponentials are made together.
+const ROW: usize = 8;
+
 /// e^x for finite `x`; exactly 1 at 0. Saturates at e^-708 and e^708.
 pub(super) fn exp(x: f64) -> f64 {
-    let (r, power) = reduce(x);
-    join(r, rest(r as f32), power)
-}
-
-/// Numbers that are worked on together: each step is a loop of its own, as wide as its type allows.
-const BLOCK: usize = 64;
-
-/// Writes [`exp`] of `of(logit)` for each logit.
-#[inline]
-pub(super) fn exp_each(logits: &[f32], of: impl Fn(f64) -> f64, to: &mut [f64]) {
-    let (mut powers, mut rests) = ([0.0; BLOCK], [0.0; BLOCK]);
-    for (logits, to) in logits.chunks(BLOCK).zip(to.chunks_mut(BLOCK)) {
-        let slots = to.iter_mut().zip(&mut powers).zip(&mut rests);
-        for (&logit, ((r, power), rest)) in logits.iter().zip(slots) {
-            (*r, *power) = reduce(of(f64::from(logit)));
-            *rest = *r as f32;
-        }
-        rests.iter_mut().for_each(|value| *value = rest(*value));
-        for ((r, &power), &rest) in to.iter_mut().zip(&powers).zip(&rests) {
-            *r = join(*r, rest, power);
-        }
-    }
-}
-
-/// x as r + n ln 2: r, and 2^n.
-#[inline(always)]
-fn reduce(x: f64) -> (f64, f64) {
-    let x = if x > -708.0 { x } else { -708.0 };
-    let x = if x < 708.0 { x } else { 708.0 };
+    let x = x.clamp(-708.0, 708.0);
+    // x is r and n times ln 2.
     let shifted = x * LOG2_E + ROUND;
-    (x - (shifted - ROUND) * LN_2, f64::from_bits(shifted.to_bits() << 52))
+    let r = x - (shifted - ROUND) * LN_2;
+    let power = f64::from_bits(shifted.to_bits() << 52);
+    ((r + f64::from(rest(r as f32))) + 1.0) * power
 }
 
 /// e^r - 1 - r.
 #[inline(always)]
-fn rest(r: f32) -> f32 {
+fn rest<T>(r: T) -> T
+where
+    T: Copy + Add<Output = T> + Mul<Output = T> + Add<f32, Output = T> + Mul<f32, Output = T>,
+{
     let square = r * r;
-    let (low, middle, high) = (EXP[0] + EXP[1] * r, EXP[2] + EXP[3] * r, EXP[4] + EXP[5] * r);
-    square * (low + square * (middle + square * high))
+    let (low, middle, high) = (r * EXP[1] + EXP[0], r * EXP[3] + EXP[2], r * EXP[5] + EXP[4]);
+    square * (square * (square * high + middle) + low)
+}
+
+/// Writes [`exp`] of `of(logit)` for each logit.
+pub(super) fn exp_each(logits: &[f32], of: impl Fn(f64) -> f64, to: &mut [f64]) {
+    dispatch!(Level::new(), simd => exp_rows(simd, logits, &of, to));
 }
 
 #[inline(always)]
-fn join(r: f64, rest: f32, power: f64) -> f64 {
-    (1.0 + (r + f64::from(rest))) * power
+fn exp_rows<S: Simd>(simd: S, logits: &[f32], of: &impl Fn(f64) -> f64, to: &mut [f64]) {
+    let ((rows, rest), (to, to_rest)) = (logits.as_chunks(), to.as_chunks_mut());
+    for (row, to) in rows.iter().zip(to) {
+        *to = exp_row(simd, row, of);
+    }
+    if !rest.is_empty() {
+        let mut row = [0.0; ROW];
+        row[..rest.len()].copy_from_slice(rest);
+        to_rest.copy_from_slice(&exp_row(simd, &row, of)[..rest.len()]);
+    }
+}
+
+/// As [`exp`], step by step.
+#[inline(always)]
+fn exp_row<S: Simd>(simd: S, logits: &[f32; ROW], of: &impl Fn(f64) -> f64) -> [f64; ROW] {
+    let mut x = [0.0; ROW];
+    for i in 0..ROW {
+        x[i] = of(f64::from(logits[i]));
+    }
+    let x = f64x8::from_slice(simd, &x).max(-708.0).min(708.0);
+    let shifted = x * LOG2_E + ROUND;
+    let r = x - (shifted - ROUND) * LN_2;
+    let power = f64x8::from_bits(shifted.to_bits() << 52);
+    let mut narrow = [0.0; ROW];
+    for i in 0..ROW {
+        narrow[i] = r[i] as f32;
+    }
+    let rest = rest(f32x8::from_slice(simd, &narrow));
+    let mut wide = [0.0; ROW];
+    for i in 0..ROW {
+        wide[i] = f64::from(rest[i]);
+    }
+    (((r + f64x8::from_slice(simd, &wide)) + 1.0) * power).into()
+}
+
+/// By how much [`logistic_each`] is off, at most: the nearest f32 by half of that.
+pub(super) const LOGISTIC_ERROR: f32 = 1.0 / (1 << 20) as f32;
+
+/// Writes 1 / (1 + e^-logit) for each logit, made in f32 alone: twice as many at a time.
+pub(super) fn logistic_each(logits: &[f32], to: &mut [f32]) {
+    dispatch!(Level::new(), simd => logistic_rows(simd, logits, to));
+}
+
+#[inline(always)]
+fn logistic_rows<S: Simd>(simd: S, logits: &[f32], to: &mut [f32]) {
+    let ((rows, rest), (to, to_rest)) = (logits.as_chunks::<16>(), to.as_chunks_mut());
+    for (row, to) in rows.iter().zip(to) {
+        *to = logistic(f32x16::from_slice(simd, row)).into();
+    }
+    if !rest.is_empty() {
+        let mut row = [0.0; 16];
+        row[..rest.len()].copy_from_slice(rest);
+        let row: [f32; 16] = logistic(f32x16::from_slice(simd, &row)).into();
+        to_rest.copy_from_slice(&row[..rest.len()]);
+    }
+}
+
+#[inline(always)]
+fn logistic<S: Simd>(x: f32x16<S>) -> f32x16<S> {
+    let x = x.max(-87.0).min(87.0);
+    let shifted = x * -std::f32::consts::LOG2_E + ROUND_F32;
+    let r = -x - (shifted - ROUND_F32) * std::f32::consts::LN_2;
+    let power = f32x16::from_bits(shifted.to_bits() << 23);
+    1.0 / (((r + rest(r)) + 1.0) * power + 1.0)
 }
 
 /// ln(1 + t) for 0 <= t <= 1.
@@ -82,25 +137,50 @@ pub(super) fn ln_1p(t: f64) -> f64 {
 
 /// The sum, in eight lanes and then across, whatever the machine's own width.
 pub(super) fn sum(values: &[f64]) -> f64 {
-    let mut lanes = [0.0; 8];
-    let mut chunks = values.chunks_exact(8);
-    for chunk in &mut chunks {
-        lanes.iter_mut().zip(chunk).for_each(|(lane, value)| *lane += value);
-    }
-    lanes.iter_mut().zip(chunks.remainder()).for_each(|(lane, value)| *lane += value);
+    let (rows, rest) = values.as_chunks();
+    let mut lanes = dispatch!(Level::new(), simd => sum_of_rows(simd, rows));
+    lanes.iter_mut().zip(rest).for_each(|(lane, value)| *lane += value);
     lanes.iter().sum()
+}
+
+#[inline(always)]
+fn sum_of_rows<S: Simd>(simd: S, rows: &[[f64; 8]]) -> [f64; 8] {
+    let mut sum = f64x8::splat(simd, 0.0);
+    for row in rows {
+        sum += f64x8::from_slice(simd, row);
+    }
+    sum.into()
 }
 
 /// The largest; minus infinity of none.
 pub(super) fn largest(values: &[f32]) -> f32 {
-    let larger = |a: f32, b: f32| if b > a { b } else { a };
-    let mut lanes = [f32::NEG_INFINITY; 8];
-    let mut chunks = values.chunks_exact(8);
-    for chunk in &mut chunks {
-        lanes.iter_mut().zip(chunk).for_each(|(lane, &value)| *lane = larger(*lane, value));
+    let (rows, rest) = values.as_chunks();
+    let most = dispatch!(Level::new(), simd => largest_of_rows(simd, rows));
+    rest.iter().fold(most, |most, &value| if value > most { value } else { most })
+}
+
+#[inline(always)]
+fn largest_of_rows<S: Simd>(simd: S, rows: &[[f32; 16]]) -> f32 {
+    let mut most = f32x16::splat(simd, f32::NEG_INFINITY);
+    for row in rows {
+        most = most.max(f32x16::from_slice(simd, row));
     }
-    lanes.iter_mut().zip(chunks.remainder()).for_each(|(lane, &value)| *lane = larger(*lane, value));
-    lanes.into_iter().fold(f32::NEG_INFINITY, larger)
+    most.reduce_max()
+}
+
+/// Whether all are finite.
+pub(super) fn finite(values: &[f32]) -> bool {
+    let (rows, rest) = values.as_chunks();
+    dispatch!(Level::new(), simd => rows_are_finite(simd, rows)) && rest.iter().all(|value| value.is_finite())
+}
+
+#[inline(always)]
+fn rows_are_finite<S: Simd>(simd: S, rows: &[[f32; 16]]) -> bool {
+    let mut fine = mask32x16::splat(simd, true);
+    for row in rows {
+        fine &= f32x16::from_slice(simd, row).abs().simd_le(f32::MAX);
+    }
+    fine.all_true()
 }
 
 #[cfg(test)]
@@ -119,14 +199,63 @@ mod tests {
         }
     }
 
+    /// All widths that this machine has.
+    fn levels() -> Vec<Level> {
+        vec![Level::baseline(), Level::new()]
+    }
+
     #[test]
-    fn many_at_a_time_have_the_same_bits() {
+    fn vectors_of_any_width_have_the_bits_of_single_numbers() {
         let logits: Vec<f32> = (0..1000).map(|i| (i as f32 - 500.0) * 1.7).collect();
-        for count in [1, 2, 7, 63, 64, 65, 1000] {
+        for (level, count) in levels().into_iter().flat_map(|level| [1, 7, 8, 9, 1000].map(|n| (level, n))) {
             let mut seen = vec![0.0; count];
-            exp_each(&logits[..count], |x| -x, &mut seen);
+            dispatch!(level, simd => exp_rows(simd, &logits[..count], &|x| -x, &mut seen));
             for (&logit, seen) in logits.iter().zip(seen) {
-                assert_eq!(seen.to_bits(), exp(-f64::from(logit)).to_bits());
+                assert_eq!(seen.to_bits(), exp(-f64::from(logit)).to_bits(), "{logit} {level:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn sums_and_rough_numbers_have_the_same_bits_in_vectors_of_any_width() {
+        let logits: Vec<f32> = (0..1000).map(|i| (i as f32 - 500.0) * 0.37).collect();
+        let values: Vec<f64> = logits.iter().map(|&logit| exp(f64::from(logit))).collect();
+        let seen = levels().into_iter().map(|level| {
+            let mut rough = vec![0.0; logits.len()];
+            dispatch!(level, simd => logistic_rows(simd, &logits, &mut rough));
+            let sums = dispatch!(level, simd => sum_of_rows(simd, values.as_chunks().0));
+            (rough.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), sums.map(f64::to_bits))
+        });
+        let seen: Vec<_> = seen.collect();
+        assert!(seen.iter().all(|one| *one == seen[0]));
+    }
+
+    #[test]
+    fn rough_scores_are_as_near_as_they_are_said_to_be() {
+        // All exponents, and enough of each.
+        let positive = (0..f32::MAX.to_bits()).step_by(1009).map(f32::from_bits);
+        let near = (0..2_000_000).map(|i| i as f32 * 1e-5);
+        let logits: Vec<f32> = positive.chain(near).flat_map(|x| [x, -x]).collect();
+        let mut rough = vec![0.0; logits.len()];
+        logistic_each(&logits, &mut rough);
+        for (&logit, &rough) in logits.iter().zip(&rough) {
+            let exact = 1.0 / (1.0 + exp(-f64::from(logit)));
+            let off = (f64::from(rough) - f64::from(exact as f32)).abs();
+            assert!(off <= f64::from(LOGISTIC_ERROR) / 2.0, "{logit}: {rough}, not {exact}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_finite_is_found_wherever_it_is() {
+        for len in [1, 15, 16, 17, 40] {
+            let mut values = vec![f32::MAX; len];
+            assert!(finite(&values));
+            for at in 0..len {
+                for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+                    let fine = std::mem::replace(&mut values[at], bad);
+                    assert!(!finite(&values), "{bad} at {at} of {len}");
+                    values[at] = fine;
+                }
             }
         }
     }

@@ -30,6 +30,7 @@ mod bias;
 mod call;
 mod capacity;
 mod check;
+mod choose;
 mod config;
 mod decision;
 mod jitter;

@@ -57,22 +57,46 @@ impl Gate {
     pub fn route(&mut self, call: &Call<'_>) -> Result<&Decision, GateError> {
         let Gate { config, decision, tokens, chosen, .. } = self;
         let count = call.check(config)?;
-        let (experts, k) = (config.experts as usize, config.top_k as usize);
-        let scored = if config.score.before_choice() { experts } else { 0 };
-        decision.make_room(count as usize, scored);
+        let k = config.top_k as usize;
+        decision.make_room(count as usize);
         chosen.resize(count as usize * k, 0.0);
         tokens.begin(config, call)?;
         for token in 0..count {
             let at = token as usize;
-            let row = Row {
-                scores: &mut decision.scores[at * scored..][..scored],
-                ids: &mut decision.choices[at * k..][..k],
-                chosen: &mut chosen[at * k..][..k],
-            };
+            let row = Row { ids: &mut decision.choices[at * k..][..k], chosen: &mut chosen[at * k..][..k] };
             tokens.decide(config, call, token, row)?;
         }
         self.drop(call)?;
         Ok(&self.decision)
+    }
+
+    /// The scores of all experts that weights are made from, `[tokens, experts]`, before bias and normalisation; where they are
+    /// made of the chosen alone ([`Score::SoftmaxOfChosen`](super::Score::SoftmaxOfChosen)), the softmax of all. A decision
+    /// needs few of them, so they are made when they are asked for.
+    ///
+    /// ```
+    /// # use sidelane::gate::{Call, Gate, Preset};
+    /// let mut gate = Gate::new(Preset::Qwen3.config(2, 1)?)?;
+    /// let mut scores = [0.0; 4];
+    /// gate.scores(&Call { logits: &[1.0, 1.0, 2.0, 2.0], ..Call::default() }, &mut scores)?;
+    /// assert_eq!(scores, [0.5; 4]);
+    /// # Ok::<(), sidelane::error::GateError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`route`](Gate::route), and [`GateError::WrongShape`] if `scores` has another size than the logits.
+    pub fn scores(&mut self, call: &Call<'_>, scores: &mut [f32]) -> Result<(), GateError> {
+        let Gate { config, tokens, .. } = self;
+        let (count, experts) = (call.check(config)?, config.experts as usize);
+        if scores.len() != call.logits.len() {
+            let (seen, rows) = (scores.len(), count as usize);
+            return Err(GateError::WrongShape { what: "scores", seen, rows, columns: experts });
+        }
+        tokens.make_room(config);
+        for (token, scores) in (0..count).zip(scores.chunks_exact_mut(experts)) {
+            tokens.score(config, call, token, scores)?;
+        }
+        Ok(())
     }
 
     /// From all choices to those that are left, their weights, places and counts.

@@ -23,15 +23,30 @@ impl Score {
         match self {
             Score::Softmax | Score::SoftmaxOfChosen => {
                 let top = f64::from(largest(logits));
-                exp_each(logits, |x| x - top, parts);
+                exp_each(
+                    logits,
+                    #[inline(always)]
+                    |x| x - top,
+                    parts,
+                );
                 Last::Times(1.0 / sum(parts))
             }
             Score::Sigmoid => {
-                exp_each(logits, |x| -x, parts);
+                exp_each(
+                    logits,
+                    #[inline(always)]
+                    |x| -x,
+                    parts,
+                );
                 Last::Logistic
             }
             Score::SqrtSoftplus => {
-                exp_each(logits, |x| -x.abs(), parts);
+                exp_each(
+                    logits,
+                    #[inline(always)]
+                    |x| -x.abs(),
+                    parts,
+                );
                 for (part, &logit) in parts.iter_mut().zip(logits) {
                     // ln(1 + e^x), which is x and a rest for x above 0.
                     let positive = if logit > 0.0 { f64::from(logit) } else { 0.0 };
@@ -69,12 +84,15 @@ impl Last {
     }
 }
 
-/// Scores of one token's choices where they are made of the chosen alone; ids of -1 have none.
-pub(super) fn of_chosen(logits: &[f32], ids: &[i32], spare: &mut Vec<f32>, chosen: &mut [f64]) {
+/// Scores of one token's choices, made of their `logits` alone; ids of -1 have none.
+pub(super) fn of_chosen(score: Score, logits: &[f32], ids: &[i32], spare: &mut Vec<f32>, chosen: &mut [f64]) {
     spare.clear();
     spare.extend(ids.iter().filter(|&&id| id >= 0).map(|&id| logits[id as usize]));
     let mut left = spare.len();
-    Score::Softmax.fill(spare, &mut chosen[..left]);
+    score.fill(spare, &mut chosen[..left]);
+    if left == ids.len() {
+        return;
+    }
     // From the back, so that none is overwritten before it has moved.
     for (k, &id) in ids.iter().enumerate().rev() {
         chosen[k] = if id < 0 {

@@ -7,15 +7,14 @@
 //!      keys: one of them, or Sinkhorn's -> choices ----+     (or recorded ones)
 //! ```
 //!
-//! Where scores would be compared alone, logits are: their order is that of the exact scores, and no two of them become
-//! equal by rounding.
+//! Only a softmax of all needs the scores of all; others are made of the chosen, and of all for whoever asks for them.
 
 use super::call::Call;
-use super::score::{Last, of_chosen};
-use super::select::Selector;
-use super::sinkhorn::Sinkhorn;
+use super::choose::{Chooser, Logits, put_in_order};
+use super::math;
+use super::score::of_chosen;
 use super::top_k::TopK;
-use super::{GateConfig, Noise, Score, Select, replay};
+use super::{GateConfig, Noise, Score, replay};
 use crate::error::GateError;
 
 /// Decides for one token after another; keeps its memory.
@@ -25,19 +24,14 @@ pub(super) struct Tokens {
     parts: Vec<f64>,
     /// `[experts]`.
     noisy: Vec<f32>,
-    /// What is compared, `[experts]`.
-    keys: Vec<f32>,
     /// Logits of the chosen.
     few: Vec<f32>,
     first: TopK,
-    selector: Selector,
-    sinkhorn: Sinkhorn,
+    chooser: Chooser,
 }
 
 /// What is decided for one token.
 pub(super) struct Row<'a> {
-    /// `[experts]`, or empty where scores are made of the chosen alone.
-    pub(super) scores: &'a mut [f32],
     /// `[top_k]`.
     pub(super) ids: &'a mut [i32],
     /// Unrounded scores of the choices, `[top_k]`.
@@ -47,17 +41,14 @@ pub(super) struct Row<'a> {
 impl Tokens {
     /// To be called before the first token of a call.
     pub(super) fn begin(&mut self, config: &GateConfig, call: &Call<'_>) -> Result<(), GateError> {
+        self.make_room(config);
+        self.chooser.begin(config, call)
+    }
+
+    pub(super) fn make_room(&mut self, config: &GateConfig) {
         let experts = config.experts as usize;
         self.parts.resize(experts, 0.0);
         self.noisy.resize(experts, 0.0);
-        self.keys.resize(experts, 0.0);
-        if let Some(tolerance) = balanced(config, call) {
-            for (token, logits) in (0..).zip(call.logits.chunks_exact(experts)) {
-                finite(token, logits)?;
-            }
-            self.sinkhorn.balance(call.logits, experts, call.used, tolerance)?;
-        }
-        Ok(())
     }
 
     /// Decides for one token.
@@ -68,79 +59,79 @@ impl Tokens {
         token: u32,
         row: Row<'_>,
     ) -> Result<(), GateError> {
-        let (at, experts, k) = (token as usize, config.experts as usize, config.top_k as usize);
-        let logits = &call.logits[at * experts..][..experts];
-        finite(token, logits)?;
-        let noise = if call.training { config.noise } else { Noise::None };
-        if noise != Noise::None {
-            let deviation = call.deviation.map(|all| &all[at * experts..][..experts]);
-            noise.fill(call.draw, token, logits, deviation, &mut self.noisy);
+        let (at, k) = (token as usize, config.top_k as usize);
+        let logits = logits_of(config, call, token)?;
+        let noise = self.add_noise(config, call, token, logits);
+        let Tokens { parts, noisy, few, first, chooser } = self;
+        if noise == Noise::GumbelAfterFirst {
+            first.of(logits, 1).for_each(|first| noisy[first as usize] = f32::INFINITY);
         }
-        let own = noise.on_weights();
-        let mut last = Last::Times(1.0);
-        if config.score.before_choice() {
-            last = config.score.begin(if own { &self.noisy } else { logits }, &mut self.parts);
-            last.round(&self.parts, row.scores);
-        }
-        if let Some(recorded) = call.replay {
-            let recorded = &recorded[at * k..][..k];
-            replay::check(token, recorded, config.experts)?;
-            row.ids.copy_from_slice(recorded);
-        }
+        let noisy = &noisy[..];
+        let compared = if noise == Noise::None { logits } else { noisy };
+        let weighed = if noise.on_weights() { noisy } else { logits };
+        let last = (config.score == Score::Softmax).then(|| config.score.begin(weighed, parts));
+
+        let recorded = call.replay.map(|ids| &ids[at * k..][..k]);
+        recorded.map_or(Ok(()), |recorded| replay::check(token, recorded, config.experts))?;
+        let mut by_keys = false;
         if call.used.is_some_and(|used| !used[at]) {
             row.ids.fill(-1);
-        } else if call.replay.is_none() {
-            self.choose(config, call, at, logits, row.scores, row.ids);
-        }
-        if config.score.before_choice() {
-            let score = |&id: &i32| usize::try_from(id).map_or(0.0, |id| last.of(self.parts[id]));
-            row.chosen.iter_mut().zip(row.ids.iter()).for_each(|(to, id)| *to = score(id));
+        } else if let Some(recorded) = recorded {
+            row.ids.copy_from_slice(recorded);
         } else {
-            of_chosen(if own { &self.noisy } else { logits }, row.ids, &mut self.few, row.chosen);
+            by_keys = true;
+            chooser.choose(config, call, at, Logits { compared, weighed, parts, last }, row.ids);
+        }
+        match last {
+            Some(last) => {
+                let score = |&id: &i32| usize::try_from(id).map_or(0.0, |id| last.of(parts[id]));
+                row.chosen.iter_mut().zip(row.ids.iter()).for_each(|(to, id)| *to = score(id));
+            }
+            None => of_chosen(config.score, weighed, row.ids, few, row.chosen),
+        }
+        if by_keys {
+            put_in_order(config, call, row.ids, row.chosen);
         }
         Ok(())
     }
 
-    fn choose(
+    /// Scores of all experts for one token.
+    pub(super) fn score(
         &mut self,
         config: &GateConfig,
         call: &Call<'_>,
-        token: usize,
-        logits: &[f32],
-        scores: &[f32],
-        ids: &mut [i32],
-    ) {
+        token: u32,
+        scores: &mut [f32],
+    ) -> Result<(), GateError> {
+        let logits = logits_of(config, call, token)?;
+        let noise = self.add_noise(config, call, token, logits);
+        let weighed = if noise.on_weights() { &self.noisy } else { logits };
+        config.score.begin(weighed, &mut self.parts).round(&self.parts, scores);
+        Ok(())
+    }
+
+    /// Makes the noisy logits, where there is noise, and says which.
+    fn add_noise(&mut self, config: &GateConfig, call: &Call<'_>, token: u32, logits: &[f32]) -> Noise {
         let noise = if call.training { config.noise } else { Noise::None };
-        if noise == Noise::GumbelAfterFirst {
-            self.first.of(logits, 1).for_each(|first| self.noisy[first as usize] = f32::INFINITY);
+        if noise != Noise::None {
+            let experts = config.experts as usize;
+            let deviation = call.deviation.map(|all| &all[token as usize * experts..][..experts]);
+            noise.fill(call.draw, token, logits, deviation, &mut self.noisy);
         }
-        let seen = if noise == Noise::None { logits } else { &self.noisy };
-        let groups = matches!(config.select, Select::Groups { .. });
-        let base = if groups && config.score != Score::SoftmaxOfChosen { scores } else { seen };
-        let keys = if balanced(config, call).is_some() {
-            self.sinkhorn.keys(token, &mut self.keys);
-            &self.keys
-        } else if let Some(bias) = call.bias {
-            let sums = scores.iter().zip(bias).map(|(score, bias)| score + bias);
-            self.keys.iter_mut().zip(sums).for_each(|(key, sum)| *key = sum);
-            &self.keys
-        } else {
-            base
-        };
-        self.selector.choose(config.select, keys, ids);
+        noise
     }
 }
 
-/// The tolerance, where choices are balanced.
-fn balanced(config: &GateConfig, call: &Call<'_>) -> Option<f32> {
-    match config.select {
-        Select::Sinkhorn { tolerance } if call.training && call.replay.is_none() => Some(tolerance),
-        _ => None,
-    }
+/// The logits of a token, which are finite.
+fn logits_of<'a>(config: &GateConfig, call: &Call<'a>, token: u32) -> Result<&'a [f32], GateError> {
+    let experts = config.experts as usize;
+    let logits = &call.logits[token as usize * experts..][..experts];
+    finite(token, logits)?;
+    Ok(logits)
 }
 
-fn finite(token: u32, logits: &[f32]) -> Result<(), GateError> {
-    if logits.iter().fold(true, |all, logit| all & (logit.abs() <= f32::MAX)) {
+pub(super) fn finite(token: u32, logits: &[f32]) -> Result<(), GateError> {
+    if math::finite(logits) {
         return Ok(());
     }
     let bad = (0..).zip(logits).find(|(_, logit)| !logit.is_finite());

@@ -1,13 +1,16 @@
 //! The best few of many, by falling key; of equal ones the first.
 //!
 //! ```text
-//!   keys [E]    read as rows of 8 columns (16, 32, 64 for more choices)
-//!   bound       the least of the columns' largest: as many keys as there are columns reach it, for 8 of 256 about 22 do
+//!   keys [E]    read as rows of 16 columns (32, 64 for more choices)
+//!   bound       the k-th best of the columns' largest: k keys at least reach it, for 8 of 256 about 10 do
 //!   places      of those that reach it, from a mask of bits
-//!   best        these few, put in order
+//!   best        each of these few goes where it belongs: behind as many as are better
 //! ```
 //!
 //! Which keys these are cannot be foretold, so there is no branch for it.
+
+use fearless_simd::prelude::*;
+use fearless_simd::{Level, Simd, dispatch, f32x16, f64x8, i32x16, i64x8};
 
 /// A place and its key share the 52 bits of a float.
 const PLACE_BITS: u32 = 20;
@@ -15,72 +18,141 @@ const PLACE_BITS: u32 = 20;
 /// So many keys at most.
 pub(super) const PLACES: u32 = 1 << PLACE_BITS;
 
+/// Keys that are compared with the bound together.
+const BLOCK: usize = 64;
+
+/// As many candidates are put in order by counting, for each, those that are better; more are sorted.
+const FEW: usize = 32;
+
 /// Finds the best of a row; keeps its memory.
 #[derive(Clone, Debug, Default)]
 pub(super) struct TopK {
-    /// Per key: 1 if it reaches the bound.
-    reach: Vec<u8>,
-    /// Keys that do, packed; in the end the best, by falling value.
+    /// Keys that reach the bound, packed, by place.
+    candidates: Vec<f64>,
+    /// The same by falling value; in the end the best.
     best: Vec<f64>,
 }
 
 impl TopK {
     /// The places of the `k` best of `keys`, best first. From `k` to [`PLACES`] keys, none NaN; -0 and +0 are equal.
     pub(super) fn of(&mut self, keys: &[f32], k: usize) -> impl Iterator<Item = u32> + '_ {
-        let bound = match k {
-            0..=8 => bound::<8>(keys),
-            9..=16 => bound::<16>(keys),
-            17..=32 => bound::<32>(keys),
-            33..=64 => bound::<64>(keys),
-            _ => f32::NEG_INFINITY,
+        self.find(keys, k, 0.0);
+        self.places()
+    }
+
+    /// Finds the `k` best of `keys`; whether each of them is more than `gap` above each of the others.
+    pub(super) fn find(&mut self, keys: &[f32], k: usize, gap: f32) -> bool {
+        self.candidates.clear();
+        dispatch!(Level::new(), simd => self.put_in_order(simd, keys, k, gap));
+        let clear = match (self.best.get(k.wrapping_sub(1)), self.best.get(k)) {
+            (Some(&last), Some(&next)) => keys[place(last) as usize] - keys[place(next) as usize] > gap,
+            _ => true,
         };
-        // A rest that is no multiple of 64 reaches nothing.
-        self.reach.clear();
-        self.reach.extend(keys.iter().map(|&key| u8::from(key >= bound)));
-        self.reach.resize(keys.len().next_multiple_of(64), 0);
-        self.best.clear();
-        let places = self
-            .reach
-            .chunks_exact(64)
-            .enumerate()
-            .flat_map(|(block, reach)| Bits(mask(reach)).map(move |bit| block as u32 * 64 + bit));
-        let packed = places.map(|at| pack(keys[at as usize], at));
-        if k <= 8 {
-            // Few enough to stay in registers.
-            let mut few = [0.0; 8];
-            packed.for_each(|value| insert(&mut few, value));
-            self.best.extend_from_slice(&few[..k]);
-        } else {
-            self.best.extend(packed);
-            self.best.sort_unstable_by(|a, b| b.total_cmp(a));
-            self.best.truncate(k);
-        }
+        self.best.truncate(k);
+        clear
+    }
+
+    /// The places that were found, best first.
+    pub(super) fn places(&self) -> impl Iterator<Item = u32> + '_ {
         self.best.iter().map(|&packed| place(packed))
     }
-}
 
-/// A value that at least `C` keys reach.
-fn bound<const C: usize>(keys: &[f32]) -> f32 {
-    if keys.len() < 4 * C {
-        return f32::NEG_INFINITY;
-    }
-    let mut columns = [f32::NEG_INFINITY; C];
-    for row in keys.chunks_exact(C) {
-        for (column, &key) in columns.iter_mut().zip(row) {
-            *column = if key > *column { key } else { *column };
+    /// Leaves the best by falling value: all that are not more than the gap below the k-th, and perhaps more.
+    #[inline(always)]
+    fn put_in_order<S: Simd>(&mut self, simd: S, keys: &[f32], k: usize, gap: f32) {
+        reaching(simd, keys, bound(simd, keys, k) - gap, &mut self.candidates);
+        let TopK { candidates, best } = self;
+        best.resize(candidates.len(), 0.0);
+        match candidates.len() {
+            0..=8 => rank::<S, 1>(simd, candidates, best),
+            9..=16 => rank::<S, 2>(simd, candidates, best),
+            17..=FEW => rank::<S, 4>(simd, candidates, best),
+            _ => {
+                best.copy_from_slice(candidates);
+                best.sort_unstable_by(|a, b| b.total_cmp(a));
+            }
         }
     }
-    columns.into_iter().fold(f32::INFINITY, |least, column| if column < least { column } else { least })
 }
 
-/// A bit for each of 64 bytes that are 0 or 1.
-fn mask(bytes: &[u8]) -> u64 {
-    let eight = |bytes: &[u8]| {
-        let word = bytes.iter().rev().fold(0, |word, &byte| word << 8 | u64::from(byte));
-        // Moves the bit of byte i to bit 56 + i.
-        word.wrapping_mul(0x0102_0408_1020_4080) >> 56
-    };
-    bytes.chunks_exact(8).rev().fold(0, |mask, bytes| mask << 8 | eight(bytes))
+/// A value that at least `k` keys reach.
+#[inline(always)]
+fn bound<S: Simd>(simd: S, keys: &[f32], k: usize) -> f32 {
+    match k {
+        0..=16 => bound_of::<S, 1>(simd, keys, k),
+        17..=32 => bound_of::<S, 2>(simd, keys, k),
+        33..=64 => bound_of::<S, 4>(simd, keys, k),
+        _ => f32::NEG_INFINITY,
+    }
+}
+
+/// The k-th best of the largest of `16 V` columns.
+#[inline(always)]
+fn bound_of<S: Simd, const V: usize>(simd: S, keys: &[f32], k: usize) -> f32 {
+    if keys.len() < 32 * V {
+        return f32::NEG_INFINITY;
+    }
+    let mut columns = [f32x16::splat(simd, f32::NEG_INFINITY); V];
+    for row in keys.chunks_exact(16 * V) {
+        for (column, keys) in columns.iter_mut().zip(row.chunks_exact(16)) {
+            *column = column.max(f32x16::from_slice(simd, keys));
+        }
+    }
+    let none = f32x16::splat(simd, f32::INFINITY);
+    let mut least = none;
+    for &some in &columns {
+        let mut above = i32x16::splat(simd, 0);
+        for others in &columns {
+            for &other in others.as_slice() {
+                above += f32x16::splat(simd, other).simd_gt(some).to_vector();
+            }
+        }
+        let among = (above + k as i32).simd_gt(i32x16::splat(simd, 0));
+        least = least.min(among.select(some, none));
+    }
+    least.reduce_min()
+}
+
+/// Packs all keys that are at least `least`, by place.
+#[inline(always)]
+fn reaching<S: Simd>(simd: S, keys: &[f32], least: f32, to: &mut Vec<f64>) {
+    let least = f32x16::splat(simd, least);
+    for (number, block) in keys.chunks(BLOCK).enumerate() {
+        let (rows, rest) = block.as_chunks::<16>();
+        let mut mask = 0;
+        for row in rows.iter().rev() {
+            mask = mask << 16 | f32x16::from_slice(simd, row).simd_ge(least).to_bitmask();
+        }
+        if !rest.is_empty() {
+            let mut row = [0.0; 16];
+            row[..rest.len()].copy_from_slice(rest);
+            let reached = f32x16::from_slice(simd, &row).simd_ge(least).to_bitmask();
+            mask |= (reached & !(u64::MAX << rest.len())) << (16 * rows.len());
+        }
+        for bit in Bits(mask) {
+            let at = number * BLOCK + bit as usize;
+            to.push(pack(keys[at], at as u32));
+        }
+    }
+}
+
+/// Puts up to `8 V` different values in falling order.
+#[inline(always)]
+fn rank<S: Simd, const V: usize>(simd: S, values: &[f64], best: &mut [f64]) {
+    let mut room = [[0.0; 8]; V];
+    room.as_flattened_mut()[..values.len()].copy_from_slice(values);
+    let mut above = [[0; 8]; V];
+    for (row, above) in room.iter().zip(&mut above) {
+        let row = f64x8::from_slice(simd, row);
+        let mut better = i64x8::splat(simd, 0);
+        for &value in values {
+            better -= f64x8::splat(simd, value).simd_gt(row).to_vector();
+        }
+        *above = better.into();
+    }
+    for (&value, &above) in values.iter().zip(above.as_flattened()) {
+        best[above as usize] = value;
+    }
 }
 
 /// The places of the bits that are set, from the lowest.
@@ -98,17 +170,9 @@ impl Iterator for Bits {
     }
 }
 
-/// Puts a value in its place of a falling row, whose last one falls out.
-fn insert(row: &mut [f64; 8], mut value: f64) {
-    for slot in row {
-        let (larger, smaller) = if value > *slot { (value, *slot) } else { (*slot, value) };
-        *slot = larger;
-        value = smaller;
-    }
-}
-
 /// From 1 up to 2: grows with the key and, of equal keys, falls with the place. A float, because two instructions put two
 /// of them in order.
+#[inline(always)]
 fn pack(key: f32, at: u32) -> f64 {
     f64::from_bits(1023 << 52 | u64::from(ordered(key)) << PLACE_BITS | u64::from(!at % PLACES))
 }
@@ -119,6 +183,7 @@ fn place(packed: f64) -> u32 {
 }
 
 /// A number that grows with the key; -0 and +0 have the same.
+#[inline(always)]
 pub(super) fn ordered(key: f32) -> u32 {
     // Of -0 and +0, the sum makes +0.
     let bits = (key + 0.0).to_bits();

@@ -7,7 +7,7 @@ mod refusals;
 mod replay;
 mod sinkhorn;
 
-use sidelane::gate::{GateConfig, Noise, Normalise, Score, Second, Select};
+use sidelane::gate::{Call, Gate, GateConfig, Noise, Normalise, Score, Second, Select};
 
 /// A softmax of all, dropless.
 pub fn plain(experts: u32, top_k: u32) -> GateConfig {
@@ -22,6 +22,13 @@ pub fn plain(experts: u32, top_k: u32) -> GateConfig {
         scaling: 1.0,
         capacity: None,
     }
+}
+
+/// All scores of a call.
+pub fn scores(config: &GateConfig, call: &Call<'_>) -> Vec<f32> {
+    let mut scores = vec![f32::NAN; call.logits.len()];
+    Gate::new(config.clone()).unwrap().scores(call, &mut scores).unwrap();
+    scores
 }
 
 /// How many f32 lie between two of the same sign.

@@ -2,7 +2,7 @@
 
 use sidelane::gate::{Call, Decision, Divisor, Draw, Gate, GateConfig, Noise, Normalise, Score, Second};
 
-use super::{numbers, plain, ulps};
+use super::{numbers, plain, scores, ulps};
 
 const DRAW: Draw = Draw { seed: 7, step: 3, rank: 1 };
 const ALL: [Noise; 4] =
@@ -43,10 +43,12 @@ fn a_draw_is_the_same_again_and_does_not_depend_on_the_number_of_tokens() {
 fn gumbel_noise_moves_the_choice_and_not_the_weights() {
     let logits = numbers(3, 200 * 8);
     for (noise, kept) in [(Noise::Gumbel, 0), (Noise::GumbelAfterFirst, 1)] {
-        let decision = route(&GateConfig { noise, ..plain(8, 2) }, &logits, true, DRAW);
+        let config = GateConfig { noise, ..plain(8, 2) };
+        let decision = route(&config, &logits, true, DRAW);
         let quiet = route(&plain(8, 2), &logits, false, DRAW);
-        assert_eq!(decision.scores(), quiet.scores());
-        let scores = decision.scores().unwrap();
+        let call = Call { logits: &logits, training: true, draw: DRAW, ..Call::default() };
+        let scores = scores(&config, &call);
+        assert_eq!(scores, super::scores(&plain(8, 2), &call));
         for (token, ids) in decision.experts().chunks(2).enumerate() {
             assert_ne!(ids[0], ids[1]);
             for (k, &id) in ids.iter().enumerate() {

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use sidelane::gate::{Call, Divisor, Gate, GateConfig, GroupScore, Normalise, Score, Select};
 
-use super::{plain, ulps};
+use super::{plain, scores, ulps};
 
 fn scores_of(score: Score, logits: &[f32]) -> Vec<f64> {
     let all = logits.iter().map(|&x| f64::from(x));
@@ -122,18 +122,17 @@ proptest! {
     fn scores_and_weights_are_within_two_ulps_of_f64((config, logits) in cases()) {
         let (experts, k) = (config.experts as usize, config.top_k as usize);
         let mut gate = Gate::new(config.clone()).unwrap();
-        let decision = gate.route(&Call { logits: &logits, ..Call::default() }).unwrap();
+        let call = Call { logits: &logits, ..Call::default() };
+        let scores = scores(&config, &call);
+        let decision = gate.route(&call).unwrap();
         prop_assert_eq!(decision.tokens() as usize, logits.len() / experts);
-        prop_assert_eq!(decision.scores().is_some(), config.score != Score::SoftmaxOfChosen || logits.is_empty());
         for (token, logits) in logits.chunks(experts).enumerate() {
             let ids = &decision.experts()[token * k..][..k];
             for (&weight, expected) in decision.weights()[token * k..][..k].iter().zip(weights_of(&config, logits, ids)) {
                 prop_assert!(ulps(weight, expected as f32) <= 2, "{weight:e}, not {expected:e}");
             }
-            if let Some(scores) = decision.scores() {
-                for (&score, expected) in scores[token * experts..][..experts].iter().zip(scores_of(config.score, logits)) {
-                    prop_assert!(ulps(score, expected as f32) <= 2, "{score:e}, not {expected:e}");
-                }
+            for (&score, expected) in scores[token * experts..][..experts].iter().zip(scores_of(config.score, logits)) {
+                prop_assert!(ulps(score, expected as f32) <= 2, "{score:e}, not {expected:e}");
             }
         }
     }
@@ -147,17 +146,40 @@ proptest! {
         let bias = biased.then(|| super::numbers(seed, experts));
         let mut gate = Gate::new(config.clone()).unwrap();
         let call = Call { logits: &logits, bias: bias.as_deref(), ..Call::default() };
+        let scores = scores(&config, &call);
         let decision = gate.route(&call).unwrap();
         for (token, logits) in logits.chunks(experts).enumerate() {
             let by_logits = config.score == Score::SoftmaxOfChosen || config.select == Select::Best && !biased;
-            let keys = match (decision.scores(), &bias) {
-                (Some(scores), Some(bias)) => {
-                    scores[token * experts..].iter().zip(bias).map(|(score, bias)| score + bias).collect()
-                }
-                (Some(scores), None) if !by_logits => scores[token * experts..][..experts].to_vec(),
-                _ => logits.to_vec(),
+            let scores = &scores[token * experts..][..experts];
+            let keys = match &bias {
+                Some(bias) => scores.iter().zip(bias).map(|(score, bias)| score + bias).collect(),
+                None if by_logits => logits.to_vec(),
+                None => scores.to_vec(),
             };
             prop_assert_eq!(&decision.choices()[token * k..][..k], &choices(&config, keys)[..]);
+        }
+    }
+
+    /// Keys that rough numbers cannot tell apart, beside others: steps from a few ulps to a tenth, and biases of any size.
+    #[test]
+    fn keys_that_lie_close_together_are_compared_exactly(
+        seed in any::<u64>(), steps in prop::collection::vec(-8i32..0, 1..20), size in 0usize..4, grouped in any::<bool>(),
+    ) {
+        let select = Select::Groups { count: 8, kept: 4, by: GroupScore::SumOfBest(2) };
+        let select = if grouped { select } else { Select::Best };
+        let config = GateConfig { score: Score::Sigmoid, select, ..plain(256, 8) };
+        let steps = steps.iter().flat_map(|&step| [10f32.powi(step); 256]);
+        let numbers = super::numbers(seed, steps.clone().count());
+        let logits: Vec<f32> = steps.zip(numbers).map(|(step, x)| 1.0 + (x * 8.0).round() * step).collect();
+        let bias: Vec<f32> =
+            super::numbers(!seed, 256).iter().map(|x| (x * 4.0).round() * [0.0, 1e-6, 0.5, 1e5][size]).collect();
+        let call = Call { logits: &logits, bias: Some(&bias), ..Call::default() };
+        let scores = scores(&config, &call);
+        let mut gate = Gate::new(config.clone()).unwrap();
+        let decision = gate.route(&call).unwrap();
+        for (scores, chosen) in scores.chunks(256).zip(decision.choices().chunks(8)) {
+            let keys = scores.iter().zip(&bias).map(|(score, bias)| score + bias).collect();
+            prop_assert_eq!(chosen, &choices(&config, keys)[..]);
         }
     }
 

@@ -54,7 +54,7 @@ pub fn weights_backward(
             let score = |&id: &i32| usize::try_from(id).map_or(0.0, |id| scores[id]);
             chosen.iter_mut().zip(choices).for_each(|(to, id)| *to = score(id));
         } else {
-            of_chosen(logits, choices, &mut few, &mut chosen);
+            of_chosen(config.score, logits, choices, &mut few, &mut chosen);
         }
 
         for ((d, &id), &weight) in d_chosen.iter_mut().zip(left).zip(&input.d_weights[row]) {

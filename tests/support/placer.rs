@@ -1,0 +1,54 @@
+//! The placement of one rank, with everything that belongs to it.
+
+use sidelane::gate::Routing;
+use sidelane::plan::{
+    Bins, Counts, Crossing, ExpertMap, Frame, Layout, Mode, Notes, Order, RowLayout, Sizes, Sizing, Sorted,
+};
+use sidelane::topology::{NodeMap, Paths, Route};
+
+/// Rank 0 of one node, whose other ranks have the same routing as it has.
+pub struct Placer {
+    map: ExpertMap,
+    nodes: NodeMap,
+    bins: Bins,
+    notes: Notes,
+    sorted: Sorted,
+    crossing: Crossing,
+    counts: Counts,
+    sizes: Sizes,
+    layout: Layout,
+}
+
+impl Placer {
+    pub fn new(experts: u32, ranks: u32, layout: RowLayout) -> Placer {
+        let map = ExpertMap::contiguous(experts, ranks).unwrap();
+        let nodes = NodeMap::from_labels(&vec![0; ranks as usize]);
+        let bins = Bins::of_layout(layout, &map, Order::Expert, &nodes);
+        let notes = Notes::of(layout, Mode::Eager, false);
+        let (sorted, crossing, counts) = (Sorted::default(), Crossing::default(), Counts::default());
+        let (sizes, layout) = (Sizes::default(), Layout::default());
+        Placer { map, nodes, bins, notes, sorted, crossing, counts, sizes, layout }
+    }
+
+    /// Sorts and lays out; the number of rows that go out.
+    pub fn place(&mut self, routing: &Routing<'_>) -> usize {
+        let Placer { map, nodes, bins, notes, sorted, crossing, counts, sizes, layout } = self;
+        let words = notes.words(routing.top_k());
+        let sizing = Sizing {
+            row_bytes: 4096,
+            home_bytes: 4096,
+            words_out: words,
+            words_home: words,
+            partial_bytes: None,
+        };
+        let paths = Paths::new(nodes, Route::Direct, 0);
+        let frame = Frame { bins, paths, align: 1, chunks: 4, sizing, mode: Mode::Eager };
+        sorted.fill(map, bins, *notes, 0, routing).unwrap();
+        crossing.fill(bins, &paths, sorted);
+        counts.clear(bins.count());
+        (0..map.ranks()).for_each(|source| counts.add(0, source, &sorted.counts));
+        sizes.fill(bins, 1, &counts.total, None);
+        layout.fill(&frame, (sorted, crossing), routing.top_k(), counts, sizes);
+        sorted.entries()
+    }
+}
