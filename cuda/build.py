@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compiles the kernels without a GPU, by NVRTC from PyPI.
 
-    cuda/build.py            writes cuda/kernels.ptx and the table in docs/kernels.md
-    cuda/build.py --check    fails if either is not what the sources give
+    cuda/build.py            writes cuda/kernels.ptx, cuda/audit.ptx and the table in docs/kernels.md
+    cuda/build.py --check    fails if one of them is not what the sources give
 
 The PTX is of version 8.5 for compute capability 8.0: every driver for CUDA 12.5 or later makes code of it for every GPU from
 that capability on. A newer NVRTC makes machine code too, which shows what each kernel takes: registers, spills, shared memory.
@@ -10,6 +10,7 @@ that capability on. A newer NVRTC makes machine code too, which shows what each 
 
 import argparse
 import ctypes
+import itertools
 import pathlib
 import re
 import subprocess
@@ -17,15 +18,14 @@ import sys
 import venv
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SOURCE = ROOT / "cuda" / "kernels.cu"
-PTX = ROOT / "cuda" / "kernels.ptx"
+SOURCES = [ROOT / "cuda" / "kernels.cu", ROOT / "cuda" / "audit.cu"]
 PAGE = ROOT / "docs" / "kernels.md"
 BEGIN, END = "<!-- written by cuda/build.py -->", "<!-- end -->"
 
 FOR_PTX, FOR_MACHINE_CODE = "12.5.82", "12.9.86"
 MACHINES = ["sm_80", "sm_90", "sm_100"]
 # Bits: nothing is fused, denormals are kept, divisions are rounded as IEEE says.
-OPTIONS = ["-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", "-std=c++17", f"-I{SOURCE.parent}"]
+OPTIONS = ["-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", "-std=c++17", f"-I{ROOT / 'cuda'}"]
 
 
 class Nvrtc:
@@ -54,22 +54,22 @@ class Nvrtc:
         self.call(f"nvrtcGet{name}", program, buffer)
         return buffer.raw.rstrip(b"\0")
 
-    def compile(self, architecture, *more):
+    def compile(self, source, architecture, *more):
         """The result for an architecture, real or virtual, and the log."""
         program = ctypes.c_void_p()
-        source, name = SOURCE.read_bytes(), SOURCE.name.encode()
-        self.call("nvrtcCreateProgram", ctypes.byref(program), source, name, 0, None, None)
+        text, name = source.read_bytes(), source.name.encode()
+        self.call("nvrtcCreateProgram", ctypes.byref(program), text, name, 0, None, None)
         options = [option.encode() for option in [f"-arch={architecture}", *OPTIONS, *more]]
         code = self.call("nvrtcCompileProgram", program, len(options), (ctypes.c_char_p * len(options))(*options))
         log = self.text("ProgramLog", program).decode()
         if code != 0:
-            sys.exit(f"{architecture}: {self.library.nvrtcGetErrorString(code).decode()}\n{log}")
+            sys.exit(f"{source.name}, {architecture}: {self.library.nvrtcGetErrorString(code).decode()}\n{log}")
         return self.text("CUBIN" if architecture.startswith("sm_") else "PTX", program), log
 
 
-def ptx():
-    """The module, without what depends on the build of the compiler."""
-    text, log = Nvrtc(FOR_PTX).compile("compute_80")
+def ptx(source):
+    """A module, without what depends on the build of the compiler."""
+    text, log = Nvrtc(FOR_PTX).compile(source, "compute_80")
     if log.strip():
         sys.exit(f"warnings:\n{log}")
     lines = [line.rstrip() for line in text.decode().splitlines() if not line.startswith("//")]
@@ -83,8 +83,8 @@ def ptx():
 def table():
     """What each kernel takes on each machine."""
     compiler, rows = Nvrtc(FOR_MACHINE_CODE), {}
-    for machine in MACHINES:
-        _, log = compiler.compile(machine, "--ptxas-options=-v")
+    for source, machine in itertools.product(SOURCES, MACHINES):
+        _, log = compiler.compile(source, machine, "--ptxas-options=-v")
         pattern = r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)"
         for name, stack, stores, loads, registers, more in re.findall(pattern, log, re.S):
             shared = re.search(r"(\d+) bytes smem", more)
@@ -108,7 +108,8 @@ def main():
     _, after = rest.split(END)
     measured = table()
     print(measured)
-    fresh = {PTX: ptx(), PAGE: f"{before}{BEGIN}\n\n{measured}\n\n{END}{after}"}
+    fresh = {source.with_suffix(".ptx"): ptx(source) for source in SOURCES}
+    fresh[PAGE] = f"{before}{BEGIN}\n\n{measured}\n\n{END}{after}"
     stale = [path for path, text in fresh.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         if check:

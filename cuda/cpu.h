@@ -7,6 +7,7 @@
 #pragma once
 
 #define _GNU_SOURCE
+#include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -21,6 +22,8 @@ typedef struct { u32 x, y, z; } Index;
 typedef struct { u32 x, y, z, w; } __attribute__((aligned(16), may_alias)) uint4;
 
 #define DEVICE static inline __attribute__((always_inline, unused))
+#define UNROLL
+#define BLOCKS_RUN_AT_ONCE 0
 #define SHARED(Type, name) Type *name = (Type *)cpu_block_memory(sizeof(Type))
 #define KERNEL(name, Parameters, p)                                                                    \
     static void name(Parameters p);                                                                    \
@@ -215,6 +218,8 @@ DEVICE u32 atomicMin(u32 *word, u32 value) {
     while (value < seen && !__atomic_compare_exchange_n(word, &seen, value, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}
     return seen;
 }
+
+DEVICE void rest(void) { sched_yield(); }
 
 DEVICE u32 bits_of(float x) {
     u32 bits;

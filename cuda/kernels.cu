@@ -1,8 +1,8 @@
 // All kernels: one module.
 #include "check.cu"
 #include "counts.cu"
+#include "order.cu"
 #include "pack.cu"
 #include "regroup.cu"
 #include "sum.cu"
-#include "order.cu"
 #include "sum_choices.cu"

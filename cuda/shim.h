@@ -23,6 +23,8 @@ typedef unsigned u32;
 typedef unsigned long long u64;
 
 #define DEVICE static __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+#define BLOCKS_RUN_AT_ONCE 1
 #define SHARED(Type, name)           \
     __shared__ Type name##_memory;   \
     Type *name = &name##_memory
@@ -30,6 +32,9 @@ typedef unsigned long long u64;
 
 DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
 DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
+
+// Between two looks at a word of the host.
+DEVICE void rest(void) { __nanosleep(500); }
 
 #else
 #include "cpu.h"

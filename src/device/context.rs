@@ -89,6 +89,20 @@ impl Context {
         })
     }
 
+    /// Bytes of the device's memory that nobody has taken.
+    ///
+    /// # Errors
+    /// [`DeviceError::Call`].
+    pub fn free_memory(&self) -> Result<u64, DeviceError> {
+        let _entered = self.enter()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: fills the numbers.
+        unsafe {
+            call!(self.library(), Some(self.device()), cuMemGetInfo_v2(&raw mut free, &raw mut total))
+        }?;
+        Ok(free as u64)
+    }
+
     /// The most urgent priority that its streams can have; lower numbers are more urgent.
     pub(super) fn highest_priority(&self) -> Result<c_int, DeviceError> {
         let _entered = self.enter()?;

@@ -1,6 +1,7 @@
 //! Events: marks in a stream that others can wait for.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use cudarc::driver::sys;
 
@@ -12,6 +13,8 @@ use crate::error::DeviceError;
 
 /// Without time stamps, which would make it dearer (`CU_EVENT_DISABLE_TIMING`).
 const NO_TIMING: u32 = 2;
+/// With time stamps (`CU_EVENT_DEFAULT`).
+const TIMING: u32 = 0;
 
 /// A mark in a stream. Before it is recorded it counts as reached.
 #[derive(Debug)]
@@ -31,10 +34,22 @@ impl Event {
     /// # Errors
     /// [`DeviceError::Call`].
     pub fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
+        Self::with(context, NO_TIMING)
+    }
+
+    /// One that keeps when it was reached.
+    ///
+    /// # Errors
+    /// [`DeviceError::Call`].
+    pub fn timed(context: &Arc<Context>) -> Result<Self, DeviceError> {
+        Self::with(context, TIMING)
+    }
+
+    fn with(context: &Arc<Context>, flags: u32) -> Result<Self, DeviceError> {
         let _entered = context.enter()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: fills the handle; destroyed when the value is dropped.
-        unsafe { call!(context.library(), Some(context.device()), cuEventCreate(&raw mut raw, NO_TIMING)) }?;
+        unsafe { call!(context.library(), Some(context.device()), cuEventCreate(&raw mut raw, flags)) }?;
         Ok(Event { context: context.clone(), raw })
     }
 
@@ -65,6 +80,21 @@ impl Event {
         }
         self.context.library().check("cuEventQuery", Some(self.context.device()), code)?;
         Ok(true)
+    }
+
+    /// Time from another mark to this one, by the device's clock. Both are [timed](Self::timed) and have been reached.
+    ///
+    /// # Errors
+    /// [`DeviceError::Call`], also for marks that are not.
+    pub fn since(&self, start: &Event) -> Result<Duration, DeviceError> {
+        let _entered = self.context.enter()?;
+        let mut milliseconds = 0.0;
+        // SAFETY: fills the number; both live.
+        unsafe {
+            let (library, device) = (self.context.library(), Some(self.context.device()));
+            call!(library, device, cuEventElapsedTime(&raw mut milliseconds, start.raw, self.raw))
+        }?;
+        Ok(Duration::try_from_secs_f64(f64::from(milliseconds) / 1e3).unwrap_or_default())
     }
 
     /// Blocks until the mark has been reached; there is no deadline.

@@ -74,6 +74,7 @@ functions! {
     cuCtxSetCurrent(sys::CUcontext);
     cuCtxGetDevice(*mut sys::CUdevice);
     cuCtxGetStreamPriorityRange(*mut c_int, *mut c_int);
+    cuMemGetInfo_v2(*mut usize, *mut usize);
 
     cuStreamCreateWithPriority(*mut sys::CUstream, c_uint, c_int);
     cuStreamDestroy_v2(sys::CUstream);
@@ -87,6 +88,7 @@ functions! {
     cuEventRecord(sys::CUevent, sys::CUstream);
     cuEventQuery(sys::CUevent);
     cuEventSynchronize(sys::CUevent);
+    cuEventElapsedTime(*mut f32, sys::CUevent, sys::CUevent);
 
     cuStreamWriteValue32_v2(sys::CUstream, sys::CUdeviceptr, u32, c_uint);
     cuStreamWriteValue64_v2(sys::CUstream, sys::CUdeviceptr, u64, c_uint);
@@ -133,6 +135,8 @@ functions! {
     cuModuleUnload(sys::CUmodule);
     cuModuleGetFunction(*mut sys::CUfunction, sys::CUmodule, *const c_char);
     cuFuncGetAttribute(*mut c_int, sys::CUfunction_attribute, sys::CUfunction);
+    cuFuncSetAttribute(sys::CUfunction, sys::CUfunction_attribute, c_int);
+    cuOccupancyMaxActiveBlocksPerMultiprocessor(*mut c_int, sys::CUfunction, c_int, usize);
     cuLaunchKernel(
         sys::CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, sys::CUstream,
         *mut *mut c_void, *mut *mut c_void

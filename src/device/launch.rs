@@ -6,7 +6,7 @@ use std::sync::MutexGuard;
 use super::call;
 use super::context::Context;
 use super::module::Function;
-use super::range::{Held, Keep, Span};
+use super::range::{Held, Keep, Span, Value, Word};
 use super::stream::Stream;
 use crate::error::DeviceError;
 
@@ -63,6 +63,16 @@ impl Parameters {
         span.range.check_reach(self.device)?;
         self.held.add(span.range.keep());
         Ok(self.value(span.address))
+    }
+
+    /// Adds the address of a word that the kernel reads or writes.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoAccess`].
+    pub fn word<T: Value>(mut self, word: Word<'_, T>) -> Result<Self, DeviceError> {
+        word.range.check_reach(self.device)?;
+        self.held.add(word.range.keep());
+        Ok(self.value(word.address))
     }
 }
 

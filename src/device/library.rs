@@ -151,7 +151,7 @@ pub fn too_old(feature: &'static str, version: Version, needed: Version) -> Devi
 
 /// # Safety
 /// The symbol, if it is there, is of type `T`, which is a function pointer, and the library is never unloaded.
-unsafe fn symbol<T: Copy>(
+pub unsafe fn symbol<T: Copy>(
     library: &libloading::Library,
     name: &str,
     symbol: &'static str,

@@ -10,7 +10,8 @@
 //!           ├── PinnedMemory        of the host, with an address that devices know
 //!           │     └── Range
 //!           └── Module ── Function  from PTX
-//!                 └── Kernels       ours: packing and sums, which copy engines cannot do
+//!                 ├── Kernels       ours: packing and sums, which copy engines cannot do
+//!                 └── AuditKernels  for `sidelane gpu-check`: they hold multiprocessors, and use them
 //!
 //!   Range ── span(offset, len) ── copies       Stream::copy, CopyBatch
 //!         └─ word(offset)      ── flags        Stream::write, Stream::wait, MemoryOperations
@@ -34,6 +35,7 @@
 #![allow(unsafe_code)]
 
 mod allocation;
+mod audit;
 mod batch;
 mod context;
 mod copies;
@@ -55,6 +57,7 @@ mod stream;
 mod version;
 
 pub use allocation::Allocation;
+pub use audit::{AuditKernels, Blas, Hold, Product, TILE};
 pub use context::Context;
 pub use copies::CopyBatch;
 pub use dma_buf::DmaBuf;

@@ -1,10 +1,12 @@
 //! Modules: kernels from PTX, which the driver's compiler makes for the device.
 
-use std::ffi::{CStr, c_char, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::Arc;
 
 use cudarc::driver::sys;
-use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
+use sys::CUfunction_attribute_enum::{
+    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK,
+};
 use sys::CUjit_option_enum::{CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES};
 
 use super::call;
@@ -110,6 +112,42 @@ pub struct Function {
     pub(super) most_threads: u64,
     /// Bytes of each of its parameters.
     pub(super) parameters: Vec<u64>,
+}
+
+impl Function {
+    /// Lets launches ask for so many bytes of shared memory, which may be more than they can without asking.
+    ///
+    /// # Errors
+    /// [`DeviceError::Call`].
+    pub fn allow_shared(&self, bytes: u32) -> Result<(), DeviceError> {
+        let context = &self.module.context;
+        let _entered = context.enter()?;
+        let (attribute, bytes) = (CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes as c_int);
+        // SAFETY: the function lives as long as its module.
+        unsafe {
+            call!(context.library(), Some(context.device()), cuFuncSetAttribute(self.raw, attribute, bytes))
+        }
+    }
+
+    /// How many blocks of so many threads and bytes of shared memory a multiprocessor runs at once.
+    ///
+    /// # Errors
+    /// [`DeviceError::Call`].
+    pub fn blocks_at_once(&self, threads: u32, shared: u32) -> Result<u32, DeviceError> {
+        let context = &self.module.context;
+        let _entered = context.enter()?;
+        let mut blocks = 0;
+        // SAFETY: fills the number; the function lives as long as its module.
+        unsafe {
+            let (threads, shared) = (threads as c_int, shared as usize);
+            call!(
+                context.library(),
+                Some(context.device()),
+                cuOccupancyMaxActiveBlocksPerMultiprocessor(&raw mut blocks, self.raw, threads, shared)
+            )
+        }?;
+        Ok(u32::try_from(blocks).unwrap_or(0))
+    }
 }
 
 // SAFETY: a function may be used from any thread, by several at once; the driver locks.

@@ -138,8 +138,12 @@ pub struct DeviceFacts {
     pub multicast: bool,
     /// Memory of the host can be pinned for the device where it lies.
     pub host_register: bool,
+    /// Several processes may use it at once (compute mode `Default`).
+    pub several_processes: bool,
     /// Threads of a block.
     pub block_threads: u32,
+    /// Bytes of shared memory of a block that asks for all there is.
+    pub block_shared: u32,
     /// Blocks of a grid along x, y and z.
     pub grid: [u32; 3],
 }
@@ -178,7 +182,9 @@ impl DeviceFacts {
             dma_buf: yes(Attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED)?,
             multicast: yes(Attribute::CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED)?,
             host_register: yes(Attribute::CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED)?,
+            several_processes: number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE)? == 0,
             block_threads: count(Attribute::CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
+            block_shared: count(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
             grid: [
                 count(Attribute::CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_X)?,
                 count(Attribute::CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Y)?,

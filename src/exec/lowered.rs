@@ -20,7 +20,7 @@ use crate::schedule::Place;
 use crate::schedule::stream::{StreamProgram, WordOp};
 
 /// Where the windows of a group lie, as one rank's device reaches them. Ranks are positions in the group.
-pub trait Windows {
+pub trait PeerWindows {
     /// The window of slots of a rank.
     fn slots(&self, rank: u32) -> &Range;
 
@@ -53,7 +53,7 @@ impl Lowered {
         context: &Arc<Context>,
         program: &StreamProgram,
         me: u32,
-        windows: &dyn Windows,
+        windows: &dyn PeerWindows,
     ) -> Result<Self, Error> {
         let batched = context.driver().version() >= Version::BATCHED_COPIES;
         let mut lowered = Lowered {

@@ -16,5 +16,5 @@ pub use engine::Enqueued;
 pub(crate) use engine::{Engine, Ground, Packed};
 pub(crate) use host::Host;
 pub use host::Moved;
-pub(crate) use lowered::{Lowered, Windows};
+pub use lowered::{Lowered, PeerWindows};
 pub use recorder::{Call, Event, Kind, Recorder, Timeline};

@@ -1,10 +1,11 @@
 //! The `sidelane` program: `bench` measures dispatch and combine, `perf` what they are made of, `trace` shows what ranks do
-//! and when, `route` what a router asks of them, `launch` starts ranks, `doctor` says what the machine offers.
+//! and when, `route` what a router asks of them, `launch` starts ranks, `doctor` says what the machine offers, `gpu-check` what a GPU does.
 
 mod bench;
 mod conditions;
 mod doctor;
 mod error;
+mod gpu_check;
 #[cfg(test)]
 mod json_keys;
 mod launch;
@@ -47,6 +48,9 @@ enum Command {
     PerfRank(ranks::RankArgs),
     Launch(launch::LaunchArgs),
     Doctor(doctor::DoctorArgs),
+    GpuCheck(gpu_check::GpuCheckArgs),
+    #[command(hide = true)]
+    GpuCheckPart(ranks::RankArgs),
 }
 
 impl Command {
@@ -69,6 +73,8 @@ fn main() -> ExitCode {
         Command::PerfRank(args) => perf::rank(&args),
         Command::Launch(args) => launch::main(args),
         Command::Doctor(args) => doctor::main(&args),
+        Command::GpuCheck(args) => gpu_check::main(&args),
+        Command::GpuCheckPart(args) => gpu_check::part(&args),
     };
     done.unwrap_or_else(|error| {
         eprintln!("{tag}sidelane: {error}");

@@ -2,7 +2,7 @@
 
 use crate::device::{Addresses, PinnedMemory, Range, Span, Stream};
 use crate::error::{DeviceError, Error, PlanError};
-use crate::exec::Windows;
+use crate::exec::PeerWindows;
 use crate::plan::{ExpertMap, SlotShape};
 use crate::schedule::stream::Slots;
 use crate::world::DeviceWindow;
@@ -139,7 +139,7 @@ fn write(stream: &Stream, to: &Range, words: &[u32]) -> Result<PinnedMemory, Dev
     Ok(staged)
 }
 
-impl Windows for DeviceWindow {
+impl PeerWindows for DeviceWindow {
     fn slots(&self, rank: u32) -> &Range {
         &self.of(rank).memory
     }

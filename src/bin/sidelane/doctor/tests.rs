@@ -178,7 +178,9 @@ fn gpu(device: u32) -> DeviceFacts {
         dma_buf: true,
         multicast: true,
         host_register: true,
+        several_processes: true,
         block_threads: 1024,
+        block_shared: 227 << 10,
         grid: [i32::MAX as u32, 65535, 65535],
     }
 }

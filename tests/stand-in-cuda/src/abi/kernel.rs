@@ -113,6 +113,24 @@ pub extern "C" fn cuFuncSetAttribute(function: usize, attribute: c_uint, value: 
     })
 }
 
+/// A multiprocessor has 2048 threads, 32 blocks, and 228 KiB of shared memory, 1 KiB of which each block takes for itself.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
+    blocks: Out<c_int>,
+    function: usize,
+    threads: c_int,
+    shared: usize,
+) -> c_int {
+    call(|| {
+        let allowed = FUNCTIONS.get(function)?.shared.load(std::sync::atomic::Ordering::Relaxed);
+        let threads = usize::try_from(threads).ok().filter(|threads| (1..=1024).contains(threads));
+        let by_threads = 2048 / threads.ok_or(Code::INVALID_VALUE)?.next_multiple_of(32);
+        let by_shared = (228 << 10) / (shared + (1 << 10));
+        let fits = if shared > allowed as usize { 0 } else { by_threads.min(by_shared).min(32) };
+        blocks.put(fits as c_int)
+    })
+}
+
 struct Shape {
     grid: [c_uint; 3],
     block: [c_uint; 3],

@@ -92,6 +92,7 @@ fn entries() -> impl IntoIterator<Item = Entry> {
         "cuFuncGetParamInfo", 12040, kernel::cuFuncGetParamInfo;
         "cuFuncGetAttribute", 10000, kernel::cuFuncGetAttribute;
         "cuFuncSetAttribute", 10000, kernel::cuFuncSetAttribute;
+        "cuOccupancyMaxActiveBlocksPerMultiprocessor", 10000, kernel::cuOccupancyMaxActiveBlocksPerMultiprocessor;
         "cuLaunchKernel", 10000, kernel::cuLaunchKernel;
         "cuLaunchKernelEx", 11060, kernel::cuLaunchKernelEx;
         "cuMemAlloc", 10000, memory::cuMemAlloc_v2;

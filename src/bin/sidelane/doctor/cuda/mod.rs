@@ -3,12 +3,20 @@
 mod devices;
 mod driver;
 
+use sidelane::device::Probe;
 use sidelane::error::DeviceError;
 
 use super::facts::Facts;
 use super::finding::Finding;
 use super::loader;
 use super::root::Root;
+
+/// What the driver says, without a look at the machine around it.
+pub fn of_probe(probe: &Probe) -> Vec<Finding> {
+    let mut findings = driver::findings(probe, None);
+    findings.extend(devices::findings(probe));
+    findings
+}
 
 pub fn findings(root: &Root, facts: &Facts) -> Vec<Finding> {
     let library = loader::find(root, facts, &["libcuda.so.1", "libcuda.so"]);

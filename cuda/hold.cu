@@ -1,0 +1,31 @@
+// Hold: takes multiprocessors, one block each, until the host says otherwise. Whatever completes meanwhile did not need one.
+//
+//     grid as many blocks as the device has multiprocessors, each with all shared memory of one
+//
+// Every block says that it runs, in a word of its own. A GPU runs them all at once; on the CPU, where they run one after
+// the other, the last one waits for all.
+#include "shim.h"
+
+struct Hold {
+    u64 arrived; // u64 of each block: 1 once it runs
+    u64 go;      // u64: other than 0 once all may end
+};
+
+KERNEL(hold, struct Hold, p) {
+    if (threadIdx.x == 0) {
+        AT(volatile u64, p.arrived)[blockIdx.x] = 1;
+        if (BLOCKS_RUN_AT_ONCE || blockIdx.x + 1 == gridDim.x)
+            while (*AT(const volatile u64, p.go) == 0) rest();
+    }
+    // The block's threads end together, and so keep all that the block was given.
+    __syncthreads();
+}
+
+// Touch: the smallest kernel there is. It runs where anything at all is left.
+struct Touch {
+    u64 word; // u64
+};
+
+KERNEL(touch, struct Touch, p) {
+    if (threadIdx.x == 0) *AT(volatile u64, p.word) = 1;
+}

@@ -1,0 +1,311 @@
+//! Costs: what the pieces take, one at a time, then a layer of slots.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use sidelane::device::{
+    Context, CopyBatch, Driver, Graph, MemoryOperations, PinnedMemory, Range, Stream, Version,
+};
+use sidelane::error::DeviceError;
+use sidelane::{Dtype, Group, World};
+
+use super::check::{About, Checks};
+use super::driver::stream;
+use super::error::CheckError;
+use super::exchange::{Case, Input, Rank, Tensors, experts_copy, on_ranks};
+use super::memory::{device, whole};
+use super::row::Time;
+use super::task::Task;
+use super::timer::{Samples, Timer};
+
+/// Bytes of copies: a slot of a small batch, and little more than nothing.
+const SIZES: [(u64, &str); 2] = [(921_600, "0.9 MB"), (16 << 10, "16 KiB")];
+/// Copies, or operations, that are handed over at once.
+const COUNTS: [usize; 4] = [1, 8, 64, 255];
+/// Where copies of a batch go, in turn.
+const PLACES: u64 = 8;
+const TARGETS: usize = 7;
+const NVLINK: Option<&str> = Some("the same to other GPUs, over NVLink");
+const STAND_IN: &str = "nothing: the stand-in's times are not a GPU's";
+
+pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+    let context = Driver::open()?.context(task.device)?;
+    let mut bench = Bench {
+        task,
+        context: &context,
+        stand_in: context.driver().is_stand_in(),
+        timer: Timer::new(&context, task.patience())?,
+        streams: (0..=TARGETS).map(|_| stream(&context)).collect::<Result<_, _>>()?,
+    };
+    bench.copies(checks)?;
+    bench.targets(checks)?;
+    bench.operations(checks)?;
+    bench.turns(checks)?;
+    layer(task, checks, bench.stand_in)
+}
+
+struct Bench<'a> {
+    task: &'a Task,
+    context: &'a Arc<Context>,
+    stand_in: bool,
+    timer: Timer,
+    streams: Vec<Stream>,
+}
+
+impl Bench<'_> {
+    fn tell(
+        &self,
+        checks: &mut Checks,
+        (what, shows): (&str, &str),
+        open: Option<&str>,
+        samples: &Samples,
+        bytes: Option<u64>,
+    ) -> Result<(), CheckError> {
+        let host = Time::of(&samples.host).p50_us;
+        let rate = bytes.map(|bytes| bytes as f64 / Time::of(&samples.device).p50_us.max(1e-6) / 1e3);
+        let rate = rate.map_or_else(String::new, |rate| format!(", {rate:.1} GB/s"));
+        let shows = if self.stand_in { STAND_IN } else { shows };
+        let found = format!("the host takes {host:.2} us to enqueue it{rate}");
+        checks.measured(About { what, shows, open }, &samples.device, found)
+    }
+
+    /// Copies to the host and within the GPU, singly and in batches.
+    fn copies(&mut self, checks: &mut Checks) -> Result<(), CheckError> {
+        let context = self.context;
+        let batches = context.driver().version() >= Version::BATCHED_COPIES;
+        for (bytes, size) in SIZES {
+            let (from, room) = (device(context, bytes)?, bytes * PLACES);
+            let (host, same) = (PinnedMemory::new(context, room as usize)?, device(context, room)?);
+            for (to, place) in [(host.range(), "to the host"), (&same, "on the GPU")] {
+                let stream = &self.streams[0];
+                for count in COUNTS {
+                    let rounds = (self.task.few(50, 5), count);
+                    if count == 1 {
+                        let samples = self
+                            .timer
+                            .time(stream, rounds, || stream.copy(to.span(0, bytes)?, whole(&from)?))?;
+                        let what = format!("one copy of {size} {place}");
+                        let shows = if place == "on the GPU" {
+                            "a plain copy on one GPU: SMs do it"
+                        } else {
+                            "a copy by an engine, with what it takes to begin and to end"
+                        };
+                        self.tell(checks, (&what, shows), NVLINK, &samples, Some(bytes))?;
+                    } else if batches {
+                        let mut batch = CopyBatch::with_capacity(context, count);
+                        for nth in 0..count as u64 {
+                            batch.push(to.span(nth % PLACES * bytes, bytes)?, whole(&from)?)?;
+                        }
+                        let samples = self.timer.time(stream, rounds, || stream.copy_batch(&mut batch))?;
+                        let what = format!("a copy of {size} {place}, in a batch of {count}");
+                        let shows =
+                            "the share of one copy: what a batch saves; they go to eight places in turn";
+                        self.tell(checks, (&what, shows), NVLINK, &samples, Some(bytes))?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// As many targets as a rank of eight has peers.
+    fn targets(&mut self, checks: &mut Checks) -> Result<(), CheckError> {
+        if self.context.driver().version() < Version::BATCHED_COPIES {
+            return Ok(());
+        }
+        let (bytes, size) = SIZES[0];
+        let from = device(self.context, bytes)?;
+        let hosts = (0..TARGETS)
+            .map(|_| PinnedMemory::new(self.context, bytes as usize))
+            .collect::<Result<Vec<_>, _>>()?;
+        let same = (0..TARGETS).map(|_| device(self.context, bytes)).collect::<Result<Vec<_>, _>>()?;
+        let hosts: Vec<Range> = hosts.iter().map(|host| host.range().clone()).collect();
+        for (targets, place) in [(&hosts, "of the host"), (&same, "on the GPU")] {
+            let mut batch = CopyBatch::with_capacity(self.context, TARGETS);
+            for to in targets {
+                batch.push(whole(to)?, whole(&from)?)?;
+            }
+            let stream = &self.streams[0];
+            let samples =
+                self.timer.time(stream, (self.task.few(50, 5), 1), || stream.copy_batch(&mut batch))?;
+            let what = format!("{TARGETS} targets {place}, {size} each, at once");
+            let shows = "all of them, in one batch: whether engines share the work";
+            self.tell(checks, (&what, shows), NVLINK, &samples, Some(bytes * TARGETS as u64))?;
+        }
+        Ok(())
+    }
+
+    fn operations(&mut self, checks: &mut Checks) -> Result<(), CheckError> {
+        let words = PinnedMemory::new(self.context, 8)?;
+        let there = device(self.context, 8)?;
+        for (place, range) in [("of the host", words.range()), ("of the GPU", &there)] {
+            for count in COUNTS {
+                let mut list = MemoryOperations::with_capacity(self.context, count);
+                for value in 0..count as u32 {
+                    list.write(range.word::<u32>(0)?, value)?;
+                }
+                let stream = &self.streams[0];
+                let rounds = (self.task.few(50, 5), count);
+                let samples = self.timer.time(stream, rounds, || {
+                    if count == 1 {
+                        stream.write::<u32>(range.word(0)?, 1)
+                    } else {
+                        stream.operate(&mut list)
+                    }
+                })?;
+                let what = match count {
+                    1 => format!("one write of a word {place}"),
+                    _ => format!("a write of a word {place}, in a list of {count}"),
+                };
+                let shows = "what a signal takes, with its fence";
+                self.tell(checks, (&what, shows), NVLINK, &samples, None)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Two streams that wait for each other: a write, and the wait that sees it.
+    fn turns(&mut self, checks: &mut Checks) -> Result<(), CheckError> {
+        const TURNS: u32 = 60;
+        let words = PinnedMemory::new(self.context, 256)?;
+        let there = device(self.context, 256)?;
+        for (place, range) in [("of the host", words.range()), ("of the GPU", &there)] {
+            let mut lists = [self.list(TURNS)?, self.list(TURNS)?];
+            for turn in 1..=TURNS {
+                let [ping, pong] = [range.word::<u32>(0)?, range.word::<u32>(128)?];
+                lists[0].write(ping, turn)?;
+                lists[0].wait(pong, turn)?;
+                lists[1].wait(ping, turn)?;
+                lists[1].write(pong, turn)?;
+            }
+            let (first, second) = (&self.streams[0], &self.streams[1]);
+            for offset in [0, 128] {
+                first.write::<u32>(range.word(offset)?, 0)?;
+            }
+            first.synchronize()?;
+            let [ping, pong] = &mut lists;
+            // Back to the beginning, by the one that waits last.
+            ping.write(range.word::<u32>(0)?, 0)?;
+            ping.write(range.word::<u32>(128)?, 0)?;
+            let rounds = (self.task.few(50, 5), TURNS as usize * 2);
+            let samples = self.timer.time(first, rounds, || {
+                first.operate(ping)?;
+                second.operate(pong)
+            })?;
+            let what = format!("a signal from stream to stream by a word {place}");
+            let shows = "half a round trip: a write, and the wait that sees it";
+            self.tell(checks, (&what, shows), NVLINK, &samples, None)?;
+        }
+        Ok(())
+    }
+
+    fn list(&self, turns: u32) -> Result<MemoryOperations, DeviceError> {
+        Ok(MemoryOperations::with_capacity(self.context, turns as usize * 2 + 2))
+    }
+}
+
+/// A layer of eight ranks as threads: each round begins when all are there, and takes as long as the slowest.
+fn layer(task: &Task, checks: &mut Checks, stand_in: bool) -> Result<(), CheckError> {
+    const RANKS: u32 = 8;
+    let full = Case { ranks: RANKS, experts: 64, top_k: 8, hidden: 7168, max_tokens: 128 };
+    let case = task.few(full, Case { hidden: 512, max_tokens: 16, ..full });
+    let [dispatch, combine, graph] = on_ranks(task, RANKS, |world| rounds(task, case, world))?;
+    let size = format!("{RANKS} ranks x {} tokens x {} bf16", case.max_tokens, case.hidden);
+    let shows = "eight ranks on one GPU: the bandwidth of its memory, not NVLink's; kernels and a host's wait are in it";
+    let shows = if stand_in { STAND_IN } else { shows };
+    for (what, samples) in [
+        (format!("dispatch, {size}"), dispatch),
+        (format!("combine, {size}"), combine),
+        (format!("graph of a layer, {size}"), graph),
+    ] {
+        checks.measured(About { what: &what, shows, open: NVLINK }, &samples, "")?;
+    }
+    Ok(())
+}
+
+/// Microseconds of dispatch, of combine, and of a launch of a graph with both.
+fn rounds(task: &Task, case: Case, world: World) -> Result<[Vec<f64>; 3], CheckError> {
+    let mut rank = Rank::new(case, Dtype::Bf16, world, task.device)?;
+    let me = u64::from(rank.exchange.rank());
+    let tensors = OnDevice::new(&rank, &case.input(Dtype::Bf16, me, case.max_tokens))?;
+    let Rank { exchange, stream, group, .. } = &mut rank;
+    let mut found: [Vec<f64>; 3] = Default::default();
+    for round in 0..=task.few(50, 4) {
+        let sent = slowest(group, || {
+            exchange.dispatch(stream, &tensors.tokens()?)?;
+            exchange.synchronize(stream)
+        })?;
+        experts_copy(exchange, stream)?;
+        exchange.synchronize(stream)?;
+        let home = slowest(group, || {
+            exchange.combine(stream, whole(&tensors.out)?)?;
+            exchange.synchronize(stream)
+        })?;
+        if round > 0 {
+            found[0].push(sent);
+            found[1].push(home);
+        }
+    }
+    let layer = Graph::capture(stream, || -> sidelane::Result<()> {
+        exchange.dispatch(stream, &tensors.tokens()?)?;
+        experts_copy(exchange, stream)?;
+        exchange.combine(stream, whole(&tensors.out)?)
+    })?;
+    for round in 0..=task.few(50, 4) {
+        let time = slowest(group, || {
+            layer.launch(stream)?;
+            exchange.synchronize(stream)
+        })?;
+        if round > 0 {
+            found[2].push(time);
+        }
+    }
+    // Nobody frees memory while others wait.
+    group.gather(&[])?;
+    Ok(found)
+}
+
+/// Microseconds of the slowest rank, from when all were there.
+fn slowest(group: &Group, work: impl FnOnce() -> sidelane::Result<()>) -> sidelane::Result<f64> {
+    group.gather(&[])?;
+    let start = Instant::now();
+    work()?;
+    let own = start.elapsed().as_secs_f64() * 1e6;
+    let all = group.gather(&own.to_ne_bytes())?;
+    let time = |bytes: &Vec<u8>| bytes[..].try_into().map_or(0.0, f64::from_ne_bytes);
+    Ok(all.iter().map(time).fold(own, f64::max))
+}
+
+/// Tensors in memory of the GPU, as a layer's are.
+struct OnDevice {
+    count: u32,
+    rows: Range,
+    experts: Range,
+    weights: Range,
+    out: Range,
+}
+
+impl OnDevice {
+    fn new(rank: &Rank, input: &Input) -> Result<Self, CheckError> {
+        let mut staged: Tensors = rank.tensors()?;
+        staged.put(input)?;
+        let put = |from: &PinnedMemory| -> Result<Range, DeviceError> {
+            let there = device(&rank.context, from.len() as u64)?;
+            rank.stream.copy(whole(&there)?, whole(from.range())?)?;
+            Ok(there)
+        };
+        let (rows, experts, weights) = (put(&staged.rows)?, put(&staged.experts)?, put(&staged.weights)?);
+        let out = put(&staged.out)?;
+        rank.stream.synchronize()?;
+        Ok(OnDevice { count: input.tokens, rows, experts, weights, out })
+    }
+
+    fn tokens(&self) -> Result<sidelane::ep::StreamTokens<'_>, DeviceError> {
+        Ok(sidelane::ep::StreamTokens {
+            count: self.count,
+            rows: whole(&self.rows)?,
+            experts: whole(&self.experts)?,
+            weights: whole(&self.weights)?,
+        })
+    }
+}

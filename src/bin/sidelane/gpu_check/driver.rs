@@ -1,0 +1,240 @@
+//! What the library asks of the driver, one thing at a time.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use sidelane::device::{
+    Allocation, AuditKernels, Context, CopyBatch, Driver, Event, Graph, Kernels, MemoryOperations,
+    PinnedMemory, Priority, Reservation, Stream, Value,
+};
+use sidelane::error::DeviceError;
+
+use super::check::{About, Checks};
+use super::error::{CheckError, equal, same};
+use super::memory::{self, Random, content, device, finish, until, whole};
+use super::row::State;
+use super::task::Task;
+use crate::doctor::{self, Level};
+
+/// Bytes of one transfer.
+const BYTES: usize = 1 << 20;
+
+pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+    let driver = Driver::open()?;
+    for finding in doctor::cuda_findings(&driver.probe()?) {
+        let state = if finding.level == Level::Warn { State::Wrong } else { State::Right };
+        let about = About { what: &finding.what, shows: finding.meaning, open: None };
+        checks.tell(about, state, finding.found, None)?;
+    }
+    let context = driver.context(task.device)?;
+    let bench = Bench { task, context: &context, streams: [stream(&context)?, stream(&context)?] };
+    let about = |what, shows| About { what, shows, open: None };
+    checks.check(about("modules", "the driver compiles our kernels for this GPU"), || bench.modules())?;
+    checks.check(
+        about("copies and flags", "a flag that the host sees comes after the copy before it"),
+        || bench.flags(),
+    )?;
+    checks.check(about("waits of 32 bits", "streams wait for words of the host, and of the GPU"), || {
+        bench.waits::<u32>()
+    })?;
+    checks.check(about("waits of 64 bits", "as above"), || bench.waits::<u64>())?;
+    checks
+        .check(about("lists of operations", "a list runs in its order, also beyond 255"), || bench.lists())?;
+    checks.check(about("events", "a stream goes on where another has come to"), || bench.events())?;
+    checks.check(about("batches of copies", "all copies of a batch land before a flag behind it"), || {
+        bench.batches()
+    })?;
+    checks
+        .check(about("graphs", "copies, writes and waits are captured, and run again"), || bench.graphs())?;
+    let about = About {
+        what: "memory by descriptor",
+        shows: "what one exports another imports and maps: the same bytes",
+        open: Some("the memory of another GPU, mapped over NVLink"),
+    };
+    checks.check(about, || bench.descriptors())?;
+    Ok(())
+}
+
+pub fn stream(context: &Arc<Context>) -> Result<Stream, DeviceError> {
+    Stream::new(context, Priority::Usual)
+}
+
+struct Bench<'a> {
+    task: &'a Task,
+    context: &'a Arc<Context>,
+    streams: [Stream; 2],
+}
+
+impl Bench<'_> {
+    fn pinned(&self, bytes: usize) -> Result<PinnedMemory, DeviceError> {
+        PinnedMemory::new(self.context, bytes)
+    }
+
+    fn finish(&self, stream: &Stream) -> Result<(), CheckError> {
+        finish(stream, "a stream", self.task.patience())
+    }
+
+    fn modules(&self) -> Result<String, CheckError> {
+        let start = Instant::now();
+        Kernels::load(self.context)?;
+        let kernels = start.elapsed();
+        AuditKernels::load(self.context)?;
+        let both = start.elapsed();
+        Ok(format!(
+            "compiled in {} ms, and the audit's in {} ms",
+            kernels.as_millis(),
+            (both - kernels).as_millis()
+        ))
+    }
+
+    fn flags(&self) -> Result<String, CheckError> {
+        let [stream, _] = &self.streams;
+        let (from, to, word) = (self.pinned(BYTES)?, self.pinned(BYTES)?, self.pinned(8)?);
+        let there = device(self.context, BYTES as u64)?;
+        let rounds = self.task.few(200, 20);
+        for round in 1..=rounds {
+            let bytes = Random(round).bytes(BYTES);
+            from.write(0, &bytes)?;
+            stream.copy(whole(&there)?, whole(from.range())?)?;
+            stream.copy(whole(to.range())?, whole(&there)?)?;
+            stream.write::<u64>(word.range().word(0)?, round)?;
+            until("a flag", self.task.patience(), || Ok(word.word(0)?.load(Ordering::Acquire) == round))?;
+            same(format!("round {round}"), &content(&to)?, &bytes)?;
+        }
+        self.finish(stream)?;
+        Ok(format!("{rounds} rounds of 1 MiB to the GPU and back"))
+    }
+
+    fn waits<T: Value + From<u32>>(&self) -> Result<String, CheckError> {
+        let [first, second] = &self.streams;
+        let (words, there) = (self.pinned(24)?, device(self.context, 64)?);
+        memory::write(first, &there, &[0; 64])?;
+        // Of the host.
+        first.wait::<T>(words.range().word(0)?, 2.into())?;
+        first.write::<T>(words.range().word(8)?, 1.into())?;
+        equal("a stream that waits is done", first.is_done()?.into(), 0)?;
+        words.word(0)?.store(1, Ordering::Release);
+        equal("the word behind a wait", words.word(8)?.load(Ordering::Acquire), 0)?;
+        words.word(0)?.store(3, Ordering::Release);
+        self.finish(first)?;
+        equal("the word behind a wait that ended", words.word(8)?.load(Ordering::Acquire), 1)?;
+        // Of the GPU, written by the other stream.
+        first.wait::<T>(there.word(0)?, 5.into())?;
+        first.write::<T>(words.range().word(16)?, 1.into())?;
+        equal("a stream that waits is done", first.is_done()?.into(), 0)?;
+        second.write::<T>(there.word(0)?, 5.into())?;
+        self.finish(second)?;
+        self.finish(first)?;
+        equal("the word behind a wait on the GPU", words.word(16)?.load(Ordering::Acquire), 1)?;
+        Ok("end when the word is at or past the value, and not before".to_owned())
+    }
+
+    fn lists(&self) -> Result<String, CheckError> {
+        let [stream, _] = &self.streams;
+        let words = self.pinned(24)?;
+        let mut list = MemoryOperations::with_capacity(self.context, 600);
+        for value in 1..=299_u32 {
+            list.write(words.range().word::<u32>(0)?, value)?;
+            list.wait(words.range().word::<u32>(0)?, value)?;
+        }
+        list.wait(words.range().word::<u32>(8)?, 9)?;
+        list.write(words.range().word::<u32>(16)?, 7)?;
+        stream.operate(&mut list)?;
+        until(
+            "writes of a list",
+            self.task.patience(),
+            || Ok(words.word(0)?.load(Ordering::Acquire) == 299),
+        )?;
+        equal("what follows a wait", words.word(16)?.load(Ordering::Acquire), 0)?;
+        words.word(8)?.store(9, Ordering::Release);
+        self.finish(stream)?;
+        equal("what follows a wait that ended", words.word(16)?.load(Ordering::Acquire), 7)?;
+        Ok(format!("{} in one list", list.len()))
+    }
+
+    fn events(&self) -> Result<String, CheckError> {
+        let [first, second] = &self.streams;
+        let words = self.pinned(16)?;
+        let event = Event::new(self.context)?;
+        first.wait::<u32>(words.range().word(0)?, 1)?;
+        event.record(first)?;
+        second.wait_event(&event)?;
+        second.write::<u32>(words.range().word(8)?, 1)?;
+        equal("an event behind a wait is reached", event.is_done()?.into(), 0)?;
+        equal("the word behind an event", words.word(8)?.load(Ordering::Acquire), 0)?;
+        words.word(0)?.store(1, Ordering::Release);
+        self.finish(second)?;
+        equal("the word behind an event that was reached", words.word(8)?.load(Ordering::Acquire), 1)?;
+        Ok("hold up other streams, and let them go".to_owned())
+    }
+
+    fn batches(&self) -> Result<String, CheckError> {
+        let [stream, _] = &self.streams;
+        let (from, to, word) = (self.pinned(BYTES)?, self.pinned(BYTES)?, self.pinned(8)?);
+        let there = device(self.context, BYTES as u64)?;
+        let mut random = Random(1);
+        let (mut away, mut home) =
+            (CopyBatch::with_capacity(self.context, 600), CopyBatch::with_capacity(self.context, 600));
+        let mut at = 0;
+        while at < BYTES as u64 {
+            let len = (random.next() % 4096 + 1).min(BYTES as u64 - at);
+            away.push(there.span(at, len)?, from.range().span(at, len)?)?;
+            home.push(to.range().span(at, len)?, there.span(at, len)?)?;
+            at += len;
+        }
+        let rounds = self.task.few(50, 5);
+        for round in 1..=rounds {
+            let bytes = Random(round << 8).bytes(BYTES);
+            from.write(0, &bytes)?;
+            stream.copy_batch(&mut away)?;
+            stream.copy_batch(&mut home)?;
+            stream.write::<u64>(word.range().word(0)?, round)?;
+            until("a flag", self.task.patience(), || Ok(word.word(0)?.load(Ordering::Acquire) == round))?;
+            same(format!("round {round}"), &content(&to)?, &bytes)?;
+        }
+        self.finish(stream)?;
+        Ok(format!("{rounds} rounds of {} copies of odd sizes, each way", away.len()))
+    }
+
+    fn graphs(&self) -> Result<String, CheckError> {
+        let [stream, _] = &self.streams;
+        let (from, to, words) = (self.pinned(BYTES)?, self.pinned(BYTES)?, self.pinned(16)?);
+        let there = device(self.context, BYTES as u64)?;
+        let graph = Graph::capture(stream, || -> Result<(), DeviceError> {
+            stream.wait::<u32>(words.range().word(0)?, 1)?;
+            stream.copy(whole(&there)?, whole(from.range())?)?;
+            stream.copy(whole(to.range())?, whole(&there)?)?;
+            stream.write::<u32>(words.range().word(0)?, 0)?;
+            stream.write::<u32>(words.range().word(8)?, 1)
+        })?;
+        let rounds = self.task.few(100, 10);
+        for round in 1..=rounds {
+            let bytes = Random(round << 16).bytes(BYTES);
+            from.write(0, &bytes)?;
+            words.word(8)?.store(0, Ordering::Release);
+            graph.launch(stream)?;
+            equal("what follows a wait in a graph", words.word(8)?.load(Ordering::Acquire), 0)?;
+            words.word(0)?.store(1, Ordering::Release);
+            self.finish(stream)?;
+            equal("a word that a graph writes", words.word(8)?.load(Ordering::Acquire), 1)?;
+            same(format!("launch {round}"), &content(&to)?, &bytes)?;
+        }
+        Ok(format!("{rounds} launches"))
+    }
+
+    fn descriptors(&self) -> Result<String, CheckError> {
+        let [stream, _] = &self.streams;
+        let made = Allocation::new(self.context, BYTES as u64)?;
+        let descriptor = made.export()?;
+        let imported = Allocation::import(self.context, std::os::fd::AsFd::as_fd(&descriptor), made.bytes())?;
+        let reservation = Reservation::new(self.context, 2, made.bytes())?;
+        let devices = [self.task.device];
+        let (one, other) = (reservation.map(0, &made, &devices)?, reservation.map(1, &imported, &devices)?);
+        let bytes = Random(3).bytes(BYTES);
+        memory::write(stream, &one, &bytes)?;
+        let seen = memory::read(stream, &other.part(0, BYTES as u64)?, self.task.patience())?;
+        same("what was imported", &seen, &bytes)?;
+        Ok(format!("{} MiB, mapped twice", made.bytes() >> 20))
+    }
+}

@@ -1,0 +1,128 @@
+//! The stream exchange on one GPU, its ranks as threads or as processes, against the host's `ExpertParallel`: rows, choices,
+//! weights and sums to the bit.
+
+mod both;
+mod rank;
+
+use std::time::Duration;
+
+use half::{bf16, f16};
+use sidelane::bootstrap::Clocks;
+use sidelane::config::Config;
+use sidelane::device::Driver;
+use sidelane::{Element, Options, World};
+
+pub use rank::{Case, Input, Rank, Tensors, experts_copy};
+
+use super::check::{About, Checks};
+use super::error::CheckError;
+use super::row::State;
+use super::task::{Part, Task};
+use crate::launch::Job;
+
+const ONE_GPU: &str = "the same between GPUs, over NVLink";
+
+pub fn threads(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+    let shows = "as the host's ExpertParallel, to the bit";
+    let mut tell = |what: String, found: Result<String, CheckError>| {
+        checks.check(About { what: &what, shows, open: Some(ONE_GPU) }, || found).map(drop)
+    };
+    for ranks in [2, 4, 8] {
+        let case = case(task, ranks);
+        tell(format!("{ranks} ranks"), on_ranks(task, ranks, |world| plain::<bf16>(task, case, world)))?;
+    }
+    let case = case(task, 4);
+    tell("4 ranks, f16".to_owned(), on_ranks(task, 4, |world| plain::<f16>(task, case, world)))?;
+    tell("4 ranks, f32".to_owned(), on_ranks(task, 4, |world| plain::<f32>(task, case, world)))?;
+    for ranks in [2, 4, 8] {
+        let case = self::case(task, ranks);
+        tell(
+            format!("{ranks} ranks in a graph"),
+            on_ranks(task, ranks, |world| both::graph(task, case, world)),
+        )?;
+    }
+    tell("two exchanges in turns".to_owned(), on_ranks(task, 4, |world| both::turns(task, case, world)))
+}
+
+/// The same, with ranks as processes that this one starts.
+pub fn processes(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+    if !Driver::open()?.device(task.device)?.several_processes {
+        let about =
+            About { what: "ranks as processes", shows: "nothing: ranks are threads above", open: None };
+        let found = "the GPU's compute mode allows one process at a time (nvidia-smi -c DEFAULT)".to_owned();
+        return checks.tell(about, State::Skipped, found, None);
+    }
+    for ranks in [2, 4] {
+        let json =
+            serde_json::to_string(&Task { part: Part::Rank, ..*task }).expect("numbers are always JSON");
+        let job = Job {
+            nodes: vec![ranks],
+            part: None,
+            command: vec![super::program()?.into(), "gpu-check-part".into(), json.into()],
+            env: Vec::new(),
+            grace: Duration::from_secs(5),
+            tag: false,
+        };
+        let code = job.run()?.exit_code();
+        if code != 0 {
+            let what = format!("{ranks} ranks");
+            let about = About {
+                what: &what,
+                shows: "several processes use this GPU at once; nvidia-smi -q shows the compute mode",
+                open: Some(ONE_GPU),
+            };
+            let ended = CheckError::Ranks(format!("a rank ended with {code}"));
+            checks.check(about, || Err(ended))?;
+        }
+    }
+    Ok(())
+}
+
+/// One of those.
+pub fn rank(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+    let world = World::from_env_with(options(task))?;
+    let (me, ranks) = (world.rank(), world.size());
+    let found = plain::<bf16>(task, case(task, ranks), world);
+    // One speaks for all, unless another has something to say.
+    if me == 0 || found.is_err() {
+        let what = format!("{ranks} ranks as processes");
+        let shows = "memory and words go from one to the other as descriptors; to the bit";
+        checks.check(About { what: &what, shows, open: Some(ONE_GPU) }, || found)?;
+    }
+    Ok(())
+}
+
+fn plain<E: Element>(task: &Task, case: Case, world: World) -> Result<String, CheckError> {
+    both::plain::<E>(task, case, world)
+}
+
+/// The layer of a large model, or a small one.
+fn case(task: &Task, ranks: u32) -> Case {
+    let full = Case { ranks, experts: 64, top_k: 8, hidden: 7168, max_tokens: 128 };
+    task.few(full, Case { experts: 16, top_k: 4, hidden: 40, max_tokens: 9, ..full })
+}
+
+/// Runs the body on every rank of a world of threads. What is told is what rank 0 found, or the first thing that is wrong.
+pub fn on_ranks<T: Send>(
+    task: &Task,
+    ranks: u32,
+    body: impl Fn(World) -> Result<T, CheckError> + Sync,
+) -> Result<T, CheckError> {
+    let worlds = World::threads_with(&vec![0; ranks as usize], &options(task))?;
+    let results: Vec<Result<T, CheckError>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = worlds.into_iter().map(|world| scope.spawn(|| body(world))).collect();
+        let panicked = || CheckError::Ranks("a rank panicked".to_owned());
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked()))).collect()
+    });
+    // What differs says more than that others then missed their peer.
+    let (right, mut wrong): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
+    wrong.sort_by_key(|error| !matches!(error, Err(CheckError::Differs { .. } | CheckError::Device(_))));
+    wrong.into_iter().chain(right).next().unwrap_or_else(|| Err(CheckError::Ranks("no ranks".to_owned())))
+}
+
+/// Heaps for the host's side: full slots of all ranks, received and made.
+fn options(task: &Task) -> Options {
+    let config = Config { heap: task.few(256 << 20, 16 << 20), symmetric: 4 << 20, ..Config::default() };
+    let clocks = Clocks { deadline: task.patience(), ..Clocks::default() };
+    Options { config, clocks, ..Options::default() }
+}
