@@ -37,19 +37,19 @@ pub struct Tokens<'a> {
 /// use sidelane::device::{Driver, Priority, Stream};
 /// use sidelane::ep::planned::{PlannedExchange, Tokens};
 /// use sidelane::{Dtype, ExpertParallel, World};
-/// # fn tensor(_: u64) -> sidelane::device::Range { unimplemented!() }
+/// # fn layer([x, experts, weights, out]: [sidelane::device::Range; 4]) -> sidelane::Result<()> {
 /// let world = World::from_env()?;
 /// let stream = Arc::new(Stream::new(&Driver::open()?.context(0)?, Priority::Usual)?);
 /// let group = world.all()?;
 /// let settings = ExpertParallel::builder(&group)?.experts(64).top_k(8).hidden(2048).dtype(Dtype::Bf16);
 /// let mut exchange = PlannedExchange::builder(settings, Arc::clone(&stream)).build()?;
-/// # let [x, experts, weights, out] = [0, 1, 2, 3].map(tensor);
 /// let dispatch = exchange.dispatch(Tokens { x: &x, experts: &experts, weights: &weights })?;
 /// let (rows, handle) = dispatch.finish()?;               // sizes are known; rows are on their way
 /// let y = handle.output()?;
 /// // ... enqueue the experts on `stream`: from rows.rows()? to y.rows(), by handle.tokens_per_expert() ...
 /// exchange.combine(y, &handle, &out)?;                   // `out` is there for what is enqueued next
-/// # Ok::<(), sidelane::Error>(())
+/// # Ok(())
+/// # }
 /// ```
 pub struct PlannedExchange {
     common: Arc<Common>,
