@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::sidelane::{Bench, Counted, Route};
 use crate::steps::{Asked, Findings};
 
-/// A machine that gets no processor time for seconds sends again what was not answered meanwhile: so often may that be.
+/// Two virtual machines that share few processors may lose a packet: so often may that be.
 const TRIES: u32 = 3;
 
 /// A bench in which nothing was sent again, and how many there were before it in which something was.
