@@ -24,6 +24,7 @@
 mod caller;
 mod calls;
 mod control;
+mod engines;
 mod fill;
 mod op;
 mod operands;
@@ -38,6 +39,7 @@ pub mod stream;
 pub use caller::{Caller, DispatchSkeleton, ReturnSkeleton};
 pub use calls::Calls;
 pub use control::{Control, LINE};
+pub use engines::EngineWork;
 pub use fill::{CallerTables, Parts, RelayTables, Setting};
 pub use op::{Flag, Item, Level, Op, Slot, Stage};
 pub use operands::{Index, Operand, Operands, Place, Refusal, SpanCopy, Sum, Tag, Target, WindowId};

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use crate::bench::ConfigError;
+use crate::engines::EnginesError;
 use crate::launch::ShapeError;
 use crate::perf::PerfError;
 use crate::route::RouteError;
@@ -39,6 +40,10 @@ pub enum CliError {
     /// What `route` is asked for cannot be shown.
     #[error(transparent)]
     Route(#[from] RouteError),
+
+    /// What `engines` is asked for cannot be counted.
+    #[error(transparent)]
+    Engines(#[from] EnginesError),
 
     /// The ranks or sizes of `perf` are none.
     #[error(transparent)]
@@ -88,6 +93,7 @@ impl CliError {
             | CliError::Config(_)
             | CliError::Routing(_)
             | CliError::Route(_)
+            | CliError::Engines(_)
             | CliError::Perf(_)
             | CliError::NoSecret { .. }
             | CliError::Conditions { .. }

@@ -1,9 +1,11 @@
 //! The `sidelane` program: `bench` measures dispatch and combine, `perf` what they are made of, `trace` shows what ranks do
-//! and when, `route` what a router asks of them, `launch` starts ranks, `doctor` says what the machine offers, `gpu-check` what a GPU does.
+//! and when, `route` what a router asks of them, `engines` what they would ask of copy engines, `launch` starts ranks,
+//! `doctor` says what the machine offers, `gpu-check` what a GPU does.
 
 mod bench;
 mod conditions;
 mod doctor;
+mod engines;
 mod error;
 mod gpu_check;
 #[cfg(test)]
@@ -43,6 +45,7 @@ enum Command {
     #[command(hide = true)]
     TraceRank(ranks::RankArgs),
     Route(route::RouteArgs),
+    Engines(engines::EnginesArgs),
     Perf(perf::PerfArgs),
     #[command(hide = true)]
     PerfRank(ranks::RankArgs),
@@ -69,6 +72,7 @@ fn main() -> ExitCode {
         Command::Trace(args) => trace::main(&args),
         Command::TraceRank(args) => trace::rank(&args),
         Command::Route(args) => route::main(&args),
+        Command::Engines(args) => engines::main(&args),
         Command::Perf(args) => perf::main(&args),
         Command::PerfRank(args) => perf::rank(&args),
         Command::Launch(args) => launch::main(args),

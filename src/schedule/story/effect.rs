@@ -93,7 +93,7 @@ pub(super) fn bytes(owner: u32, window: WindowId, start: u64, len: u64) -> Bytes
     Bytes { owner, window, range: start..start + len }
 }
 
-pub(super) fn puts(operands: &Operands, to: u32, slot: Slot) -> Vec<Effect> {
+pub(in crate::schedule) fn puts(operands: &Operands, to: u32, slot: Slot) -> Vec<Effect> {
     match operands.table[slot.0 as usize] {
         Operand::Spans { first, count } => operands.spans[first as usize..][..count as usize]
             .iter()

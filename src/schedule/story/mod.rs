@@ -38,6 +38,7 @@ use crate::plan::{ExpertMap, Mode, Notes, Order, RowLayout};
 use crate::topology::{NodeMap, Route};
 
 pub use effect::Effect;
+pub(super) use effect::puts;
 pub use streams::{StreamCall, StreamScript, StreamSlip, Streams};
 
 use effect::Effects;

@@ -35,6 +35,7 @@ pub use args::{BenchArgs, ConditionArgs};
 pub use config::{Config, ConfigError};
 pub use layer::{Layer, Verdict};
 pub use recording::{CALLS, EVENTS, record, write_trace};
+pub use row_type::RowType;
 pub use task::sizes;
 pub use tensor::Number;
 pub use words::Words;

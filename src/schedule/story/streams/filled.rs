@@ -32,7 +32,7 @@ pub fn value(call: usize) -> u64 {
 
 /// The call that says it.
 fn call_of(value: u64) -> usize {
-    value as usize - 1
+    (value as usize).saturating_sub(1)
 }
 
 impl Effects for Filled {

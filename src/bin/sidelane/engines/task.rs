@@ -1,0 +1,113 @@
+//! What `engines` looks at: the decisions of every rank, and what a row is.
+
+use serde::Serialize;
+use sidelane::error::PlanError;
+use sidelane::gate::Routing;
+use sidelane::plan::ExpertMap;
+use sidelane::topology::NodeMap;
+
+use super::args::EnginesArgs;
+use crate::bench::RowType;
+use crate::launch::{ShapeError, node_labels, node_sizes_or};
+use crate::routing::{Routed, RoutingError, Share, Source};
+
+/// What cannot be counted.
+#[derive(Debug, thiserror::Error)]
+pub enum EnginesError {
+    #[error(transparent)]
+    Shape(#[from] ShapeError),
+
+    #[error(transparent)]
+    Routing(#[from] RoutingError),
+
+    /// An option that must be positive.
+    #[error("{option} must be at least 1")]
+    Zero { option: &'static str },
+
+    /// More choices than experts, or rows of a size that cannot be dispatched.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+}
+
+/// What was looked at.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Conditions {
+    pub routing: Source,
+    pub experts: u32,
+    pub top_k: u32,
+    pub ranks_per_node: Vec<u32>,
+    /// Of each rank.
+    pub tokens: u32,
+    pub hidden: u32,
+    pub dtype: RowType,
+    pub seed: u64,
+    /// Microseconds of a copy, however small, and GB/s of a long one.
+    pub per_copy: f64,
+    pub speed: f64,
+}
+
+/// Decisions, and who has them.
+pub struct Task {
+    pub conditions: Conditions,
+    pub map: ExpertMap,
+    pub nodes: NodeMap,
+    pub routings: Vec<Routing<'static>>,
+    /// Bytes of a row that goes out, and of one that comes home.
+    pub row_bytes: u64,
+    pub home_bytes: u64,
+}
+
+impl Task {
+    /// From the command line and what the recording or the routing file says.
+    pub fn resolve(args: &EnginesArgs) -> Result<Self, EnginesError> {
+        let &EnginesArgs { tokens, hidden, dtype, seed, per_copy, speed, .. } = args;
+        let ranks_per_node = node_sizes_or((2, 8), args.nodes, &args.ranks_per_node)?;
+        let Routed { source: routing, router, experts, top_k } =
+            Routed::resolve(args.routing.clone(), args.experts, args.top_k)?;
+        routing.say_if_drawn(args.routing.as_ref());
+        let options =
+            [("--tokens", tokens), ("--hidden", hidden), ("--experts", experts), ("--top-k", top_k)];
+        if let Some(&(option, _)) = options.iter().find(|(_, value)| *value == 0) {
+            return Err(EnginesError::Zero { option });
+        }
+        let nodes = NodeMap::from_labels(&node_labels(&ranks_per_node));
+        let share = Share { experts, top_k, tokens, seed };
+        let home_bytes = u64::from(hidden) * dtype.element().size() as u64;
+        let row_bytes = dtype.record(hidden).map_or(home_bytes, |record| record.bytes() as u64);
+        if let Some(&seen) = [row_bytes, home_bytes].iter().find(|bytes| !bytes.is_multiple_of(16)) {
+            let (parameter, expected) = ("row bytes", "a multiple of 16");
+            return Err(PlanError::BadParameter { parameter, seen, expected }.into());
+        }
+        Ok(Task {
+            map: ExpertMap::contiguous(experts, nodes.ranks())?,
+            routings: (0..nodes.ranks()).map(|rank| router.routing(share, rank)).collect::<Result<_, _>>()?,
+            nodes,
+            row_bytes,
+            home_bytes,
+            conditions: Conditions {
+                routing,
+                experts,
+                top_k,
+                ranks_per_node,
+                tokens,
+                hidden,
+                dtype,
+                seed,
+                per_copy,
+                speed,
+            },
+        })
+    }
+
+    /// Bytes of a slot for all tokens: their rows and, in as many rows as it needs, a header of their choices.
+    pub fn slot_bytes(&self) -> u64 {
+        let Conditions { tokens, top_k, .. } = self.conditions;
+        let header = HEAD + u64::from(tokens) * u64::from(top_k) * CHOICE;
+        (header.div_ceil(self.row_bytes) + u64::from(tokens)) * self.row_bytes
+    }
+}
+
+/// Bytes of an expert id and a weight.
+const CHOICE: u64 = 8;
+/// Bytes of what a slot says of itself.
+const HEAD: u64 = 64;
