@@ -126,8 +126,9 @@ fn calls_that_drop_rows_do_not_allocate() {
 
 #[test]
 fn a_gate_and_its_placement_do_not_allocate() {
+    const EXPERTS: usize = 64;
     for preset in Preset::ALL {
-        let config = preset.config(16, preset.fixed_top_k().unwrap_or(4)).unwrap();
+        let config = preset.config(EXPERTS as u32, preset.fixed_top_k().unwrap_or(4)).unwrap();
         let mut configs = vec![config.clone()];
         for keep in [Keep::Score, Keep::Position, Keep::FirstChoices, Keep::Priority, Keep::Random] {
             let capacity = config.capacity.map(|capacity| Capacity { keep, ..capacity });
@@ -136,19 +137,25 @@ fn a_gate_and_its_placement_do_not_allocate() {
         let select = Select::Sinkhorn { tolerance: 1e-4 };
         configs.push(GateConfig { select, noise: Noise::None, ..config });
         for (config, layout) in configs.into_iter().flat_map(|c| RowLayout::ALL.map(|l| (c.clone(), l))) {
-            let mut placer = Placer::new(16, 4, layout);
-            let logits: Vec<f32> = (0..60 * 16).map(|i| (i * 37 % 101) as f32 * 0.05).collect();
+            let logits: Vec<f32> = (0..60 * EXPERTS).map(|i| (i * 37 % 101) as f32 * 0.05).collect();
+            // All experts alike, and all tokens alike.
+            let flat = vec![0.5; logits.len()];
+            let crowded: Vec<f32> = (0..logits.len()).map(|i| (i % EXPERTS) as f32).collect();
             let call = Call { training: true, ..Call::default() };
             let mut gate = Gate::new(config.clone()).unwrap();
+            let mut placer = Placer::new(EXPERTS as u32, 4, layout);
             let mut scores = vec![0.0; logits.len()];
-            let mut round = |tokens: usize| {
-                let call = Call { logits: &logits[..tokens * 16], ..call };
+            let mut place = |gate: &mut Gate, tokens: usize| {
+                let call = Call { logits: &logits[..tokens * EXPERTS], ..call };
                 placer.place(&gate.route(&call).unwrap().routing());
-                gate.scores(&call, &mut scores[..tokens * 16]).unwrap();
+                gate.scores(&call, &mut scores[..tokens * EXPERTS]).unwrap();
             };
-            round(60);
+            place(&mut gate, 60);
             let before = allocations();
-            [60, 1, 0, 30, 60].into_iter().for_each(&mut round);
+            [60, 1, 0, 30, 60].into_iter().for_each(|tokens| place(&mut gate, tokens));
+            for logits in [&flat, &crowded] {
+                gate.route(&Call { logits, ..call }).unwrap();
+            }
             assert_eq!(allocations() - before, 0, "{config:?}, {layout:?}");
         }
     }

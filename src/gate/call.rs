@@ -27,7 +27,8 @@ pub struct Call<'a> {
     /// The largest number of rows that any rank needs for one expert, where the capacity follows the need: all ranks must
     /// agree on it.
     pub needed: Option<u32>,
-    /// Whether there is noise, and random dropping.
+    /// Whether this is a training pass: only then is there noise, unless it is of a kind that is always there, and are second
+    /// choices thinned out and choices balanced.
     pub training: bool,
     /// Which random numbers.
     pub draw: Draw,

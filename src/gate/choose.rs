@@ -6,8 +6,8 @@
 //! | scores, plus bias | with a bias, or in groups |
 //! | Sinkhorn's | while it balances |
 //!
-//! Scores are made in f64, which takes longer than all else. So where many have to be compared and few will be chosen, rough
-//! ones are compared first:
+//! Scores are made in f64, which takes longer than all else. Of sigmoids many have to be compared, and few will be chosen, so
+//! rough ones are compared first:
 //!
 //! ```text
 //!   rough keys, off by at most e

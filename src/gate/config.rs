@@ -20,7 +20,7 @@ pub struct GateConfig {
     pub score: Score,
     /// Which experts a token chooses.
     pub select: Select,
-    /// Noise on the logits while training.
+    /// Noise on the logits.
     pub noise: Noise,
     /// How a second choice is thinned out.
     pub second: Second,
@@ -81,7 +81,7 @@ pub enum GroupScore {
     Best,
 }
 
-/// Noise while training. Jitter of the router's *input* is a function of its own, applied before the logits are made.
+/// Noise, while training alone unless it says otherwise. Jitter of the router's *input* is a function of its own, applied before the logits are made.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Noise {
@@ -90,8 +90,8 @@ pub enum Noise {
     /// Gumbel noise on all logits for the choice alone: experts are sampled, weights are those of the clean logits
     /// (DeepSpeed top-1 `RSample`).
     Gumbel,
-    /// The first choice is the best; the others are sampled with Gumbel noise among what is left (DeepSpeed top-2, GShard
-    /// `sampling`).
+    /// The first choice is the best; the others are sampled with Gumbel noise among what is left, while evaluating, too
+    /// (DeepSpeed top-2; GShard `sampling`).
     GumbelAfterFirst,
     /// Logits times a factor drawn from 1 - eps to 1 + eps (Switch as in FastMoE).
     Jitter {
@@ -206,6 +206,6 @@ pub enum Keep {
     FirstChoices,
     /// As `FirstChoices`, but tokens come by falling highest score, before weights are normalised (Tutel's batch-prioritised routing).
     Priority,
-    /// Drawn at random. Slots in token order (DeepSpeed's random token selection).
+    /// Drawn at random, while evaluating, too. Slots in token order (DeepSpeed's random token selection).
     Random,
 }

@@ -70,8 +70,7 @@ fn rank(score: f32, index: usize) -> Rank {
 }
 
 impl Keeper {
-    /// Drops what is too much and numbers the rest. `need` is the largest need of others that share the capacity. Lots are
-    /// drawn only in training; otherwise the first are kept.
+    /// Drops what is too much and numbers the rest. `need` is the largest need of others that share the capacity.
     ///
     /// # Errors
     /// [`GateError::BadNumber`] if the tokens cannot be split into the capacity's local groups; then nothing has changed.
@@ -79,7 +78,6 @@ impl Keeper {
         &mut self,
         capacity: &Capacity,
         need: Option<u32>,
-        training: bool,
         draw: Draw,
         chosen: Chosen<'_>,
     ) -> Result<Kept, GateError> {
@@ -93,8 +91,7 @@ impl Keeper {
         }
         let group = tokens / groups;
         let elements = (group * columns).max(1);
-        self.experts.clear();
-        self.experts.resize(experts as usize, Expert::default());
+        self.make_room(capacity.keep, experts as usize, ids.len(), elements);
 
         let mut required = 0;
         for (ids, slots) in ids.chunks(elements).zip(slots.chunks_mut(elements)) {
@@ -108,7 +105,6 @@ impl Keeper {
             Keep::Score | Keep::Random | Keep::Position if required <= rows => {
                 return Ok(Kept { capacity: rows, required });
             }
-            Keep::Random if !training => Keep::Position,
             keep => keep,
         };
         if keep == Keep::Random {
@@ -150,6 +146,20 @@ impl Keeper {
             }
         }
         Ok(Kept { capacity: rows, required })
+    }
+
+    /// As much as choices of this shape may ask for, whatever they are.
+    fn make_room(&mut self, keep: Keep, experts: usize, choices: usize, elements: usize) {
+        self.experts.clear();
+        self.experts.resize(experts, Expert::default());
+        self.ranks.clear();
+        if matches!(keep, Keep::Score | Keep::Priority | Keep::Random) {
+            self.ranks.reserve(elements);
+        }
+        self.lots.clear();
+        if keep == Keep::Random {
+            self.lots.reserve(choices);
+        }
     }
 
     /// Numbers the choices of each expert as they come; the largest count.

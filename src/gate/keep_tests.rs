@@ -47,8 +47,7 @@ fn naive(capacity: &Capacity, choices: &Choices<'_>) -> Placement {
         })
         .collect();
     let (keep, scores) = match capacity.keep {
-        Keep::Random if choices.training => (Keep::Random, lots.as_slice()),
-        Keep::Random => (Keep::Position, choices.scores),
+        Keep::Random => (Keep::Random, lots.as_slice()),
         keep => (keep, choices.scores),
     };
     let chosen = |group_number: usize, expert: i32| -> Vec<(usize, usize)> {
@@ -109,11 +108,10 @@ proptest! {
         rows in 0_u32..9,
         needed: bool,
         need in prop::option::of(0_u32..20),
-        training: bool,
         seed: u64,
     ) {
         let draw = Draw { seed, step: 3, rank: 1 };
-        let choices = Choices { experts, top_k, ids: &ids, scores: &scores, need, training, draw };
+        let choices = Choices { experts, top_k, ids: &ids, scores: &scores, need, draw };
         for keep in ALL {
             let rule = if needed { Rule::Needed } else { Rule::Rows { rows } };
             let capacity = Capacity { rule, ..capacity(keep, groups, rows) };
@@ -132,7 +130,7 @@ fn keep_again(keeper: &mut Keeper, capacity: &Capacity, choices: &Choices<'_>) -
         scores: choices.scores,
         slots: &mut slots,
     };
-    let kept = keeper.keep(capacity, choices.need, choices.training, choices.draw, chosen).unwrap();
+    let kept = keeper.keep(capacity, choices.need, choices.draw, chosen).unwrap();
     Placement { ids, slots, capacity: kept.capacity, required: kept.required }
 }
 
@@ -144,7 +142,6 @@ fn a_used_workspace_remembers_nothing() {
             let ids: Vec<i32> = (0..12).map(|i| i * i % experts as i32).collect();
             let scores: Vec<f32> = (0..12).map(|i| (i * 7 % 5) as f32).collect();
             let choices = Choices { experts, top_k: 1, ids: &ids, scores: &scores, ..Choices::default() };
-            let choices = Choices { training: true, ..choices };
             let capacity = capacity(keep, 3, rows);
             assert_eq!(keep_again(&mut keeper, &capacity, &choices), naive(&capacity, &choices));
         }
@@ -172,8 +169,6 @@ fn by_score_the_highest_stay_and_are_numbered_by_token() {
 fn by_position_the_first_tokens_stay_whichever_choice_it_is() {
     let expected = (vec![0, 1, 0, 2, 1, -1, -1, -1], vec![0, 0, 1, 0, 1, -1, -1, -1]);
     assert_eq!(placed(Keep::Position), expected);
-    // Lots are drawn in training only.
-    assert_eq!(placed(Keep::Random), expected);
 }
 
 #[test]
@@ -196,7 +191,7 @@ fn lots_are_the_same_for_the_same_draw_alone() {
     let ids = [0; 256];
     let keep = |draw| {
         let choices = Choices { experts: 1, top_k: 1, ids: &ids, scores: &[0.0; 256], ..Choices::default() };
-        let choices = Choices { training: true, draw, ..choices };
+        let choices = Choices { draw, ..choices };
         place(&capacity(Keep::Random, 1, 128), &choices).unwrap()
     };
     let draw = Draw { seed: 1, step: 2, rank: 3 };

@@ -63,7 +63,8 @@ pub use config::{
 pub use decision::Decision;
 pub use jitter::jitter;
 pub use losses::{
-    Balance, LossInput, Map, Parts, Share, Totals, Unused, WeightsInput, weights_backward, z_loss,
+    Balance, ImportanceInput, LossInput, Map, Parts, Share, Totals, Unused, WeightsInput, importance_loss,
+    weights_backward, z_loss,
 };
 pub use place::{Choices, Placement, place};
 pub use preset::{Preset, PresetError};

@@ -13,6 +13,11 @@ impl Noise {
         matches!(self, Noise::Jitter { .. } | Noise::Normal { .. })
     }
 
+    /// What there is of it in a training pass, or in another.
+    pub(super) fn of_pass(self, training: bool) -> Noise {
+        if training || self == Noise::GumbelAfterFirst { self } else { Noise::None }
+    }
+
     /// Whether choices are sampled.
     pub(super) fn samples(self) -> bool {
         matches!(self, Noise::Gumbel | Noise::GumbelAfterFirst)

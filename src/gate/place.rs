@@ -18,9 +18,7 @@ pub struct Choices<'a> {
     pub scores: &'a [f32],
     /// The largest need of other ranks, for rules that go by need.
     pub need: Option<u32>,
-    /// Whether lots are drawn for [`Keep::Random`](super::Keep::Random); if not, it keeps the first.
-    pub training: bool,
-    /// Names the lots.
+    /// Names the lots of [`Keep::Random`](super::Keep::Random).
     pub draw: Draw,
 }
 
@@ -69,8 +67,7 @@ pub fn place(capacity: &Capacity, choices: &Choices<'_>) -> Result<Placement, Ga
         scores: choices.scores,
         slots: &mut slots,
     };
-    let Kept { capacity, required } =
-        Keeper::default().keep(capacity, choices.need, choices.training, choices.draw, chosen)?;
+    let Kept { capacity, required } = Keeper::default().keep(capacity, choices.need, choices.draw, chosen)?;
     Ok(Placement { ids, slots, capacity, required })
 }
 

@@ -23,10 +23,11 @@ use crate::error::GateError;
 pub enum Preset {
     /// Megatron-Core's `TopKRouter` by default: softmax of the chosen (top-1: of all), dropless.
     Megatron,
-    /// DeepSpeed's `top1gating` as its `MoE` layer calls it: random token selection, at least 4 rows. `top_k` is 1.
+    /// DeepSpeed's `top1gating` as its `MoE` layer calls it: random token selection, while evaluating, too, at least 4 rows. Its
+    /// `use_rts=False` is [`Keep::Position`]. `top_k` is 1.
     DeepspeedTop1,
     /// DeepSpeed's `top2gating`: the second expert is sampled, weights are renormalised after dropping, at least 4 rows.
-    /// `top_k` is 2. (DeepSpeed samples while evaluating, too.)
+    /// `top_k` is 2. It samples while evaluating, too, as DeepSpeed does; its `top2_2nd_expert_sampling=False` is no noise.
     DeepspeedTop2,
     /// DeepSpeed's `topkgating`: the highest scores are kept, weights are renormalised after dropping, at least 4 rows.
     DeepspeedTopk,

@@ -1,5 +1,7 @@
 //! The router: calls in, decisions out.
 
+use std::slice::ChunksExactMut;
+
 use super::keep::{Chosen, Keeper};
 use super::normalise::weigh;
 use super::token::{Row, Tokens};
@@ -87,16 +89,21 @@ impl Gate {
     /// As [`route`](Gate::route), and [`GateError::WrongShape`] if `scores` has another size than the logits.
     pub fn scores(&mut self, call: &Call<'_>, scores: &mut [f32]) -> Result<(), GateError> {
         let Gate { config, tokens, .. } = self;
-        let (count, experts) = (call.check(config)?, config.experts as usize);
-        if scores.len() != call.logits.len() {
-            let (seen, rows) = (scores.len(), count as usize);
-            return Err(GateError::WrongShape { what: "scores", seen, rows, columns: experts });
-        }
+        let rows = rows("scores", config, call, scores)?;
         tokens.make_room(config);
-        for (token, scores) in (0..count).zip(scores.chunks_exact_mut(experts)) {
-            tokens.score(config, call, token, scores)?;
-        }
-        Ok(())
+        (0..).zip(rows).try_for_each(|(token, row)| tokens.score(config, call, token, row))
+    }
+
+    /// The logits of `call` with their noise, `[tokens, experts]`: those that choose, and where the noise is on the weights
+    /// those that weigh. Without noise they are the logits as they are.
+    ///
+    /// # Errors
+    /// As [`route`](Gate::route), and [`GateError::WrongShape`] if `noisy` has another size than the logits.
+    pub fn noisy_logits(&mut self, call: &Call<'_>, noisy: &mut [f32]) -> Result<(), GateError> {
+        let Gate { config, tokens, .. } = self;
+        let rows = rows("noisy logits", config, call, noisy)?;
+        tokens.make_room(config);
+        (0..).zip(rows).try_for_each(|(token, row)| tokens.noisy(config, call, token, row))
     }
 
     /// From all choices to those that are left, their weights, places and counts.
@@ -118,7 +125,7 @@ impl Gate {
         };
         let (experts, top_k) = (config.experts, config.top_k);
         let chosen_by = Chosen { experts, top_k, ids: &mut of.experts, scores: worth, slots: &mut of.slots };
-        let kept = keeper.keep(capacity, call.needed, call.training, call.draw, chosen_by)?;
+        let kept = keeper.keep(capacity, call.needed, call.draw, chosen_by)?;
         (of.capacity, of.required) = (kept.capacity, kept.required);
         if let Some(after) = normalise.after() {
             weigh(Some(after), scaling, k, chosen, &of.experts, &mut of.weights);
@@ -132,6 +139,20 @@ impl Gate {
         count(&mut of.counts_after, experts, &of.experts);
         Ok(())
     }
+}
+
+/// The rows of an array that is `[tokens, experts]` for a call that is right.
+fn rows<'a>(
+    what: &'static str,
+    config: &GateConfig,
+    call: &Call<'_>,
+    array: &'a mut [f32],
+) -> Result<ChunksExactMut<'a, f32>, GateError> {
+    let (rows, columns) = (call.check(config)? as usize, config.experts as usize);
+    if array.len() != rows * columns {
+        return Err(GateError::WrongShape { what, seen: array.len(), rows, columns });
+    }
+    Ok(array.chunks_exact_mut(columns))
 }
 
 fn count(counts: &mut Vec<u32>, experts: u32, ids: &[i32]) {

@@ -110,9 +110,23 @@ impl Tokens {
         Ok(())
     }
 
+    /// Logits with their noise for one token.
+    pub(super) fn noisy(
+        &mut self,
+        config: &GateConfig,
+        call: &Call<'_>,
+        token: u32,
+        to: &mut [f32],
+    ) -> Result<(), GateError> {
+        let logits = logits_of(config, call, token)?;
+        let noise = self.add_noise(config, call, token, logits);
+        to.copy_from_slice(if noise == Noise::None { logits } else { &self.noisy });
+        Ok(())
+    }
+
     /// Makes the noisy logits, where there is noise, and says which.
     fn add_noise(&mut self, config: &GateConfig, call: &Call<'_>, token: u32, logits: &[f32]) -> Noise {
-        let noise = if call.training { config.noise } else { Noise::None };
+        let noise = config.noise.of_pass(call.training);
         if noise != Noise::None {
             let experts = config.experts as usize;
             let deviation = call.deviation.map(|all| &all[token as usize * experts..][..experts]);

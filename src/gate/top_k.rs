@@ -42,7 +42,11 @@ impl TopK {
 
     /// Finds the `k` best of `keys`; whether each of them is more than `gap` above each of the others.
     pub(super) fn find(&mut self, keys: &[f32], k: usize, gap: f32) -> bool {
-        self.candidates.clear();
+        for list in [&mut self.candidates, &mut self.best] {
+            list.clear();
+            // Where all are equal all are candidates.
+            list.reserve(keys.len());
+        }
         dispatch!(Level::new(), simd => self.put_in_order(simd, keys, k, gap));
         let clear = match (self.best.get(k.wrapping_sub(1)), self.best.get(k)) {
             (Some(&last), Some(&next)) => keys[place(last) as usize] - keys[place(next) as usize] > gap,

@@ -250,21 +250,23 @@ impl Layout {
         refill(&mut self.choices, sorted.entries(), 0);
         refill(&mut self.partials, sorted.entries(), 0);
         self.cursors.clone_from(&sorted.token_starts);
+        let Layout { terms, choices, partials, cursors, home_rows, .. } = self;
+        let (terms, choices, partials) = (&mut terms[..], &mut choices[..], &mut partials[..]);
+        let cursors = &mut cursors[..];
         // Bin by bin in the order of the sum: so each token's terms come out in it, and nothing is compared.
         for bin in bins.in_order().iter().map(|&bin| bin as usize) {
             let owner = paths.relay_to(bins.rank_of(bin as u32));
             let (entries, partial) =
                 (sorted.starts[bin] as usize..sorted.starts[bin + 1] as usize, bins.partial_of(bin as u32));
-            let first =
-                if paths.near(owner) { sizes.begin[bin] + counts.below[bin] } else { self.home_rows[bin] };
+            let first = if paths.near(owner) { sizes.begin[bin] + counts.below[bin] } else { home_rows[bin] };
             let tokens = sorted.tokens[entries.clone()].iter().zip(&sorted.choices[entries]);
             for (row, (&token, &choice)) in (first..).zip(tokens) {
-                let cursor = &mut self.cursors[token as usize];
+                let cursor = &mut cursors[token as usize];
                 let term = *cursor as usize;
                 *cursor += 1;
-                self.terms[term] = Term { owner, row };
-                self.choices[term] = choice;
-                self.partials[term] = partial;
+                terms[term] = Term { owner, row };
+                choices[term] = choice;
+                partials[term] = partial;
             }
         }
     }

@@ -209,18 +209,22 @@ impl Sorted {
     /// A row per choice. Every id was checked by `count`.
     fn place(&mut self, routing: &Routing) {
         self.reserve();
+        let Sorted { tokens, choices, notes, cursors, experts, words, .. } = self;
+        let (tokens, choices, notes) = (&mut tokens[..], &mut choices[..], &mut notes[..]);
+        let (cursors, experts, words) = (&mut cursors[..], &experts[..], *words);
         let (k, mut choice) = (routing.top_k() as usize, 0);
-        for (token, ids) in (0..).zip(routing.experts().chunks_exact(k)) {
-            for &id in ids {
+        for ((token, ids), weights) in
+            (0..).zip(routing.experts().chunks_exact(k)).zip(routing.weights().chunks_exact(k))
+        {
+            for (&id, weight) in ids.iter().zip(weights) {
                 if id >= 0 {
-                    let cursor = &mut self.cursors[self.experts[id as usize].bin as usize];
+                    let cursor = &mut cursors[experts[id as usize].bin as usize];
                     let entry = *cursor as usize;
                     *cursor += 1;
-                    self.tokens[entry] = token;
-                    self.choices[entry] = choice as u32;
-                    let note = &mut self.notes[entry * self.words..][..self.words];
-                    note[0] = routing.weights()[choice].to_bits();
-                    note[1..].fill(1);
+                    tokens[entry] = token;
+                    choices[entry] = choice;
+                    notes[entry * words] = weight.to_bits();
+                    notes[entry * words + 1..(entry + 1) * words].fill(1);
                 }
                 choice += 1;
             }

@@ -1,6 +1,9 @@
-//! Noise: only while training, the same for the same draw, and distributed as it should be.
+//! Noise: when there is any, the same for the same draw, and distributed as it should be.
 
-use sidelane::gate::{Call, Decision, Divisor, Draw, Gate, GateConfig, Noise, Normalise, Score, Second};
+use sidelane::error::GateError;
+use sidelane::gate::{
+    Call, Decision, Divisor, Draw, Gate, GateConfig, Noise, Normalise, Preset, Score, Second,
+};
 
 use super::{numbers, plain, scores, ulps};
 
@@ -14,14 +17,50 @@ fn route(config: &GateConfig, logits: &[f32], training: bool, draw: Draw) -> Dec
 }
 
 #[test]
-fn there_is_noise_only_while_training() {
+fn noise_is_drawn_while_training_and_that_of_second_choices_always() {
     let logits = numbers(1, 50 * 8);
     for noise in ALL {
         let config = GateConfig { noise, ..plain(8, 3) };
         let quiet = route(&plain(8, 3), &logits, true, DRAW);
-        assert_eq!(route(&config, &logits, false, DRAW).choices(), quiet.choices(), "{noise:?}");
-        assert_ne!(route(&config, &logits, true, DRAW).choices(), quiet.choices(), "{noise:?}");
+        let (trained, evaluated) =
+            (route(&config, &logits, true, DRAW), route(&config, &logits, false, DRAW));
+        assert_ne!(trained.choices(), quiet.choices(), "{noise:?}");
+        let same = if noise == Noise::GumbelAfterFirst { &trained } else { &quiet };
+        assert_eq!(evaluated.choices(), same.choices(), "{noise:?}");
     }
+}
+
+#[test]
+fn deepspeed_draws_while_evaluating_as_it_does_while_training() {
+    let logits = numbers(4, 200 * 8);
+    for preset in [Preset::DeepspeedTop1, Preset::DeepspeedTop2] {
+        let config = preset.config(8, preset.fixed_top_k().unwrap()).unwrap();
+        let (trained, evaluated) =
+            (route(&config, &logits, true, DRAW), route(&config, &logits, false, DRAW));
+        assert!(evaluated.dropped().any(|dropped| dropped));
+        assert_eq!(evaluated.experts(), trained.experts(), "{preset}");
+        let other = route(&config, &logits, false, Draw { seed: 8, ..DRAW });
+        assert_ne!(evaluated.experts(), other.experts(), "{preset}");
+    }
+}
+
+#[test]
+fn noisy_logits_are_those_by_which_is_chosen() {
+    let logits = numbers(5, 50 * 8);
+    for noise in [Noise::None, Noise::Gumbel, Noise::Jitter { eps: 0.5 }, Noise::Normal { deviation: 1.0 }] {
+        let config = GateConfig { noise, ..plain(8, 3) };
+        let call = Call { logits: &logits, training: true, draw: DRAW, ..Call::default() };
+        let mut noisy = vec![0.0; logits.len()];
+        let mut gate = Gate::new(config.clone()).unwrap();
+        gate.noisy_logits(&call, &mut noisy).unwrap();
+        assert_eq!(noisy == logits, noise == Noise::None, "{noise:?}");
+        let expected = route(&plain(8, 3), &noisy, false, DRAW);
+        assert_eq!(route(&config, &logits, true, DRAW).choices(), expected.choices(), "{noise:?}");
+    }
+    let mut gate = Gate::new(plain(8, 3)).unwrap();
+    let short = gate.noisy_logits(&Call { logits: &logits, ..Call::default() }, &mut [0.0; 8]);
+    let error = GateError::WrongShape { what: "noisy logits", seen: 8, rows: 50, columns: 8 };
+    assert_eq!(short, Err(error));
 }
 
 #[test]

@@ -4,9 +4,10 @@
 //!   logits --+--> scores --> choices, weights --> exchange, experts --> loss of the model
 //!            |       |                 |                                        |
 //!            |       +--> Balance      +<------- d weight [T,K] ----------------+
-//!            +--> z_loss    |          | weights_backward
-//!                  |        v          v
-//!                  +-> d logit [T,E]: all of them add to one array
+//!            |              |          | weights_backward
+//!            +--> z_loss, importance_loss
+//!                    |      |          |
+//!                    +------+----------+--> d logit [T,E]: all of them add to one array
 //! ```
 //!
 //! Sums are taken in f64, in the order of tokens and experts, and rounded once: results repeat bit for bit. What a system
@@ -14,10 +15,12 @@
 
 mod balance;
 mod gradient;
+mod importance;
 mod weights;
 mod z;
 
 pub use balance::{Balance, LossInput, Map, Parts, Share, Totals, Unused};
+pub use importance::{ImportanceInput, importance_loss};
 pub use weights::{WeightsInput, weights_backward};
 pub use z::z_loss;
 

@@ -10,7 +10,7 @@ use crate::gate::{Divisor, GateConfig};
 #[derive(Clone, Copy, Debug)]
 pub struct WeightsInput<'a> {
     /// `[tokens, experts]`: the logits of which the weights were made. Where noise goes into the weights too, these are the
-    /// noisy ones; the clean ones have the same gradient where noise is added, and that times the factor where it
+    /// noisy ones ([`Gate::noisy_logits`](crate::gate::Gate::noisy_logits)); the clean ones have the same gradient where noise is added, and that times the factor where it
     /// multiplies.
     pub logits: &'a [f32],
     /// `[tokens, top_k]`: the choices before dropping ([`Decision::choices`](crate::gate::Decision::choices)).
