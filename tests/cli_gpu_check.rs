@@ -1,7 +1,7 @@
 //! `sidelane gpu-check` on the stand-in driver: everything runs to its end and is right, and nothing is claimed about a GPU.
 #![cfg(feature = "cli")]
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use serde_json::Value;
@@ -11,6 +11,24 @@ fn gpu_check(options: &[&str], variables: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
     command.arg("gpu-check").args(options).env("SIDELANE_CUDA", library);
     command.envs(variables.iter().copied()).output().unwrap()
+}
+
+fn cupti() -> PathBuf {
+    stand_in_cuda::install().unwrap().join("libcupti.so.12")
+}
+
+/// Rows of one part, run as `gpu-check` runs it.
+fn part(part: &str, variables: &[(&str, &str)]) -> Vec<Value> {
+    let directory = stand_in_cuda::install().unwrap();
+    let kernels = stand_in_cuda::kernels(&Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/all.cu")).unwrap();
+    let task = serde_json::json!({ "part": part, "device": 0, "quick": true, "size": 128 });
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
+    command.arg("gpu-check-part").arg(task.to_string()).env("SIDELANE_CUDA", directory.join("libcuda.so.1"));
+    command.env("SIDELANE_STAND_IN_KERNELS", kernels).env("SIDELANE_STAND_IN_DEVICES", "1");
+    command.env("CUDA_MODULE_LOADING", "EAGER").env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
+    let output = command.env_remove("SIDELANE_CUPTI").envs(variables.iter().copied()).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|_| panic!("{output:?}"))).collect()
 }
 
 fn rows<'r>(report: &'r Value, part: &str) -> Vec<&'r Value> {
@@ -30,7 +48,11 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
     let file = std::env::temp_dir().join(format!("sidelane-gpu-check-{}.json", std::process::id()));
     let output = gpu_check(
         &["--quick", "--size", "128", "--json", file.to_str().unwrap()],
-        &[("SIDELANE_STAND_IN_KERNELS", kernels.to_str().unwrap()), ("SIDELANE_STAND_IN_DEVICES", "1")],
+        &[
+            ("SIDELANE_STAND_IN_KERNELS", kernels.to_str().unwrap()),
+            ("SIDELANE_STAND_IN_DEVICES", "1"),
+            ("SIDELANE_CUPTI", cupti().to_str().unwrap()),
+        ],
     );
     let text = String::from_utf8_lossy(&output.stdout);
     let json = std::fs::read_to_string(&file).unwrap_or_else(|error| panic!("{error}: {output:?}"));
@@ -78,6 +100,8 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
             (row["found"].as_str().unwrap(), row["what"].as_str().unwrap().starts_with("control"));
         assert!(!control || found.contains("the control does not hold here"), "{row}");
     }
+    let activity = rows(&report, "activity");
+    assert_eq!(activity.iter().map(|row| &row["state"]).collect::<Vec<_>>(), ["right"; 3], "{activity:#?}");
     for part in ["interference", "costs"] {
         let rows = rows(&report, part);
         assert!(rows.len() >= 3, "{part}: {rows:#?}");
@@ -105,6 +129,57 @@ fn what_is_missing_is_said_and_nothing_runs() {
         assert!(said.contains(words), "{words:?} in {said}");
         assert!(output.stdout.is_empty());
     }
+}
+
+/// What rows are about and how they came out.
+fn states(rows: &[Value]) -> Vec<(&str, &str)> {
+    rows.iter().map(|row| (row["what"].as_str().unwrap(), row["state"].as_str().unwrap())).collect()
+}
+
+#[test]
+fn a_list_by_cupti_has_no_kernel_between_packed_and_landed_unless_the_driver_runs_one() {
+    let cupti = cupti();
+    let cupti = ("SIDELANE_CUPTI", cupti.to_str().unwrap());
+    let (control, host, same) = (
+        "control: plain copy on the GPU",
+        "4 ranks, 0.9 MB to pinned windows of the host",
+        "4 ranks, 0.9 MB to the same GPU, in batches",
+    );
+    let clean = part("activity", &[cupti]);
+    assert_eq!(states(&clean), [(control, "right"), (host, "right"), (same, "right")]);
+    assert_eq!(clean[0]["found"], "no kernel; copies in queues of engines 0, of SMs 1, of neither 0");
+    for row in &clean[1..] {
+        assert_eq!(row["found"], "no kernel; copies in queues of engines 12, of SMs 0, of neither 0");
+    }
+
+    // A driver that heeds no wish, and copies by a kernel of its own.
+    let planted = part("activity", &[cupti, ("SIDELANE_STAND_IN_COPY_KERNELS", "1")]);
+    assert_eq!(states(&planted), [(control, "right"), (host, "right"), (same, "wrong")]);
+    assert_eq!(
+        planted[2]["found"],
+        "KERNELS: 12 of stand_in_copy; copies in queues of engines 0, of SMs 0, of neither 0"
+    );
+}
+
+#[test]
+fn without_cupti_one_row_says_so_and_nothing_is_wrong() {
+    for (variables, words) in [
+        (&[][..], "not seen: no CUPTI: libcupti: "),
+        (&[("SIDELANE_CUPTI", "/nowhere/libcupti.so.12")], "not seen: no CUPTI: /nowhere/libcupti.so.12: "),
+        (&[("SIDELANE_CUPTI", "libc.so.6")], "not seen: libc.so.6 has no cuptiGetVersion"),
+    ] {
+        let rows = part("activity", variables);
+        assert_eq!(states(&rows), [("list of kernels by CUPTI", "skipped")]);
+        let found = rows[0]["found"].as_str().unwrap();
+        assert!(found.starts_with(words), "{words:?} in {found:?}");
+    }
+}
+
+#[test]
+fn ranks_as_processes_are_left_out_where_the_gpu_takes_one_process() {
+    let rows = part("processes", &[("SIDELANE_STAND_IN_COMPUTE_MODE", "3")]);
+    assert_eq!(states(&rows), [("ranks as processes", "skipped")]);
+    assert!(rows[0]["found"].as_str().unwrap().contains("compute mode allows one process"), "{rows:?}");
 }
 
 #[test]

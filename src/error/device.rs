@@ -16,8 +16,8 @@ pub enum DeviceError {
         /// What the loader says.
         reason: String,
     },
-    /// What was loaded is not libcuda, or not all of it.
-    #[error("{library} has no {symbol}: it is not the CUDA driver's library")]
+    /// What was loaded is not the library that it was taken for, or not all of it.
+    #[error("{library} has no {symbol}: it is another library, or one that is too old")]
     MissingSymbol {
         /// What was loaded.
         library: String,
@@ -43,6 +43,34 @@ pub enum DeviceError {
         version: String,
         /// The first version that can do it.
         needed: String,
+    },
+    /// CUPTI is not there.
+    #[error(
+        "no CUPTI: {library}: {reason} (a CUDA toolkit has it in extras/CUPTI/lib64, PyPI as nvidia-cuda-cupti; set LD_LIBRARY_PATH, or SIDELANE_CUPTI to its path)"
+    )]
+    NoCupti {
+        /// What was to be loaded.
+        library: String,
+        /// What the loader says.
+        reason: String,
+    },
+    /// CUPTI's records have another layout than those that are read.
+    #[error(
+        "{library} is version {version} of CUPTI, and its records are read from {needed} on: take that of CUDA 12 or 13"
+    )]
+    OldCupti {
+        /// What was loaded.
+        library: String,
+        /// Its version, by CUPTI's own count.
+        version: u32,
+        /// The first whose records are read.
+        needed: u32,
+    },
+    /// CUPTI's list is not whole.
+    #[error("CUPTI lost {lost} records")]
+    LostRecords {
+        /// How many are missing, or could not be read.
+        lost: u64,
     },
     /// There are not so many devices.
     #[error("no device {device}: the driver shows {count} (CUDA_VISIBLE_DEVICES hides others)")]

@@ -4,6 +4,7 @@
 #![allow(unsafe_code)]
 
 mod apart;
+mod audit;
 mod copies;
 mod heap;
 mod modules;

@@ -97,6 +97,35 @@ fn a_kernel_gets_the_parameters_that_it_takes_and_no_others() {
     );
 }
 
+#[test]
+fn a_multiprocessor_runs_as_many_blocks_as_threads_and_shared_memory_allow() {
+    let (_folder, library) = kernels();
+    apart(
+        "modules::a_multiprocessor_runs_as_many_blocks_as_threads_and_shared_memory_allow",
+        &[("SIDELANE_STAND_IN_KERNELS", &library)],
+        || {
+            let context = context(0);
+            let scale = Module::load(&context, "pack", PTX).unwrap().function(c"scale").unwrap();
+            // 2048 threads, 32 blocks, 228 KiB of which a block takes 1 for itself.
+            for (threads, shared, blocks) in [(256, 0, 8), (1024, 0, 2), (32, 0, 32), (256, 48 << 10, 4)] {
+                assert_eq!(scale.blocks_at_once(threads, shared), Ok(blocks), "{threads} {shared}");
+            }
+            assert_eq!(scale.blocks_at_once(256, 100 << 10), Ok(0), "nobody allowed so much");
+            scale.allow_shared(100 << 10).unwrap();
+            assert_eq!(scale.blocks_at_once(256, 100 << 10), Ok(2));
+            let refused = |call| {
+                let name = "CUDA_ERROR_INVALID_VALUE".to_owned();
+                DeviceError::Call { call, device: Some(0), code: 1, name }
+            };
+            assert_eq!(
+                scale.blocks_at_once(0, 0),
+                Err(refused("cuOccupancyMaxActiveBlocksPerMultiprocessor"))
+            );
+            assert_eq!(scale.allow_shared(228 << 10), Err(refused("cuFuncSetAttribute")));
+        },
+    );
+}
+
 /// A primary context that is current for calls past the library, until it is dropped.
 pub struct Current {
     device: i32,

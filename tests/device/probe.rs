@@ -5,7 +5,7 @@ use std::path::Path;
 use sidelane::device::{BatchedCopies, Driver, ModuleLoading, Version};
 use sidelane::error::DeviceError;
 
-use super::apart::apart;
+use super::apart::{apart, each};
 use super::{context, driver};
 
 #[test]
@@ -55,7 +55,25 @@ fn the_devices_of_a_driver_are_described() {
                 assert!(!device.name.is_empty() && device.memory > 0 && device.multiprocessors > 0);
                 assert!(device.wide_memory_operations && device.virtual_memory && device.descriptors);
                 assert!(!device.dma_buf, "the stand-in has none");
+                assert!(device.several_processes);
             }
+        },
+    );
+}
+
+/// The driver's numbers: any process, none, one.
+#[test]
+fn several_processes_may_use_a_device_in_the_default_compute_mode_alone() {
+    each(
+        "probe::several_processes_may_use_a_device_in_the_default_compute_mode_alone",
+        &[
+            &[("SIDELANE_STAND_IN_COMPUTE_MODE", "0")],
+            &[("SIDELANE_STAND_IN_COMPUTE_MODE", "2")],
+            &[("SIDELANE_STAND_IN_COMPUTE_MODE", "3")],
+        ],
+        || {
+            let shared = std::env::var("SIDELANE_STAND_IN_COMPUTE_MODE").unwrap() == "0";
+            assert_eq!(driver().device(0).unwrap().several_processes, shared);
         },
     );
 }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use sidelane::device::{Event, MemoryOperations, PinnedMemory, Range, Stream};
 use sidelane::error::DeviceError;
@@ -81,6 +82,39 @@ fn an_event_holds_up_a_stream_of_another_device_until_it_is_reached() {
     assert_eq!(event.is_done(), Ok(true));
     second.synchronize().unwrap();
     assert_eq!(words.word(8).unwrap().load(Ordering::Acquire), 1);
+}
+
+#[test]
+fn timed_events_tell_the_time_between_them() {
+    let context = context(0);
+    let words = PinnedMemory::new(&context, 8).unwrap();
+    let stream = stream(&context);
+    let (start, end) = (Event::timed(&context).unwrap(), Event::timed(&context).unwrap());
+    let refused = |code, name: &str| {
+        let (call, name) = ("cuEventElapsedTime", name.to_owned());
+        Err(DeviceError::Call { call, device: Some(0), code, name })
+    };
+    assert_eq!(end.since(&start), refused(400, "CUDA_ERROR_INVALID_HANDLE"), "never recorded");
+    let before = Instant::now();
+    start.record(&stream).unwrap();
+    stream.wait::<u32>(words.range().word(0).unwrap(), 1).unwrap();
+    end.record(&stream).unwrap();
+    until("the first mark", || start.is_done().unwrap());
+    assert_eq!(end.since(&start), refused(600, "CUDA_ERROR_NOT_READY"));
+    let between = Instant::now();
+    until("some time", || between.elapsed() >= Duration::from_millis(3));
+    let least = between.elapsed();
+    words.word(0).unwrap().store(1, Ordering::Release);
+    stream.synchronize().unwrap();
+    let (seen, most) = (end.since(&start).unwrap(), before.elapsed());
+    // Milliseconds in 24 bits.
+    let rounded = Duration::from_micros(1);
+    assert!(least <= seen + rounded && seen <= most + rounded, "{least:?} {seen:?} {most:?}");
+    assert_eq!(start.since(&end), Ok(Duration::ZERO), "backwards there is none");
+    let untimed = Event::new(&context).unwrap();
+    untimed.record(&stream).unwrap();
+    stream.synchronize().unwrap();
+    assert_eq!(untimed.since(&start), refused(400, "CUDA_ERROR_INVALID_HANDLE"));
 }
 
 #[test]

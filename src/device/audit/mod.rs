@@ -4,6 +4,7 @@
 //!   hold      | every multiprocessor, until the host says so |      what completes meanwhile needed none of them
 //!   copy      what a copy engine does, by multiprocessors           the yardstick for what that costs others
 //!   product   a matrix product, ours or cuBLAS's                    the others
+//!   cupti     what the device did, as NVIDIA's library lists it     nothing may be in it that nobody launched
 //! ```
 //!
 //! A module of its own: nobody but `sidelane gpu-check` loads it. It shows what holds on the GPU at hand, once; nothing in the
@@ -11,6 +12,7 @@
 
 mod blas;
 mod copy;
+mod cupti;
 mod hold;
 mod product;
 
@@ -18,6 +20,7 @@ use std::ffi::CStr;
 use std::sync::Arc;
 
 pub use blas::Blas;
+pub use cupti::{Activity, Channel, Cupti, Did};
 pub use hold::Hold;
 pub use product::{Product, TILE};
 

@@ -18,9 +18,12 @@ use crate::counters::Counters;
 /// `libcuda.so.1` of ours.
 const NAMES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
 
+/// The functions of CUPTI are in the same library: under this name they are found.
+const CUPTI: &str = "libcupti.so.12";
+
 const LIBRARY: &str = "libstand_in_cuda.so";
 
-/// Makes a directory with the stand-in under both names of the driver, next to the test program that calls this, and
+/// Makes a directory with the stand-in under both names of the driver and under CUPTI's, next to the test program that calls this, and
 /// gives it: a process started with it as `LD_LIBRARY_PATH` finds the stand-in and no other driver.
 pub fn install() -> io::Result<PathBuf> {
     let program = env::current_exe()?;
@@ -33,7 +36,7 @@ pub fn install() -> io::Result<PathBuf> {
     fs::create_dir_all(&directory)?;
     // Other test programs may do the same at this moment: a link is made whole and then put in its place.
     static MADE: AtomicU32 = AtomicU32::new(0);
-    for name in NAMES {
+    for name in NAMES.into_iter().chain([CUPTI]) {
         let number = MADE.fetch_add(1, Ordering::Relaxed);
         let fresh = directory.join(format!("{}-{number}", process::id()));
         symlink(Path::new("..").join(LIBRARY), &fresh)?;

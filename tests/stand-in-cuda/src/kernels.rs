@@ -4,13 +4,14 @@
 //! `void NAME_launch(unsigned grid[3], unsigned block[3], void **params)`, where `params` is as in `cuLaunchKernel`.
 
 use std::collections::BTreeMap;
-use std::ffi::c_void;
+use std::ffi::{CStr, c_void};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use libloading::Library;
 
+use crate::activity;
 use crate::code::{Code, Result};
 use crate::driver::{Context, settings};
 use crate::ptx;
@@ -34,6 +35,7 @@ pub struct Module {
 
 /// A kernel of a module.
 pub struct Function {
+    name: &'static CStr,
     pub module: usize,
     /// Bytes of each parameter.
     sizes: Vec<usize>,
@@ -47,6 +49,7 @@ pub struct Function {
 /// One launch: everything it needs, as it was at the call.
 #[derive(Clone)]
 pub struct Launch {
+    name: &'static CStr,
     run: Run,
     grid: [u32; 3],
     block: [u32; 3],
@@ -71,7 +74,8 @@ pub fn load(text: &str) -> Result<usize> {
             library.and_then(|library| unsafe { library.get::<Run>(symbol.as_bytes()) }.ok().map(|run| *run));
         let loaded = AtomicBool::new(settings.eager);
         let shared = AtomicU32::new(SHARED.0);
-        let function = Function { module: handle, sizes, run, loaded, shared };
+        let function =
+            Function { name: activity::lasting(&name), module: handle, sizes, run, loaded, shared };
         functions.insert(name, FUNCTIONS.insert(Arc::new(function)));
     }
     MODULES.insert_at(handle, Arc::new(Module { functions }));
@@ -158,17 +162,19 @@ impl Function {
             aligned(unsafe { std::slice::from_raw_parts((*parameters.add(index)).cast::<u8>(), size) })
         });
         let parameters = Arc::new(kept.collect());
-        Ok(Launch { run: self.run.ok_or(Code::NOT_FOUND)?, grid, block, parameters })
+        Ok(Launch { name: self.name, run: self.run.ok_or(Code::NOT_FOUND)?, grid, block, parameters })
     }
 }
 
 impl Launch {
     /// Runs the kernel to its end, on this thread.
     pub fn run(&self) {
+        let start = activity::now();
         let mut kept = Vec::clone(&self.parameters);
         let mut pointers: Vec<*mut c_void> = kept.iter_mut().map(|words| words.as_mut_ptr().cast()).collect();
         // SAFETY: the library promises this type; the parameters are as the entry declares them.
         unsafe { (self.run)(self.grid.as_ptr(), self.block.as_ptr(), pointers.as_mut_ptr()) };
+        activity::kernel(self.name, start);
     }
 }
 

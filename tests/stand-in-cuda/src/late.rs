@@ -3,8 +3,10 @@
 use std::ops::Range;
 use std::thread;
 
+use crate::activity;
 use crate::code::Result;
 use crate::counters::{COUNTERS, add};
+use crate::driver::settings;
 use crate::memory::{MAP, device_of};
 use crate::random::Chance;
 use crate::stream::Stream;
@@ -26,11 +28,13 @@ pub fn run(late: &Late, stream: &Stream, chance: &mut Chance) -> Result<()> {
 
 fn run_copies(copies: &Copies, stream: &Stream, chance: &mut Chance) -> Result<()> {
     let engine = stream.engine(copies.pageable);
-    let mut pieces = Vec::new();
+    let (start, mut movers, mut pieces) = (activity::now(), Vec::new(), Vec::new());
     for copy in &copies.all {
         add(&COUNTERS.copies, 1);
         add(&COUNTERS.copied_bytes, copy.bytes as u64);
-        add(&COUNTERS.copies_by_sms, u64::from(by_sms(copy)));
+        let mover = Mover::of(copy)?;
+        add(&COUNTERS.copies_by_sms, u64::from(mover.by_sms()));
+        movers.push((mover, copy.bytes as u64));
         pieces.extend(cut(copy.bytes, chance).into_iter().map(|piece| (copy, piece)));
     }
     chance.shuffle(&mut pieces);
@@ -43,6 +47,9 @@ fn run_copies(copies: &Copies, stream: &Stream, chance: &mut Chance) -> Result<(
             Source::At(from) => engine.copy(to, from + piece.start as u64, piece.len())?,
             Source::Kept(bytes) => engine.write(to, &bytes[piece])?,
         }
+    }
+    for (mover, bytes) in movers {
+        mover.note(bytes, start);
     }
     Ok(())
 }
@@ -57,10 +64,43 @@ fn cut(bytes: usize, chance: &mut Chance) -> Vec<Range<usize>> {
     cuts.windows(2).map(|ends| ends[0]..ends[1]).collect()
 }
 
-/// A plain copy within one device's memory is a kernel in disguise.
-fn by_sms(copy: &Copy) -> bool {
-    let Source::At(from) = copy.from else { return false };
-    let map = MAP.read().unwrap();
-    let owners = device_of(&map, from).zip(device_of(&map, copy.to));
-    !copy.overlap && owners.is_some_and(|(from, to)| from == to)
+/// Who moves the bytes of a copy on a real device.
+#[derive(Clone, Copy, PartialEq)]
+enum Mover {
+    /// To or from the host.
+    Engine,
+    /// From one device to another.
+    EngineBetween,
+    /// A plain copy within one device's memory is a kernel in disguise.
+    Multiprocessors,
+    /// One of the driver's own, which shows.
+    Kernel,
+}
+
+impl Mover {
+    fn of(copy: &Copy) -> Result<Mover> {
+        let Source::At(from) = copy.from else { return Ok(Mover::Engine) };
+        let map = MAP.read().unwrap();
+        Ok(match device_of(&map, from).zip(device_of(&map, copy.to)) {
+            None => Mover::Engine,
+            Some((from, to)) if from != to => Mover::EngineBetween,
+            Some(_) if settings()?.copy_kernels => Mover::Kernel,
+            Some(_) if copy.overlap => Mover::Engine,
+            Some(_) => Mover::Multiprocessors,
+        })
+    }
+
+    fn by_sms(self) -> bool {
+        matches!(self, Mover::Multiprocessors | Mover::Kernel)
+    }
+
+    /// Notes what was done.
+    fn note(self, bytes: u64, start: u64) {
+        match self {
+            Mover::Engine => activity::copy(activity::MEMCPY, bytes, activity::ASYNC_MEMCPY, start),
+            Mover::EngineBetween => activity::copy(activity::MEMCPY2, bytes, activity::ASYNC_MEMCPY, start),
+            Mover::Multiprocessors => activity::copy(activity::MEMCPY, bytes, activity::COMPUTE, start),
+            Mover::Kernel => activity::kernel(c"stand_in_copy", start),
+        }
+    }
 }

@@ -7,6 +7,7 @@
 //! late       copies and fills: as late, and in as many pieces, as the rules allow
 //! memory     memfds, addresses, who reaches what                    every byte of every copy is checked
 //! kernels    PTX entries, run by a library built for the CPU
+//! activity   what ran, for clients of CUPTI, whose functions are here too
 //! ```
 //!
 //! The shared library of this package is what host code loads. The Rust library next to it is for tests: it puts the
@@ -14,6 +15,7 @@
 //! ([`StandIn`]).
 
 mod abi;
+mod activity;
 mod build;
 mod capture;
 mod code;

@@ -22,6 +22,12 @@ pub struct Settings {
     /// Kernels are loaded when a module is, not at their first launch.
     pub eager: bool,
     pub kernels: Option<PathBuf>,
+    /// As `CU_DEVICE_ATTRIBUTE_COMPUTE_MODE` says it.
+    pub compute_mode: i32,
+    /// Copies within a device are done by a kernel of the driver's own, whatever was wished.
+    pub copy_kernels: bool,
+    /// As `cuptiGetVersion` says it.
+    pub cupti: u32,
 }
 
 impl Settings {
@@ -40,6 +46,9 @@ impl Settings {
             peers: text("SIDELANE_STAND_IN_PEERS")?.map(|t| sets(&t)).transpose()?,
             eager: text("CUDA_MODULE_LOADING")?.is_some_and(|mode| mode == "EAGER"),
             kernels: text("SIDELANE_STAND_IN_KERNELS")?.map(PathBuf::from),
+            compute_mode: number("SIDELANE_STAND_IN_COMPUTE_MODE", 0)?,
+            copy_kernels: number("SIDELANE_STAND_IN_COPY_KERNELS", 0)? != 0,
+            cupti: number("SIDELANE_STAND_IN_CUPTI", 23)?,
         })
     }
 

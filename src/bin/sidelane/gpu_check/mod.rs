@@ -9,6 +9,7 @@
 //!               +-- part exchange        ranks as threads on this GPU, against the host's ExpertParallel
 //!               +-- part processes       the same with ranks as processes
 //!               +-- part audit           transfers while a kernel holds every multiprocessor
+//!               +-- part activity        every kernel between packed and landed, by CUPTI's list
 //!               +-- part interference    matrix products alone, beside copy engines, beside a copying kernel
 //!               +-- part costs           copies, memory operations, graphs, slots
 //!                      | rows, a line of JSON each
@@ -19,15 +20,18 @@
 //! A row says what was asked, what was found, what that shows, and what only several GPUs could show. On the stand-in driver
 //! everything runs and no time means anything.
 
+mod activity;
 mod args;
 mod audit;
 mod check;
 mod costs;
+mod dispatch;
 mod driver;
 mod error;
 mod exchange;
 mod interference;
 mod kernels;
+mod listed;
 mod memory;
 mod parts;
 mod report;
@@ -73,6 +77,7 @@ pub fn part(args: &RankArgs) -> Result<ExitCode, CliError> {
         Part::Processes => exchange::processes(&task, &mut checks),
         Part::Rank => exchange::rank(&task, &mut checks),
         Part::Audit => audit::run(&task, &mut checks),
+        Part::Activity => activity::run(&task, &mut checks),
         Part::Interference => interference::run(&task, &mut checks),
         Part::Costs => costs::run(&task, &mut checks),
     };

@@ -17,18 +17,20 @@ pub enum Part {
     /// A rank that the part before starts.
     Rank,
     Audit,
+    Activity,
     Interference,
     Costs,
 }
 
 impl Part {
     /// Those that are run.
-    pub const ALL: [Part; 7] = [
+    pub const ALL: [Part; 8] = [
         Part::Driver,
         Part::Kernels,
         Part::Exchange,
         Part::Processes,
         Part::Audit,
+        Part::Activity,
         Part::Interference,
         Part::Costs,
     ];
@@ -41,6 +43,7 @@ impl Part {
             Part::Exchange => "exchange",
             Part::Processes | Part::Rank => "processes",
             Part::Audit => "audit",
+            Part::Activity => "activity",
             Part::Interference => "interference",
             Part::Costs => "costs",
         }

@@ -114,6 +114,7 @@ pub extern "C" fn cuDeviceGetAttribute(value: Out<c_int>, attribute: c_int, devi
             12 | 82 => 65536,
             // Multiprocessors, and threads of each.
             16 => 4,
+            20 => settings()?.compute_mode,
             39 => 2048,
             81 => 228 << 10,
             97 => 227 << 10,

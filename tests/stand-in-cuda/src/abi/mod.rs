@@ -1,9 +1,10 @@
-//! The functions of `libcuda.so`, by their names there.
+//! The functions of `libcuda.so`, by their names there, and some of `libcupti.so`.
 //!
 //! Every one that host code may look up exists: what the stand-in does not do answers `CUDA_ERROR_NOT_SUPPORTED`.
 
 mod context;
 mod copy;
+mod cupti;
 mod device;
 mod event;
 mod graph;

@@ -1,0 +1,1 @@
+// Types of the runtime, none of which is compared.
