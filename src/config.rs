@@ -8,6 +8,7 @@
 //! | `SIDELANE_SIMD` | `portable`, `avx2` or `avx512` | the best there is |
 //! | `SIDELANE_DEADLINE_MS` | how long a live but silent rank is waited for | 600000 |
 //! | `SIDELANE_RENDEZVOUS_MS` | how long ranks are waited for at start | 60000 |
+//! | `SIDELANE_LIVENESS_MS` | silence after which a rank is taken for lost: longer in a debugger or under valgrind | 1750 |
 //! | `SIDELANE_SECRET`, `SIDELANE_SECRET_FILE` | the job's secret | none: loopback only |
 //! | `SIDELANE_INSECURE` | `1`: listen beyond this machine without a secret | 0 |
 //! | `SIDELANE_PORT` | the rendezvous port | `MASTER_PORT` + 1 upwards |

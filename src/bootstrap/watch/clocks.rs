@@ -30,12 +30,14 @@ impl Default for Clocks {
 }
 
 impl Clocks {
-    /// The defaults, with `SIDELANE_DEADLINE_MS` and `SIDELANE_RENDEZVOUS_MS` if `lookup` knows them.
+    /// The defaults, with `SIDELANE_DEADLINE_MS`, `SIDELANE_RENDEZVOUS_MS` and `SIDELANE_LIVENESS_MS` if `lookup` knows them.
+    /// The last is for ranks whose heart beats slowly: in a debugger, or under valgrind.
     pub fn from_vars(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self, BootstrapError> {
         let defaults = Clocks::default();
         Ok(Clocks {
-            deadline: millis(lookup, "SIDELANE_DEADLINE_MS")?.unwrap_or(defaults.deadline),
-            rendezvous: millis(lookup, "SIDELANE_RENDEZVOUS_MS")?.unwrap_or(defaults.rendezvous),
+            deadline: millis(lookup, "SIDELANE_DEADLINE_MS", ANY)?.unwrap_or(defaults.deadline),
+            rendezvous: millis(lookup, "SIDELANE_RENDEZVOUS_MS", ANY)?.unwrap_or(defaults.rendezvous),
+            liveness: millis(lookup, "SIDELANE_LIVENESS_MS", FOUR_BEATS)?.unwrap_or(defaults.liveness),
             ..defaults
         })
     }
@@ -46,16 +48,21 @@ impl Clocks {
     }
 }
 
+const ANY: (u64, &str) = (1, "milliseconds, 1 to 86400000");
+/// Less silence than four heartbeats tells nothing.
+const FOUR_BEATS: (u64, &str) = (1000, "milliseconds, 1000 to 86400000");
+
 fn millis(
     lookup: &dyn Fn(&str) -> Option<String>,
     name: &'static str,
+    (least, expected): (u64, &'static str),
 ) -> Result<Option<Duration>, BootstrapError> {
     // A day bounds it, so that adding a clock to a point in time cannot overflow.
     const DAY: u64 = 24 * 3600 * 1000;
     let Some(value) = lookup(name) else { return Ok(None) };
     match value.trim().parse() {
-        Ok(ms @ 1..=DAY) => Ok(Some(Duration::from_millis(ms))),
-        _ => Err(BootstrapError::BadVariable { name, value, expected: "milliseconds, 1 to 86400000" }),
+        Ok(ms) if (least..=DAY).contains(&ms) => Ok(Some(Duration::from_millis(ms))),
+        _ => Err(BootstrapError::BadVariable { name, value, expected }),
     }
 }
 
@@ -74,5 +81,14 @@ mod tests {
                 "{bad:?}: {seen:?}"
             );
         }
+        let patient = |text: &'static str| {
+            Clocks::from_vars(&|name| (name == "SIDELANE_LIVENESS_MS").then(|| text.into()))
+                .map(|c| c.liveness)
+        };
+        assert_eq!(patient("60000"), Ok(Duration::from_secs(60)));
+        assert!(matches!(
+            patient("999"),
+            Err(BootstrapError::BadVariable { name: "SIDELANE_LIVENESS_MS", .. })
+        ));
     }
 }
