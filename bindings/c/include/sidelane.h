@@ -1,0 +1,979 @@
+// Sidelane from C: worlds, one-sided windows, expert-parallel dispatch and combine, the gate.
+//
+// Every call returns a status; sidelane_last_message() says in a sentence what is wrong. Handles are tickets and no
+// addresses: they may be closed in any order, and one that was closed is refused, not followed. Structs that begin with
+// `size` may grow: set it to sizeof, and all that you do not use to 0. Calls on one object come one after another; a second
+// thread gets SIDELANE_ERROR_BUSY. docs/from-c.md shows whole programs.
+//
+// Made by cbindgen from bindings/c: do not edit.
+
+
+#ifndef SIDELANE_H
+#define SIDELANE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+// Softmax over all experts, then the choice.
+#define SIDELANE_SCORE_SOFTMAX 0
+
+// The choice by logits, then softmax over the chosen.
+#define SIDELANE_SCORE_SOFTMAX_OF_CHOSEN 1
+
+// Logistic function of each logit.
+#define SIDELANE_SCORE_SIGMOID 2
+
+// Square root of softplus of each logit.
+#define SIDELANE_SCORE_SQRT_SOFTPLUS 3
+
+// A token chooses the best of all experts.
+#define SIDELANE_SELECT_BEST 0
+
+// The best of the best groups: `groups`, `groups_kept`, `group_best`.
+#define SIDELANE_SELECT_GROUPS 1
+
+// The best after Sinkhorn's balancing: `tolerance`.
+#define SIDELANE_SELECT_SINKHORN 2
+
+// No noise.
+#define SIDELANE_NOISE_NONE 0
+
+// Gumbel noise on all logits for the choice alone.
+#define SIDELANE_NOISE_GUMBEL 1
+
+// The first choice is the best; the others are sampled among what is left.
+#define SIDELANE_NOISE_GUMBEL_AFTER_FIRST 2
+
+// Logits times a factor drawn from 1 - `noise_size` to 1 + `noise_size`.
+#define SIDELANE_NOISE_JITTER 3
+
+// Normal noise with a standard deviation of `noise_size`.
+#define SIDELANE_NOISE_NORMAL 4
+
+// Weights are not divided by their sum.
+#define SIDELANE_NORMALISE_NEVER 0
+
+// Over all choices, before any is dropped.
+#define SIDELANE_NORMALISE_BEFORE_DROP 1
+
+// Over the choices that are left.
+#define SIDELANE_NORMALISE_AFTER_DROP 2
+
+// Weights are divided by their sum plus `divisor_value`.
+#define SIDELANE_DIVISOR_SUM_PLUS 0
+
+// Weights are divided by their sum, or by `divisor_value` if that is larger.
+#define SIDELANE_DIVISOR_SUM_AT_LEAST 1
+
+// Dropless.
+#define SIDELANE_CAPACITY_NONE 0
+
+// ceil(S * K / E * factor) in f64 (Megatron).
+#define SIDELANE_CAPACITY_CEIL_F64 1
+
+// ceil((S / E) * (factor * K)) in f32 (DeepSpeed).
+#define SIDELANE_CAPACITY_CEIL_F32 2
+
+// trunc(S * factor / E) (GShard, Switch).
+#define SIDELANE_CAPACITY_TRUNC 3
+
+// K * trunc(factor * ceil(S / E)); 0: as needed; below 0: as needed, but at most that of its absolute value (Tutel).
+#define SIDELANE_CAPACITY_TUTEL 4
+
+// `capacity_rows`.
+#define SIDELANE_CAPACITY_ROWS 5
+
+// As many as the fullest expert needs.
+#define SIDELANE_CAPACITY_NEEDED 6
+
+// The highest weights are kept.
+#define SIDELANE_KEEP_SCORE 0
+
+// The first tokens are kept.
+#define SIDELANE_KEEP_POSITION 1
+
+// All first choices in token order, then all second ones.
+#define SIDELANE_KEEP_FIRST_CHOICES 2
+
+// As SIDELANE_KEEP_FIRST_CHOICES, but tokens come by falling highest score.
+#define SIDELANE_KEEP_PRIORITY 3
+
+// Drawn at random.
+#define SIDELANE_KEEP_RANDOM 4
+
+// bfloat16: the upper half of a binary32.
+#define SIDELANE_DTYPE_BF16 0
+
+// IEEE binary16.
+#define SIDELANE_DTYPE_F16 1
+
+// IEEE binary32.
+#define SIDELANE_DTYPE_F32 2
+
+// Bytes without arithmetic: dispatch moves them, combine refuses.
+#define SIDELANE_DTYPE_BYTES 3
+
+// Rows go from the source straight to the destination.
+#define SIDELANE_ROUTE_DIRECT 0
+
+// Rows go once per remote node, to the rail peer there, which hands on within its node.
+#define SIDELANE_ROUTE_PXN 1
+
+// A token's rows are summed by ascending expert id: the same bits on every lane, layout and topology.
+#define SIDELANE_ORDER_EXPERT 0
+
+// Per rank, then the ranks' partial sums by ascending rank.
+#define SIDELANE_ORDER_RANK 1
+
+// Per node, then the nodes' partial sums by ascending node.
+#define SIDELANE_ORDER_NODE 2
+
+// Partial sums keep all bits of the f32 sum.
+#define SIDELANE_WIRE_F32 0
+
+// Partial sums are rounded to bf16.
+#define SIDELANE_WIRE_BF16 1
+
+// Rows lie by (local expert, source rank, token).
+#define SIDELANE_LAYOUT_EXPERT_MAJOR 0
+
+// Rows lie by (source rank, token), one for each token that chose any of the rank's experts.
+#define SIDELANE_LAYOUT_RANK_MAJOR 1
+
+// Receive memory is as large as the call needs.
+#define SIDELANE_MODE_EAGER 0
+
+// A rank receives at most `mode_rows` rows.
+#define SIDELANE_MODE_BUDGET 1
+
+// Each source has `mode_rows` slots per expert (rank-major: per rank); counts are not exchanged.
+#define SIDELANE_MODE_SLOTS 2
+
+// Rows for which there is no room are an error, and nothing moves.
+#define SIDELANE_OVERFLOW_ERROR 0
+
+// Rows for which there is no room are dropped.
+#define SIDELANE_OVERFLOW_DROP 1
+
+// Each row goes to the ranks that its token chose.
+#define SIDELANE_STRATEGY_EXCHANGE 0
+
+// Every row goes to every rank, which copies those of its experts: for small groups.
+#define SIDELANE_STRATEGY_GATHER 1
+
+// What a call came to. `sidelane_last_message()` says it in a sentence.
+enum sidelane_status_t
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+    // Done.
+    SIDELANE_OK = 0,
+    // An argument cannot be used: a null pointer, an unknown number, a struct of an unknown size, a wrong shape.
+    SIDELANE_ERROR_ARGUMENT = 1,
+    // A handle was closed, is of another kind, or was never given.
+    SIDELANE_ERROR_HANDLE = 2,
+    // The object is in a call of another thread, or between the halves of a call.
+    SIDELANE_ERROR_BUSY = 3,
+    // This process was forked from one that uses the library.
+    SIDELANE_ERROR_FORKED = 4,
+    // A bug of the library: it is caught, and the object that was in use can only be closed. In a collective call the others
+    // may wait: cancel the world.
+    SIDELANE_ERROR_INTERNAL = 5,
+    // The ranks did not meet.
+    SIDELANE_ERROR_BOOTSTRAP = 16,
+    // The world is dead: a rank is lost, or somebody cancelled. Rebuild it.
+    SIDELANE_ERROR_WORLD = 17,
+    // Memory could not be had, or an access lies outside its window.
+    SIDELANE_ERROR_MEMORY = 18,
+    // The instruction set that was asked for cannot be used.
+    SIDELANE_ERROR_SIMD = 19,
+    // A GPU could not be used.
+    SIDELANE_ERROR_DEVICE = 20,
+    // Bytes or signals could not be moved, or did not come.
+    SIDELANE_ERROR_LANE = 21,
+    // The input of a router is wrong.
+    SIDELANE_ERROR_GATE = 22,
+    // The input of a call is wrong: nothing moved on any rank.
+    SIDELANE_ERROR_PLAN = 23,
+    // Ranks disagree about a call, or it is used wrongly: nothing moved on any rank.
+    SIDELANE_ERROR_CALL = 24,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum sidelane_status_t sidelane_status_t;
+#else
+typedef int32_t sidelane_status_t;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// Dispatch and combine over a group.
+typedef struct sidelane_ep_t sidelane_ep_t;
+
+// A router.
+typedef struct sidelane_gate_t sidelane_gate_t;
+
+// Ordered ranks of a world.
+typedef struct sidelane_group_t sidelane_group_t;
+
+// The layout of one dispatch: combine, cached dispatch and the gradients follow it.
+typedef struct sidelane_handle_t sidelane_handle_t;
+
+// What experts write into: peers read it in place.
+typedef struct sidelane_output_t sidelane_output_t;
+
+// A combine that was started.
+typedef struct sidelane_pending_combine_t sidelane_pending_combine_t;
+
+// A dispatch that was started.
+typedef struct sidelane_pending_dispatch_t sidelane_pending_dispatch_t;
+
+// Rows that a dispatch brought. They go back to the receive pool when they are closed.
+typedef struct sidelane_rows_t sidelane_rows_t;
+
+// Tokens that network cards read in place.
+typedef struct sidelane_tokens_t sidelane_tokens_t;
+
+// Memory that the ranks of a group write to each other.
+typedef struct sidelane_window_t sidelane_window_t;
+
+// All ranks of a job, as this process sees them.
+typedef struct sidelane_world_t sidelane_world_t;
+
+// How a world is joined. What is 0 is taken from the environment, or is the default; heap and symmetric must be equal on
+// all ranks.
+typedef struct {
+    // sizeof(sidelane_world_options_t).
+    size_t size;
+    // Bytes of each rank's heap (SIDELANE_HEAP).
+    uint64_t heap;
+    // Of these, for control and windows (SIDELANE_SYMMETRIC).
+    uint64_t symmetric;
+    // How long a live but silent rank is waited for (SIDELANE_DEADLINE_MS), at most a day.
+    uint64_t deadline_ms;
+    // How long ranks are waited for at start (SIDELANE_RENDEZVOUS_MS), at most a day.
+    uint64_t rendezvous_ms;
+} sidelane_world_options_t;
+
+// What a world is.
+typedef struct {
+    // sizeof(sidelane_world_info_t).
+    size_t size;
+    // This rank.
+    uint32_t rank;
+    // Number of ranks.
+    uint32_t ranks;
+    // How often the world was rebuilt.
+    uint32_t epoch;
+    // Number of nodes: ranks of one share memory.
+    uint32_t nodes;
+    // The node of this rank.
+    uint32_t node;
+    // Ranks of that node.
+    uint32_t ranks_of_node;
+    // The lane that joins the nodes, "loop", "verbs" or "tcp"; empty where there is one node.
+    char rail[16];
+    // The instruction set in use.
+    char simd[16];
+} sidelane_world_info_t;
+
+// What a group is.
+typedef struct {
+    // sizeof(sidelane_group_info_t).
+    size_t size;
+    // This rank's position.
+    uint32_t rank;
+    // Number of ranks.
+    uint32_t ranks;
+    // Number of nodes.
+    uint32_t nodes;
+    // The node of this rank.
+    uint32_t node;
+} sidelane_group_info_t;
+
+// A router, as data. Begin with a preset (sidelane_gate_preset()) and change what differs.
+typedef struct {
+    // sizeof(sidelane_gate_config_t).
+    size_t size;
+    // Experts, at most 2^20.
+    uint32_t experts;
+    // Choices per token.
+    uint32_t top_k;
+    // From logits to scores: SIDELANE_SCORE_...
+    uint32_t score;
+    // Which experts a token chooses: SIDELANE_SELECT_...
+    uint32_t select;
+    // Groups of experts / groups experts.
+    uint32_t groups;
+    // Groups that are kept.
+    uint32_t groups_kept;
+    // A group is worth the sum of its best so many; 0: its best.
+    uint32_t group_best;
+    // Of Sinkhorn: mean change at which the iteration ends.
+    float tolerance;
+    // Noise on the logits: SIDELANE_NOISE_...
+    uint32_t noise;
+    // Its size.
+    float noise_size;
+    // Above 0: a second choice is kept with probability min(1, weight / this) while training.
+    float second_threshold;
+    // When weights are divided by their sum: SIDELANE_NORMALISE_...
+    uint32_t normalise;
+    // By what: SIDELANE_DIVISOR_...
+    uint32_t divisor;
+    // And with which number.
+    float divisor_value;
+    // Factor on all weights, above 0.
+    float scaling;
+    // Room per expert: SIDELANE_CAPACITY_...
+    uint32_t capacity;
+    // Capacity factor.
+    double capacity_factor;
+    // Rows, for SIDELANE_CAPACITY_ROWS.
+    uint32_t capacity_rows;
+    // Never less than this.
+    uint32_t capacity_minimum;
+    // Rounded up to a multiple of this; 1 for none.
+    uint32_t capacity_align;
+    // Local groups: equal parts of the tokens with a capacity each; 1 for all together.
+    uint32_t capacity_groups;
+    // Who is kept: SIDELANE_KEEP_...
+    uint32_t keep;
+    // 1: every expert gets exactly its capacity in rows, unused ones zero.
+    uint32_t pad;
+} sidelane_gate_config_t;
+
+// One forward pass over the tokens of a rank. Only tokens and logits must be given. Arrays are read during the call alone.
+typedef struct {
+    // sizeof(sidelane_gate_call_t).
+    size_t size;
+    // The router's logits, [tokens, experts].
+    const float *logits;
+    // Tokens.
+    uint64_t tokens;
+    // [experts], added to the scores for the choice alone; or NULL.
+    const float *bias;
+    // [tokens, experts]: factors on the standard deviation of normal noise; or NULL.
+    const float *deviation;
+    // [tokens]: 1 for tokens that choose, 0 for padding; or NULL.
+    const uint8_t *used;
+    // [tokens, top_k]: choices that were recorded, -1 for none; or NULL.
+    const int32_t *replay;
+    // Seed of the run.
+    uint64_t seed;
+    // Step of the run: passes that are to differ have different steps.
+    uint64_t step;
+    // Rank that the tokens belong to.
+    uint32_t rank;
+    // 1: this is a training pass: else there is only such noise as is always there.
+    uint32_t training;
+    // 1: `needed` counts.
+    uint32_t has_needed;
+    // The largest number of rows that any rank needs for one expert, where the capacity follows the need.
+    uint32_t needed;
+} sidelane_gate_call_t;
+
+// The choices of this rank's tokens, two arrays `[tokens, top_k]`. An id of -1 is a dropped choice.
+typedef struct {
+    // Expert ids.
+    const int32_t *experts;
+    // Weights.
+    const float *weights;
+    // Tokens.
+    uint64_t tokens;
+    // Choices per token.
+    uint32_t top_k;
+    // 0.
+    uint32_t reserved;
+} sidelane_routing_t;
+
+// What a router decided. It may be read until the gate's next call, or until the gate is closed.
+typedef struct {
+    // sizeof(sidelane_decision_t).
+    size_t size;
+    // Experts that are left (-1: dropped) and their weights, to dispatch by.
+    sidelane_routing_t routing;
+    // What was chosen, [tokens, top_k], before any choice was dropped.
+    const int32_t *choices;
+    // Place of each choice among the rows of its expert, [tokens, top_k]; -1 where there is none.
+    const int32_t *slots;
+    // Choices of each expert, [experts], before any was dropped.
+    const uint32_t *counts_before;
+    // Choices of each expert that are left, [experts].
+    const uint32_t *counts_after;
+    // Rows per expert.
+    uint32_t capacity;
+    // The capacity that would have dropped nothing.
+    uint32_t required;
+} sidelane_decision_t;
+
+// Settings of a layer: all ranks must choose alike. 0 is the default of everything but `experts`, `top_k` and `hidden`.
+typedef struct {
+    // sizeof(sidelane_ep_options_t).
+    size_t size;
+    // Number of experts. 0 if there is an expert map.
+    uint32_t experts;
+    // Choices per token.
+    uint32_t top_k;
+    // Elements of a row, which must be a multiple of 16 bytes.
+    uint32_t hidden;
+    // Their type: SIDELANE_DTYPE_...
+    uint32_t dtype;
+    // Order in which a token's rows are summed: SIDELANE_ORDER_...
+    uint32_t order;
+    // Type of partial sums: SIDELANE_WIRE_...
+    uint32_t wire;
+    // How rows reach other nodes: SIDELANE_ROUTE_...
+    uint32_t route;
+    // How received rows lie: SIDELANE_LAYOUT_...
+    uint32_t layout;
+    // How receive memory is sized: SIDELANE_MODE_...
+    uint32_t mode;
+    // Rows of the budget, or slots.
+    uint32_t mode_rows;
+    // What becomes of rows without room: SIDELANE_OVERFLOW_...
+    uint32_t overflow;
+    // How rows go out: SIDELANE_STRATEGY_...
+    uint32_t strategy;
+    // Each expert's rows start at and are padded to a multiple of this. Default: 1.
+    uint32_t align;
+    // The most tokens of a rank in one call. Default: 4096.
+    uint32_t max_tokens;
+    // 1: combine multiplies each row with its routing weight.
+    uint32_t weighted;
+    // 1: dispatch sends records of e4m3 values and scales, which sidelane_ep_quantise() makes.
+    uint32_t fp8;
+    // 1: relays hand on in few large copies (rank-major over pxn).
+    uint32_t spans;
+    // 0.
+    uint32_t reserved;
+} sidelane_ep_options_t;
+
+// Which rank holds which expert, if not in contiguous blocks. An expert may have several replicas.
+typedef struct {
+    // How many experts each rank holds, `[ranks]`.
+    const uint32_t *held;
+    // Which, in the order of their local slots, those of rank 0 first: `[sum of held]`.
+    const uint32_t *experts_held;
+    // Ranks.
+    uint32_t ranks;
+    // Experts.
+    uint32_t experts;
+} sidelane_expert_map_t;
+
+// What a layer is.
+typedef struct {
+    // sizeof(sidelane_ep_info_t).
+    size_t size;
+    // This rank's position in the group.
+    uint32_t rank;
+    // Number of ranks.
+    uint32_t ranks;
+    // Number of experts.
+    uint32_t experts;
+    // Experts of this rank, replicas counted each.
+    uint32_t local_experts;
+    // Choices per token.
+    uint32_t top_k;
+    // Elements of a row that is combined.
+    uint32_t hidden;
+    // Their type.
+    uint32_t dtype;
+    // With fp8: scales of a record; 0 otherwise.
+    uint32_t record_scales;
+    // With fp8: bytes of a record, which are the columns of what is dispatched; 0 otherwise.
+    uint64_t record_bytes;
+    // With fp8: where in a record the scales begin, in bytes.
+    uint64_t record_scales_offset;
+} sidelane_ep_info_t;
+
+// A row-major matrix `[rows, columns]`, its rows without gaps. It is the caller's memory: read or written during the call
+// alone, unless a function says otherwise.
+typedef struct {
+    // The first element. May be NULL if there is none.
+    void *data;
+    // Rows.
+    uint64_t rows;
+    // Elements of a row.
+    uint64_t columns;
+    // Type of an element: SIDELANE_DTYPE_...
+    uint32_t dtype;
+    // 0.
+    uint32_t reserved;
+} sidelane_tensor_t;
+
+// The layout of a dispatch. What it points to may be read until the handle is closed; where there is nothing, the count is 0.
+typedef struct {
+    // sizeof(sidelane_handle_info_t).
+    size_t size;
+    // Rows received, pads counted.
+    uint64_t rows;
+    // Tokens that this rank dispatched.
+    uint64_t tokens;
+    // Rows of each local expert, [local_experts]; rank-major, rows that chose it.
+    const int64_t *tokens_per_expert;
+    // Local experts.
+    uint64_t local_experts;
+    // Rows of each segment, pads and unused slots counted, [segments].
+    const int64_t *padded_tokens_per_expert;
+    // Segments of the rows: one per local expert; rank-major, one.
+    uint64_t segments;
+    // Routing weight of each row, [rows], 0 for pads; rank-major, of each row and choice, [rows, top_k].
+    const float *row_weights;
+    // How many weights.
+    uint64_t row_weight_count;
+    // Rank-major: the local expert of each row and choice, [rows, top_k], -1 where there is none.
+    const int32_t *row_experts;
+    // How many ids; 0 unless rank-major.
+    uint64_t row_expert_count;
+    // In spans: for each row in visible order, where it lies, [index_count].
+    const uint32_t *index_landing;
+    // In spans: for each row as it lies, which it is in visible order, [index_count].
+    const uint32_t *index_visible;
+    // Rows of both indices; 0 where rows lie in visible order.
+    uint64_t index_count;
+    // Which of this rank's choices were dropped for want of room (1), [tokens, top_k].
+    const uint8_t *dropped;
+    // How many choices.
+    uint64_t dropped_count;
+    // Rows that each rank needed, [ranks].
+    const uint32_t *required_rows;
+    // Ranks.
+    uint64_t ranks;
+} sidelane_handle_info_t;
+
+// Received rows. What it points to may be read and changed until the rows are closed.
+typedef struct {
+    // sizeof(sidelane_rows_info_t).
+    size_t size;
+    // The rows, without gaps. With fp8 each is a record: values first, then scales.
+    void *data;
+    // Number of rows, pads counted.
+    uint64_t rows;
+    // Bytes of a row.
+    uint64_t row_bytes;
+} sidelane_rows_info_t;
+
+// What experts write. It may be written until the output is used up or closed.
+typedef struct {
+    // sizeof(sidelane_output_info_t).
+    size_t size;
+    // The rows, without gaps. Their contents are undefined at first.
+    void *data;
+    // Number of rows, pads counted. What pad rows hold is never read.
+    uint64_t rows;
+    // Bytes of a row.
+    uint64_t row_bytes;
+} sidelane_output_info_t;
+
+// A buffer of tokens to dispatch.
+typedef struct {
+    // sizeof(sidelane_tokens_info_t).
+    size_t size;
+    // The rows, without gaps. Their contents are undefined at first.
+    void *data;
+    // Number of rows.
+    uint64_t rows;
+    // Bytes of a row.
+    uint64_t row_bytes;
+} sidelane_tokens_info_t;
+
+// A lane, and how many ranks it reaches.
+typedef struct {
+    // "own", "shm", the lane between nodes, or "relay": of ranks that are reached through others. Empty: no more lanes.
+    char name[16];
+    // Ranks.
+    uint64_t ranks;
+} sidelane_lane_t;
+
+// What a rank moved.
+typedef struct {
+    // Bytes of rows copied or put within the node, own rows included.
+    uint64_t local_bytes;
+    // Bytes of rows put to other nodes.
+    uint64_t rail_bytes;
+    // Bytes of messages, headers, and what goes with the rows.
+    uint64_t control_bytes;
+    // Rows copied, zeros included.
+    uint64_t rows;
+    // Copies by which rows were moved.
+    uint64_t copies;
+    // Signals raised.
+    uint64_t signals;
+    // Bytes of the rows read by sums.
+    uint64_t summed_bytes;
+} sidelane_moved_t;
+
+// Rows, by how far they go.
+typedef struct {
+    // From a rank to itself.
+    uint64_t own;
+    // To other ranks of its node.
+    uint64_t local;
+    // To other nodes.
+    uint64_t rail;
+} sidelane_hops_t;
+
+// How the bytes of a dispatch went at this rank.
+typedef struct {
+    // sizeof(sidelane_report_t).
+    size_t size;
+    // The lanes in use.
+    sidelane_lane_t lanes[8];
+    // What this rank moved in the dispatch.
+    sidelane_moved_t moved;
+    // What of that it handed on for others.
+    sidelane_moved_t relayed;
+    // What it moved in the last combine or gradient along the handle; 0 before the first.
+    sidelane_moved_t returned;
+    // As planned: a row for each (token, expert) or, rank-major, each (token, rank).
+    sidelane_hops_t wanted;
+    // As planned: rows that this rank puts, those of zeros included.
+    sidelane_hops_t put;
+    // (token, rank) pairs whose rank is on another node.
+    uint64_t remote_ranks;
+    // (token, node) pairs whose node is another.
+    uint64_t remote_nodes;
+    // As planned: rows that this rank hands on to the ranks of its node.
+    uint64_t handed_on;
+    // Bytes of a row that goes out.
+    uint64_t row_bytes;
+    // Bytes of a row that comes home.
+    uint64_t home_row_bytes;
+    // Bytes that combines and gradients along the handle copied, because rows did not lie in an output of it.
+    uint64_t copied_bytes;
+} sidelane_report_t;
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+// The version of the library, as "0.1.0".
+const char *sidelane_version(void);
+
+// The name of a status, as "SIDELANE_ERROR_PLAN"; "unknown status" if it is none.
+const char *sidelane_status_name(int32_t status);
+
+// What the last call on this thread that did not return SIDELANE_OK had to say, in a sentence. It may be read until the
+// next such call on this thread. Never NULL.
+const char *sidelane_last_message(void);
+
+// Joins the job that the environment describes (sidelane launch, torchrun, SLURM, Open MPI). Collective over the job.
+//
+// `options` may be NULL. A process of its own for each rank: a child that was forked afterwards is refused.
+//
+// The caller's word: pointers are NULL or valid; `options` is as large as its size says.
+sidelane_status_t sidelane_world_from_env(const sidelane_world_options_t *options,
+                                          sidelane_world_t **world);
+
+// Says what a world is.
+//
+// The caller's word: `info` is NULL, or as large as its size says.
+sidelane_status_t sidelane_world_info(sidelane_world_t *world, sidelane_world_info_t *info);
+
+// Whether the world is alive: SIDELANE_OK, or SIDELANE_ERROR_WORLD and the cause.
+sidelane_status_t sidelane_world_check(sidelane_world_t *world);
+
+// Ends the world on every rank: all waits and calls end with an error that names this rank.
+sidelane_status_t sidelane_world_cancel(sidelane_world_t *world);
+
+// The survivors' next world, after this one has died. Collective among those that are left. The old world and what was made
+// from it stay readable until they are closed.
+//
+// The caller's word: `rebuilt` is NULL or valid.
+sidelane_status_t sidelane_world_rebuild(sidelane_world_t *world,
+                                         uint64_t deadline_ms,
+                                         sidelane_world_t **rebuilt);
+
+// For each of `ranks` ranks, its rank in the world before the rebuild.
+//
+// The caller's word: `previous` is NULL, or `ranks` numbers may be written there.
+sidelane_status_t sidelane_world_previous_ranks(sidelane_world_t *world, uint32_t *previous, uint32_t ranks);
+
+// Closes the handle. This rank leaves the world when everything made from it is closed, too. NULL is nothing.
+sidelane_status_t sidelane_world_close(sidelane_world_t *world);
+
+// A group of `count` ranks of the world, in this order. Collective among them; without ranks (NULL and 0), of all.
+//
+// The caller's word: `ranks` is NULL or points to `count` numbers; `group` is NULL or valid.
+sidelane_status_t sidelane_world_group(sidelane_world_t *world,
+                                       const uint32_t *ranks,
+                                       uint32_t count,
+                                       sidelane_group_t **group);
+
+// Says what a group is.
+//
+// The caller's word: `info` is NULL, or as large as its size says.
+sidelane_status_t sidelane_group_info(sidelane_group_t *group, sidelane_group_info_t *info);
+
+// Closes the handle. What was built on the group goes on. NULL is nothing.
+sidelane_status_t sidelane_group_close(sidelane_group_t *group);
+
+// Memory of `len` bytes at every member of a group, and a signal word per pair of members. Collective.
+//
+// The caller's word: `window` is NULL or valid.
+sidelane_status_t sidelane_group_window(sidelane_group_t *group, uint64_t len, sidelane_window_t **window);
+
+// Writes `len` bytes to `offset` of the part of `peer`. When it returns, `src` may be changed; the bytes may not have
+// landed.
+//
+// The caller's word: `src` is NULL or points to `len` bytes.
+sidelane_status_t sidelane_window_put(sidelane_window_t *window,
+                                      uint32_t peer,
+                                      uint64_t offset,
+                                      const void *src,
+                                      uint64_t len);
+
+// As sidelane_window_put(), then sidelane_window_signal().
+//
+// The caller's word: as sidelane_window_put().
+sidelane_status_t sidelane_window_put_signal(sidelane_window_t *window,
+                                             uint32_t peer,
+                                             uint64_t offset,
+                                             const void *src,
+                                             uint64_t len,
+                                             uint64_t value);
+
+// Raises this rank's word at `peer` to `value`, after all earlier puts to it. Values must grow, from 1 on.
+sidelane_status_t sidelane_window_signal(sidelane_window_t *window, uint32_t peer, uint64_t value);
+
+// Waits until the word that `peer` raises here is at least `value`: all that it put here before is visible then.
+sidelane_status_t sidelane_window_wait(sidelane_window_t *window,
+                                       uint32_t peer,
+                                       uint64_t value);
+
+// Returns when everything that this rank has put or signalled so far has landed.
+sidelane_status_t sidelane_window_quiet(sidelane_window_t *window);
+
+// Returns when all members are here; what they put before has landed then. Collective.
+sidelane_status_t sidelane_window_barrier(sidelane_window_t *window);
+
+// Copies `len` bytes of this rank's own part to `into`.
+//
+// The caller's word: `into` is NULL, or `len` bytes may be written there.
+sidelane_status_t sidelane_window_read(sidelane_window_t *window, uint64_t offset, void *into, uint64_t len);
+
+// Copies `len` bytes to this rank's own part.
+//
+// The caller's word: `from` is NULL or points to `len` bytes.
+sidelane_status_t sidelane_window_write(sidelane_window_t *window,
+                                        uint64_t offset,
+                                        const void *from,
+                                        uint64_t len);
+
+// Closes the window. Its bytes at this rank are free then. NULL is nothing.
+sidelane_status_t sidelane_window_close(sidelane_window_t *window);
+
+// The router of a system or model: megatron, deepspeed_top1, deepspeed_top2, deepspeed_topk, gshard, switch, tutel,
+// deepseek_v3, mixtral, qwen3, olmoe.
+//
+// The caller's word: `preset` is NULL or a text; `config` is NULL, or as large as its size says.
+sidelane_status_t sidelane_gate_preset(const char *preset,
+                                       uint32_t experts,
+                                       uint32_t top_k,
+                                       sidelane_gate_config_t *config);
+
+// A router. Local.
+//
+// The caller's word: `config` is NULL, or as large as its size says; `gate` is NULL or valid.
+sidelane_status_t sidelane_gate_build(const sidelane_gate_config_t *config, sidelane_gate_t **gate);
+
+// Decides for all tokens of a call. Local.
+//
+// The caller's word: `call` and `decision` are NULL, or as large as their size says; arrays are NULL or as large as documented.
+sidelane_status_t sidelane_gate_route(sidelane_gate_t *gate,
+                                      const sidelane_gate_call_t *call,
+                                      sidelane_decision_t *decision);
+
+// Closes the gate. NULL is nothing.
+sidelane_status_t sidelane_gate_close(sidelane_gate_t *gate);
+
+// Builds a layer on a group. Collective. `expert_map` may be NULL: experts in contiguous blocks.
+//
+// The caller's word: pointers are NULL or valid; `options` is as large as its size says.
+sidelane_status_t sidelane_ep_build(sidelane_group_t *group,
+                                    const sidelane_ep_options_t *options,
+                                    const sidelane_expert_map_t *expert_map,
+                                    sidelane_ep_t **ep);
+
+// Says what a layer is.
+//
+// The caller's word: `info` is NULL, or as large as its size says.
+sidelane_status_t sidelane_ep_info(sidelane_ep_t *ep, sidelane_ep_info_t *info);
+
+// Moves experts to other ranks: the dispatches that follow go by this map. What ranks hold of the experts is the caller's to
+// move. Collective; no handle of the layer may be open.
+//
+// The caller's word: `expert_map` is NULL or valid.
+sidelane_status_t sidelane_ep_set_expert_map(sidelane_ep_t *ep,
+                                             const sidelane_expert_map_t *expert_map);
+
+// Makes records of tokens, [tokens, hidden] to [tokens, record_bytes] of SIDELANE_DTYPE_BYTES: what a layer with fp8
+// dispatches. Local.
+//
+// The caller's word: pointers are NULL or valid; tensors are as large as they say, and nobody else writes to them meanwhile.
+sidelane_status_t sidelane_ep_quantise(sidelane_ep_t *ep,
+                                       const sidelane_tensor_t *tokens,
+                                       const sidelane_tensor_t *records);
+
+// A buffer of `count` rows to dispatch that network cards read in place; a tensor may lie in it. Local.
+//
+// The caller's word: `tokens` is NULL or valid.
+sidelane_status_t sidelane_ep_tokens(sidelane_ep_t *ep, uint32_t count, sidelane_tokens_t **tokens);
+
+// Closes the layer. Rows, outputs and handles that are open stay readable. NULL is nothing.
+sidelane_status_t sidelane_ep_close(sidelane_ep_t *ep);
+
+// Sends every token to the ranks of its experts, and receives the rows of this rank's experts. Collective.
+//
+// `x` is [tokens, hidden], of records with fp8 [tokens, record_bytes]. Both results are the caller's to close.
+//
+// The caller's word: pointers are NULL or valid; tensors and arrays are as large as they say, and nobody writes to them
+// meanwhile.
+sidelane_status_t sidelane_ep_dispatch(sidelane_ep_t *ep,
+                                       const sidelane_tensor_t *x,
+                                       const sidelane_routing_t *routing,
+                                       sidelane_rows_t **rows,
+                                       sidelane_handle_t **handle);
+
+// Sends tokens along the layout of an earlier dispatch: no ids, no counts. Collective. `x` has as many tokens as that
+// dispatch.
+//
+// The caller's word: as sidelane_ep_dispatch().
+sidelane_status_t sidelane_ep_dispatch_cached(sidelane_ep_t *ep,
+                                              const sidelane_tensor_t *x,
+                                              sidelane_handle_t *handle,
+                                              sidelane_rows_t **rows);
+
+// Says how the rows of a dispatch lie.
+//
+// The caller's word: `info` is NULL, or as large as its size says.
+sidelane_status_t sidelane_handle_info(sidelane_handle_t *handle, sidelane_handle_info_t *info);
+
+// Closes the handle. Rows and outputs of it that are open stay as they are. NULL is nothing.
+sidelane_status_t sidelane_handle_close(sidelane_handle_t *handle);
+
+// Says where received rows lie.
+//
+// The caller's word: `info` is NULL, or as large as its size says.
+sidelane_status_t sidelane_rows_info(sidelane_rows_t *rows, sidelane_rows_info_t *info);
+
+// Closes rows: they go back to the receive pool. NULL is nothing.
+sidelane_status_t sidelane_rows_close(sidelane_rows_t *rows);
+
+// A buffer of the received rows' shape that combine takes without a copy: experts write into it. Local. After a combine that
+// was refused, this is the buffer of that combine, as it was.
+//
+// The caller's word: `output` is NULL or valid.
+sidelane_status_t sidelane_handle_output(sidelane_handle_t *handle,
+                                         sidelane_output_t **output);
+
+// Says where experts are to write.
+//
+// The caller's word: `info` is NULL, or as large as its size says.
+sidelane_status_t sidelane_output_info(sidelane_output_t *output, sidelane_output_info_t *info);
+
+// Closes an output that was not used up. NULL is nothing.
+sidelane_status_t sidelane_output_close(sidelane_output_t *output);
+
+// Says where tokens are to be written.
+//
+// The caller's word: `info` is NULL, or as large as its size says.
+sidelane_status_t sidelane_tokens_info(sidelane_tokens_t *tokens, sidelane_tokens_info_t *info);
+
+// Closes a buffer of tokens. NULL is nothing.
+sidelane_status_t sidelane_tokens_close(sidelane_tokens_t *tokens);
+
+// Brings expert outputs back to their tokens and sums them into `out`, [tokens, hidden]. Collective.
+//
+// Either `output`, the buffer of sidelane_handle_output(), which peers read in place and which is used up, or `rows`, a
+// tensor [rows, hidden] anywhere, which is copied once; the other is NULL. If an argument cannot be used, `output` stays
+// open. After any other error that leaves the world alive, sidelane_handle_output() gives its buffer again, as it was.
+//
+// The caller's word: pointers are NULL or valid; tensors are as large as they say, and nobody else uses them meanwhile.
+sidelane_status_t sidelane_ep_combine(sidelane_ep_t *ep,
+                                      sidelane_output_t *output,
+                                      const sidelane_tensor_t *rows,
+                                      sidelane_handle_t *handle,
+                                      const sidelane_tensor_t *out);
+
+// Gradient of dispatch: sums row gradients to their tokens, [tokens, hidden]. Collective.
+//
+// Row gradients are `output` or `rows`, as for sidelane_ep_combine(). With `row_weight_gradients` (one per received row or,
+// rank-major, per row and choice: as many as `row_weights` of the handle) those come home, too: `weight_gradients` is
+// [tokens, top_k], 0 for dropped choices. Without, both are NULL.
+//
+// The caller's word: as sidelane_ep_combine().
+sidelane_status_t sidelane_ep_dispatch_backward(sidelane_ep_t *ep,
+                                                sidelane_output_t *output,
+                                                const sidelane_tensor_t *rows,
+                                                const float *row_weight_gradients,
+                                                sidelane_handle_t *handle,
+                                                const sidelane_tensor_t *token_gradients,
+                                                float *weight_gradients);
+
+// Gradient of combine: brings token gradients, [tokens, hidden], to the rows that were summed. Collective.
+//
+// If the layer is weighted, rows are multiplied with their weight, and `weight_gradients`, [tokens, top_k], gets the
+// gradients of the weights; otherwise it is NULL.
+//
+// The caller's word: as sidelane_ep_combine().
+sidelane_status_t sidelane_ep_combine_backward(sidelane_ep_t *ep,
+                                               const sidelane_tensor_t *gradients,
+                                               sidelane_handle_t *handle,
+                                               sidelane_rows_t **rows,
+                                               float *weight_gradients);
+
+// First half of sidelane_ep_dispatch(): announces memory and publishes counts, and does not wait. Until it is finished the
+// layer takes no other call, and what this rank does for other nodes is done in a thread of its own.
+//
+// Input that the library refuses is reported by the second half, on all ranks.
+//
+// The caller's word: as sidelane_ep_dispatch(), and `x` and the arrays of `routing` stay as they are until the dispatch is
+// finished or closed.
+sidelane_status_t sidelane_ep_dispatch_start(sidelane_ep_t *ep,
+                                             const sidelane_tensor_t *x,
+                                             const sidelane_routing_t *routing,
+                                             sidelane_pending_dispatch_t **pending);
+
+// Second half of a dispatch: waits for the counts of all, places, moves the rows, and waits for those that come here.
+// Collective. `pending` is used up.
+//
+// The caller's word: `rows` and `handle` are NULL or valid.
+sidelane_status_t sidelane_dispatch_finish(sidelane_pending_dispatch_t *pending,
+                                           sidelane_rows_t **rows,
+                                           sidelane_handle_t **handle);
+
+// First half of sidelane_ep_combine(): offers this rank's rows, and does not wait for the others'. Until it is finished
+// layer and handle take no other call, and what this rank does for other nodes is done in a thread of its own.
+//
+// The caller's word: as sidelane_ep_combine().
+sidelane_status_t sidelane_ep_combine_start(sidelane_ep_t *ep,
+                                            sidelane_output_t *output,
+                                            const sidelane_tensor_t *rows,
+                                            sidelane_handle_t *handle,
+                                            sidelane_pending_combine_t **pending);
+
+// Second half of a combine: waits until all ranks offer their rows, and sums into `out`, [tokens, hidden]. Collective.
+// `pending` is used up. If `out` cannot be used, the other ranks get their sums and this one gets none.
+//
+// The caller's word: as sidelane_ep_combine().
+sidelane_status_t sidelane_combine_finish(sidelane_pending_combine_t *pending,
+                                          const sidelane_tensor_t *out);
+
+// Closes a dispatch that will not be finished: the other ranks cannot go on, so the world ends. NULL is nothing.
+sidelane_status_t sidelane_pending_dispatch_close(sidelane_pending_dispatch_t *pending);
+
+// Closes a combine that will not be finished: the other ranks cannot go on, so the world ends. NULL is nothing.
+sidelane_status_t sidelane_pending_combine_close(sidelane_pending_combine_t *pending);
+
+// Says how the bytes of a dispatch went.
+//
+// The caller's word: `report` is NULL, or as large as its size says.
+sidelane_status_t sidelane_handle_report(sidelane_handle_t *handle, sidelane_report_t *report);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* SIDELANE_H */

@@ -1,0 +1,108 @@
+//! Dispatch: tokens to the ranks of their experts.
+
+use sidelane::ep::{ExpertRows, Handle as Layout};
+
+use super::layer::Layer;
+use super::memory::Out;
+use super::objects::{Ep, Handle, Rows};
+use super::tensor::{Routing, Source, Tensor, with_element};
+use super::{border, get, give};
+use crate::fault::Fault;
+use crate::handles::{Kind, Seat};
+use crate::refuse::Call;
+use crate::{Status, refuse};
+
+/// Sends every token to the ranks of its experts, and receives the rows of this rank's experts. Collective.
+///
+/// `x` is [tokens, hidden], of records with fp8 [tokens, record_bytes]. Both results are the caller's to close.
+///
+/// The caller's word: pointers are NULL or valid; tensors and arrays are as large as they say, and nobody writes to them
+/// meanwhile.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_ep_dispatch(
+    ep: *mut Ep,
+    x: *const Tensor,
+    routing: *const Routing,
+    rows: *mut *mut Rows,
+    handle: *mut *mut Handle,
+) -> Status {
+    border(|| {
+        let layer = get(ep)?;
+        // SAFETY: as the caller promised.
+        let arguments =
+            unsafe { Results::new(rows, handle).and_then(|r| Ok((r, input(&layer, x, routing)?))) };
+        layer.seat.lend(|ep| {
+            let (results, (x, routing)) = arguments.inspect_err(|_| refuse::dispatch(ep))?;
+            results.give(with_element!(x.dtype, E => ep.dispatch(x.elements::<E>(), &routing))?)
+        })
+    })
+}
+
+/// Sends tokens along the layout of an earlier dispatch: no ids, no counts. Collective. `x` has as many tokens as that
+/// dispatch.
+///
+/// The caller's word: as sidelane_ep_dispatch().
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_ep_dispatch_cached(
+    ep: *mut Ep,
+    x: *const Tensor,
+    handle: *mut Handle,
+    rows: *mut *mut Rows,
+) -> Status {
+    border(|| {
+        let layer = get(ep)?;
+        let seat = get(handle);
+        layer.seat.lend(|ep| {
+            let seat = seat.inspect_err(|_| refuse::along(ep, layer.dtype, None, Call::CachedDispatch))?;
+            seat.lend(|layout| {
+                let tokens = layout.tokens().into();
+                // SAFETY: as the caller promised.
+                let arguments = unsafe {
+                    Out::new("rows", rows)
+                        .map_err(Fault::from)
+                        .and_then(|out| Ok((out, Source::read("x", x, tokens, layer.sent)?)))
+                };
+                let (out, x) = arguments
+                    .inspect_err(|_| refuse::along(ep, layer.dtype, Some(layout), Call::CachedDispatch))?;
+                let received = with_element!(x.dtype, E => ep.dispatch_cached(x.elements::<E>(), layout))?;
+                give(Seat::new(Kind::Rows, received), out)
+            })
+        })
+    })
+}
+
+/// What is dispatched, and whither.
+///
+/// # Safety
+/// As [`Source::read`] and [`Routing::read`].
+pub(super) unsafe fn input<'a>(
+    layer: &Layer,
+    x: *const Tensor,
+    routing: *const Routing,
+) -> Result<(Source<'a>, sidelane::gate::Routing<'a>), Fault> {
+    // SAFETY: as the caller promised.
+    let routing = unsafe { Routing::read(routing) }?;
+    // SAFETY: as the caller promised.
+    let x = unsafe { Source::read("x", x, routing.tokens().into(), layer.sent) }?;
+    Ok((x, routing))
+}
+
+/// Where the results of a dispatch go.
+pub(super) struct Results {
+    rows: Out<*mut Rows>,
+    handle: Out<*mut Handle>,
+}
+
+impl Results {
+    /// # Safety
+    /// As [`Out::new`].
+    pub(super) unsafe fn new(rows: *mut *mut Rows, handle: *mut *mut Handle) -> Result<Results, Fault> {
+        // SAFETY: as the caller promised.
+        Ok(unsafe { Results { rows: Out::new("rows", rows)?, handle: Out::new("handle", handle)? } })
+    }
+
+    pub(super) fn give(self, (rows, layout): (ExpertRows, Layout)) -> Result<(), Fault> {
+        give(Seat::new(Kind::Rows, rows), self.rows)?;
+        give(Seat::new(Kind::Handle, layout), self.handle)
+    }
+}

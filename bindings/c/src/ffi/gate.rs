@@ -1,0 +1,166 @@
+//! Routers: logits to choices.
+
+use sidelane::gate::{Call, Draw, GateConfig};
+
+use super::gate_config::RouterConfig;
+use super::memory::{Out, optional, slice};
+use super::objects::Gate;
+use super::tensor::Routing;
+use super::versioned::{OutStruct, read, versioned};
+use super::{border, close, get, give};
+use crate::Status;
+use crate::fault::{ArgumentError, Fault};
+use crate::handles::{Kind, Seat};
+use crate::words::switch;
+
+/// One forward pass over the tokens of a rank. Only tokens and logits must be given. Arrays are read during the call alone.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct GateCall {
+    /// sizeof(sidelane_gate_call_t).
+    pub size: usize,
+    /// The router's logits, [tokens, experts].
+    pub logits: *const f32,
+    /// Tokens.
+    pub tokens: u64,
+    /// [experts], added to the scores for the choice alone; or NULL.
+    pub bias: *const f32,
+    /// [tokens, experts]: factors on the standard deviation of normal noise; or NULL.
+    pub deviation: *const f32,
+    /// [tokens]: 1 for tokens that choose, 0 for padding; or NULL.
+    pub used: *const u8,
+    /// [tokens, top_k]: choices that were recorded, -1 for none; or NULL.
+    pub replay: *const i32,
+    /// Seed of the run.
+    pub seed: u64,
+    /// Step of the run: passes that are to differ have different steps.
+    pub step: u64,
+    /// Rank that the tokens belong to.
+    pub rank: u32,
+    /// 1: this is a training pass: else there is only such noise as is always there.
+    pub training: u32,
+    /// 1: `needed` counts.
+    pub has_needed: u32,
+    /// The largest number of rows that any rank needs for one expert, where the capacity follows the need.
+    pub needed: u32,
+}
+versioned!(GateCall, "sidelane_gate_call_t", needed: u32);
+
+/// What a router decided. It may be read until the gate's next call, or until the gate is closed.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Decision {
+    /// sizeof(sidelane_decision_t).
+    pub size: usize,
+    /// Experts that are left (-1: dropped) and their weights, to dispatch by.
+    pub routing: Routing,
+    /// What was chosen, [tokens, top_k], before any choice was dropped.
+    pub choices: *const i32,
+    /// Place of each choice among the rows of its expert, [tokens, top_k]; -1 where there is none.
+    pub slots: *const i32,
+    /// Choices of each expert, [experts], before any was dropped.
+    pub counts_before: *const u32,
+    /// Choices of each expert that are left, [experts].
+    pub counts_after: *const u32,
+    /// Rows per expert.
+    pub capacity: u32,
+    /// The capacity that would have dropped nothing.
+    pub required: u32,
+}
+versioned!(Decision, "sidelane_decision_t", required: u32);
+
+/// A router. Local.
+///
+/// The caller's word: `config` is NULL, or as large as its size says; `gate` is NULL or valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_gate_build(config: *const RouterConfig, gate: *mut *mut Gate) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let (out, flat) = unsafe { (Out::new("gate", gate)?, read(config)?) };
+        let router = sidelane::gate::Gate::new(GateConfig::try_from(&flat)?)?;
+        give(Seat::new(Kind::Gate, router), out)
+    })
+}
+
+/// Decides for all tokens of a call. Local.
+///
+/// The caller's word: `call` and `decision` are NULL, or as large as their size says; arrays are NULL or as large as documented.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_gate_route(
+    gate: *mut Gate,
+    call: *const GateCall,
+    decision: *mut Decision,
+) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let (out, call) = unsafe { (OutStruct::new(decision)?, read(call)?) };
+        get(gate)?.lend(|gate| {
+            let (experts, top_k) = (gate.config().experts.into(), gate.config().top_k.into());
+            // SAFETY: as the caller promised.
+            let asked = unsafe { call.asked(experts, top_k) }?;
+            let made = gate.route(&asked)?;
+            let routing = Routing {
+                experts: made.experts().as_ptr(),
+                weights: made.weights().as_ptr(),
+                tokens: made.tokens().into(),
+                top_k: made.top_k(),
+                reserved: 0,
+            };
+            out.write(Decision {
+                size: 0,
+                routing,
+                choices: made.choices().as_ptr(),
+                slots: made.slots().as_ptr(),
+                counts_before: made.counts_before().as_ptr(),
+                counts_after: made.counts_after().as_ptr(),
+                capacity: made.capacity(),
+                required: made.required(),
+            });
+            Ok(())
+        })
+    })
+}
+
+/// Closes the gate. NULL is nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn sidelane_gate_close(gate: *mut Gate) -> Status {
+    close(gate)
+}
+
+impl GateCall {
+    /// # Safety
+    /// Arrays are null or as large as documented, and nobody writes to them during `'a`.
+    unsafe fn asked<'a>(&self, experts: u64, top_k: u64) -> Result<Call<'a>, Fault> {
+        let GateCall { tokens, .. } = *self;
+        let elements = |columns: u64| {
+            let too_large = ArgumentError::TooLarge { what: "logits", rows: tokens, columns };
+            tokens.checked_mul(columns).ok_or(too_large)
+        };
+        let (all, choices) = (elements(experts)?, elements(top_k)?);
+        let has_needed = switch("has_needed", self.has_needed)?;
+        // SAFETY: as the caller promised.
+        let used = unsafe { optional("used", self.used, tokens) }?;
+        Ok(Call {
+            // SAFETY: as the caller promised; the others likewise.
+            logits: unsafe { slice("logits", self.logits, all) }?,
+            // SAFETY: as above.
+            bias: unsafe { optional("bias", self.bias, experts) }?,
+            // SAFETY: as above.
+            deviation: unsafe { optional("deviation", self.deviation, all) }?,
+            used: used.map(truths).transpose()?,
+            // SAFETY: as above.
+            replay: unsafe { optional("replay", self.replay, choices) }?,
+            needed: has_needed.then_some(self.needed),
+            training: switch("training", self.training)?,
+            draw: Draw { seed: self.seed, step: self.step, rank: self.rank },
+        })
+    }
+}
+
+/// Bytes of 0 and 1 as what they mean.
+fn truths(bytes: &[u8]) -> Result<&[bool], ArgumentError> {
+    bytemuck::checked::try_cast_slice(bytes).map_err(|_| {
+        let seen = bytes.iter().find(|&&byte| byte > 1).copied().unwrap_or_default().into();
+        ArgumentError::Value { what: "used", seen, expected: "0 or 1 for each token" }
+    })
+}

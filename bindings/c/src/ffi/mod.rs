@@ -1,0 +1,118 @@
+//! The border: what C calls, and the only room with unsafe code.
+//!
+//! Every function is one call of [`border`], which asks whose process this is, catches panics, and turns the outcome into a
+//! status and a sentence. Inside, pointers become slices at once ([`memory`], [`versioned`], [`tensor`]), and everything
+//! after that is safe code.
+#![allow(unsafe_code, reason = "pointers and symbols of C")]
+
+// The header keeps this order, and so a reader's: what comes first is needed first.
+mod library;
+
+mod world;
+
+mod group;
+
+mod window;
+
+mod gate_config;
+
+mod gate;
+
+mod tensor;
+
+mod layer;
+
+mod dispatch;
+
+mod handle;
+
+mod buffers;
+
+mod combine;
+
+mod backward;
+
+mod halves;
+
+mod report;
+
+mod memory;
+mod objects;
+mod versioned;
+
+pub use backward::*;
+pub use buffers::*;
+pub use combine::*;
+pub use dispatch::*;
+pub use gate::*;
+pub use gate_config::*;
+pub use group::*;
+pub use halves::*;
+pub use handle::*;
+pub use layer::*;
+pub use library::*;
+pub use objects::{
+    Ep, Gate, Group, Handle, Output, PendingCombine, PendingDispatch, Rows, Tokens, Window, World,
+};
+pub use report::*;
+pub use tensor::{ExpertMap, Routing, Tensor};
+pub use window::*;
+pub use world::*;
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use self::memory::Out;
+use self::objects::Opaque;
+use crate::fault::Fault;
+use crate::handles::Table;
+use crate::{Status, message, process};
+
+static TABLE: Table = Table::new();
+
+/// Makes a call from C: nothing unwinds out of it.
+fn border(call: impl FnOnce() -> Result<(), Fault>) -> Status {
+    let caught = || {
+        // What a panic left behind is behind a lock that is poisoned then.
+        catch_unwind(AssertUnwindSafe(call))
+            .unwrap_or_else(|panic| Err(Fault::Panicked { said: said(&*panic) }))
+    };
+    match process::check().and_then(|()| caught()) {
+        Ok(()) => Status::SIDELANE_OK,
+        Err(fault) => {
+            message::keep(fault.to_string());
+            (&fault).into()
+        }
+    }
+}
+
+fn said(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied().or(panic.downcast_ref::<String>().map(String::as_str));
+    text.unwrap_or("a panic without words").to_owned()
+}
+
+/// The object of a handle.
+fn get<T: Opaque>(handle: *mut T) -> Result<Arc<T::Object>, Fault> {
+    Ok(TABLE.get(handle.addr() as u64)?)
+}
+
+/// Gives a handle for an object, and writes it where the caller wants it.
+fn give<T: Opaque>(object: T::Object, out: Out<*mut T>) -> Result<(), Fault> {
+    process::own();
+    let ticket = TABLE.insert(Arc::new(object))?;
+    out.write(std::ptr::without_provenance_mut(ticket as usize));
+    Ok(())
+}
+
+/// Takes a handle back.
+fn retract<T: Opaque>(handle: *mut T) -> Result<Arc<T::Object>, Fault> {
+    Ok(TABLE.remove(handle.addr() as u64)?)
+}
+
+/// Takes a handle back for good. Without one there is nothing to do.
+fn close(handle: *mut impl Opaque) -> Status {
+    border(|| if handle.is_null() { Ok(()) } else { retract(handle).map(drop) })
+}
+
+const _: () = assert!(size_of::<usize>() == 8, "a ticket is as wide as a pointer");

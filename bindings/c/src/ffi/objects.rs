@@ -1,0 +1,94 @@
+//! What C sees of an object, a name, and what it is in Rust.
+
+use sidelane::ep::{ExpertOutput, ExpertRows, TokenBuffer};
+
+use super::halves::{CombineUnderway, DispatchUnderway};
+use super::layer::Layer;
+use crate::handles::{Kind, Object, Seat};
+
+/// A type that C knows by name alone.
+pub trait Opaque {
+    /// What it stands for.
+    type Object: Object;
+}
+
+/// All ranks of a job, as this process sees them.
+pub struct World {
+    _opaque: [u8; 0],
+}
+
+/// Ordered ranks of a world.
+pub struct Group {
+    _opaque: [u8; 0],
+}
+
+/// Memory that the ranks of a group write to each other.
+pub struct Window {
+    _opaque: [u8; 0],
+}
+
+/// Dispatch and combine over a group.
+pub struct Ep {
+    _opaque: [u8; 0],
+}
+
+/// The layout of one dispatch: combine, cached dispatch and the gradients follow it.
+pub struct Handle {
+    _opaque: [u8; 0],
+}
+
+/// Rows that a dispatch brought. They go back to the receive pool when they are closed.
+pub struct Rows {
+    _opaque: [u8; 0],
+}
+
+/// What experts write into: peers read it in place.
+pub struct Output {
+    _opaque: [u8; 0],
+}
+
+/// Tokens that network cards read in place.
+pub struct Tokens {
+    _opaque: [u8; 0],
+}
+
+/// A dispatch that was started.
+pub struct PendingDispatch {
+    _opaque: [u8; 0],
+}
+
+/// A combine that was started.
+pub struct PendingCombine {
+    _opaque: [u8; 0],
+}
+
+/// A router.
+pub struct Gate {
+    _opaque: [u8; 0],
+}
+
+/// Name in C, object, kind.
+macro_rules! objects {
+    ($($name:ident = $object:ty, $kind:ident;)*) => {$(
+        impl Opaque for $name {
+            type Object = $object;
+        }
+        impl Object for $object {
+            const KIND: Kind = Kind::$kind;
+        }
+    )*};
+}
+
+objects! {
+    World = sidelane::World, World;
+    Group = sidelane::Group, Group;
+    Window = Seat<sidelane::Window>, Window;
+    Ep = Layer, Ep;
+    Handle = Seat<sidelane::ep::Handle>, Handle;
+    Rows = Seat<ExpertRows>, Rows;
+    Output = Seat<ExpertOutput>, Output;
+    Tokens = Seat<TokenBuffer>, Tokens;
+    PendingDispatch = Seat<DispatchUnderway>, PendingDispatch;
+    PendingCombine = Seat<CombineUnderway>, PendingCombine;
+    Gate = Seat<sidelane::gate::Gate>, Gate;
+}

@@ -1,0 +1,131 @@
+//! One-sided windows.
+//!
+//! Puts to one peer are visible to it after a later signal from the same rank to the same peer; nothing else is ordered. Who
+//! may write where and when is the callers' agreement.
+
+use std::ffi::c_void;
+
+use super::memory::{Out, slice, slice_mut};
+use super::objects::{Group, Window};
+use super::{border, close, get, give};
+use crate::handles::{Kind, Seat};
+use crate::{Status, refuse};
+
+/// Memory of `len` bytes at every member of a group, and a signal word per pair of members. Collective.
+///
+/// The caller's word: `window` is NULL or valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_group_window(
+    group: *mut Group,
+    len: u64,
+    window: *mut *mut Window,
+) -> Status {
+    border(|| {
+        let group = get(group)?;
+        // SAFETY: as the caller promised.
+        let out = unsafe { Out::new("window", window) }.inspect_err(|_| refuse::window(&group, len))?;
+        give(Seat::new(Kind::Window, group.window(len)?), out)
+    })
+}
+
+/// Writes `len` bytes to `offset` of the part of `peer`. When it returns, `src` may be changed; the bytes may not have
+/// landed.
+///
+/// The caller's word: `src` is NULL or points to `len` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_window_put(
+    window: *mut Window,
+    peer: u32,
+    offset: u64,
+    src: *const c_void,
+    len: u64,
+) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let src = unsafe { slice("src", src.cast(), len) }?;
+        get(window)?.lend(|window| Ok(window.put(peer, offset, src)?))
+    })
+}
+
+/// As sidelane_window_put(), then sidelane_window_signal().
+///
+/// The caller's word: as sidelane_window_put().
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_window_put_signal(
+    window: *mut Window,
+    peer: u32,
+    offset: u64,
+    src: *const c_void,
+    len: u64,
+    value: u64,
+) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let src = unsafe { slice("src", src.cast(), len) }?;
+        get(window)?.lend(|window| Ok(window.put_signal(peer, offset, src, value)?))
+    })
+}
+
+/// Raises this rank's word at `peer` to `value`, after all earlier puts to it. Values must grow, from 1 on.
+#[unsafe(no_mangle)]
+pub extern "C" fn sidelane_window_signal(window: *mut Window, peer: u32, value: u64) -> Status {
+    border(|| get(window)?.lend(|window| Ok(window.signal(peer, value)?)))
+}
+
+/// Waits until the word that `peer` raises here is at least `value`: all that it put here before is visible then.
+#[unsafe(no_mangle)]
+pub extern "C" fn sidelane_window_wait(window: *mut Window, peer: u32, value: u64) -> Status {
+    border(|| get(window)?.lend(|window| Ok(window.wait_until(peer, value)?)))
+}
+
+/// Returns when everything that this rank has put or signalled so far has landed.
+#[unsafe(no_mangle)]
+pub extern "C" fn sidelane_window_quiet(window: *mut Window) -> Status {
+    border(|| get(window)?.lend(|window| Ok(window.quiet()?)))
+}
+
+/// Returns when all members are here; what they put before has landed then. Collective.
+#[unsafe(no_mangle)]
+pub extern "C" fn sidelane_window_barrier(window: *mut Window) -> Status {
+    border(|| get(window)?.lend(|window| Ok(window.barrier()?)))
+}
+
+/// Copies `len` bytes of this rank's own part to `into`.
+///
+/// The caller's word: `into` is NULL, or `len` bytes may be written there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_window_read(
+    window: *mut Window,
+    offset: u64,
+    into: *mut c_void,
+    len: u64,
+) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let into = unsafe { slice_mut("into", into.cast(), len) }?;
+        get(window)?.lend(|window| Ok(window.read(offset, into)?))
+    })
+}
+
+/// Copies `len` bytes to this rank's own part.
+///
+/// The caller's word: `from` is NULL or points to `len` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_window_write(
+    window: *mut Window,
+    offset: u64,
+    from: *const c_void,
+    len: u64,
+) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let from = unsafe { slice("from", from.cast(), len) }?;
+        get(window)?.lend(|window| Ok(window.write(offset, from)?))
+    })
+}
+
+/// Closes the window. Its bytes at this rank are free then. NULL is nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn sidelane_window_close(window: *mut Window) -> Status {
+    close(window)
+}

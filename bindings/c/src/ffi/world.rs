@@ -1,0 +1,198 @@
+//! Worlds: joining, asking, rebuilding, leaving.
+
+use std::ffi::c_char;
+use std::time::Duration;
+
+use sidelane::Options;
+
+use super::memory::{Out, short_name, slice_mut};
+use super::objects::World;
+use super::versioned::{OutStruct, read, versioned};
+use super::{border, close, get, give};
+use crate::Status;
+use crate::fault::ArgumentError;
+
+/// How a world is joined. What is 0 is taken from the environment, or is the default; heap and symmetric must be equal on
+/// all ranks.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct WorldOptions {
+    /// sizeof(sidelane_world_options_t).
+    pub size: usize,
+    /// Bytes of each rank's heap (SIDELANE_HEAP).
+    pub heap: u64,
+    /// Of these, for control and windows (SIDELANE_SYMMETRIC).
+    pub symmetric: u64,
+    /// How long a live but silent rank is waited for (SIDELANE_DEADLINE_MS), at most a day.
+    pub deadline_ms: u64,
+    /// How long ranks are waited for at start (SIDELANE_RENDEZVOUS_MS), at most a day.
+    pub rendezvous_ms: u64,
+}
+versioned!(WorldOptions, "sidelane_world_options_t", rendezvous_ms: u64);
+
+/// What a world is.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct WorldInfo {
+    /// sizeof(sidelane_world_info_t).
+    pub size: usize,
+    /// This rank.
+    pub rank: u32,
+    /// Number of ranks.
+    pub ranks: u32,
+    /// How often the world was rebuilt.
+    pub epoch: u32,
+    /// Number of nodes: ranks of one share memory.
+    pub nodes: u32,
+    /// The node of this rank.
+    pub node: u32,
+    /// Ranks of that node.
+    pub ranks_of_node: u32,
+    /// The lane that joins the nodes, "loop", "verbs" or "tcp"; empty where there is one node.
+    pub rail: [c_char; 16],
+    /// The instruction set in use.
+    pub simd: [c_char; 16],
+}
+versioned!(WorldInfo, "sidelane_world_info_t", simd: [c_char; 16]);
+
+const DAY_MS: u64 = 24 * 3600 * 1000;
+
+impl WorldOptions {
+    fn apply(&self, options: &mut Options) -> Result<(), ArgumentError> {
+        let clocks = &mut options.clocks;
+        for (what, asked, clock) in [
+            ("deadline_ms", self.deadline_ms, &mut clocks.deadline),
+            ("rendezvous_ms", self.rendezvous_ms, &mut clocks.rendezvous),
+        ] {
+            match asked {
+                0 => {}
+                1..=DAY_MS => *clock = Duration::from_millis(asked),
+                _ => {
+                    let expected = "1 to 86400000, or 0 for the default";
+                    return Err(ArgumentError::Value { what, seen: asked, expected });
+                }
+            }
+        }
+        let config = &mut options.config;
+        config.heap = if self.heap == 0 { config.heap } else { self.heap };
+        config.symmetric = if self.symmetric == 0 { config.symmetric } else { self.symmetric };
+        if config.symmetric > config.heap {
+            let (what, expected) = ("symmetric", "at most the heap");
+            return Err(ArgumentError::Value { what, seen: config.symmetric, expected });
+        }
+        Ok(())
+    }
+}
+
+/// Joins the job that the environment describes (sidelane launch, torchrun, SLURM, Open MPI). Collective over the job.
+///
+/// `options` may be NULL. A process of its own for each rank: a child that was forked afterwards is refused.
+///
+/// The caller's word: pointers are NULL or valid; `options` is as large as its size says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_world_from_env(
+    options: *const WorldOptions,
+    world: *mut *mut World,
+) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let out = unsafe { Out::new("world", world) }?;
+        let mut all = Options::from_env().map_err(sidelane::Error::from)?;
+        if !options.is_null() {
+            // SAFETY: as the caller promised.
+            unsafe { read(options) }?.apply(&mut all)?;
+        }
+        give(sidelane::World::from_env_with(all)?, out)
+    })
+}
+
+/// Says what a world is.
+///
+/// The caller's word: `info` is NULL, or as large as its size says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_world_info(world: *mut World, info: *mut WorldInfo) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let out = unsafe { OutStruct::new(info) }?;
+        let world = get(world)?;
+        let nodes = world.nodes();
+        let node = nodes.node_of(world.rank());
+        out.write(WorldInfo {
+            size: 0,
+            rank: world.rank(),
+            ranks: world.size(),
+            epoch: world.epoch().into(),
+            nodes: nodes.nodes(),
+            node,
+            ranks_of_node: nodes.members(node).len() as u32,
+            rail: short_name(world.rail().map_or("", |rail| rail.lane)),
+            simd: short_name(world.simd()),
+        });
+        Ok(())
+    })
+}
+
+/// Whether the world is alive: SIDELANE_OK, or SIDELANE_ERROR_WORLD and the cause.
+#[unsafe(no_mangle)]
+pub extern "C" fn sidelane_world_check(world: *mut World) -> Status {
+    border(|| Ok(get(world)?.health().check().map_err(sidelane::Error::from)?))
+}
+
+/// Ends the world on every rank: all waits and calls end with an error that names this rank.
+#[unsafe(no_mangle)]
+pub extern "C" fn sidelane_world_cancel(world: *mut World) -> Status {
+    border(|| {
+        get(world)?.cancel();
+        Ok(())
+    })
+}
+
+/// The survivors' next world, after this one has died. Collective among those that are left. The old world and what was made
+/// from it stay readable until they are closed.
+///
+/// The caller's word: `rebuilt` is NULL or valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_world_rebuild(
+    world: *mut World,
+    deadline_ms: u64,
+    rebuilt: *mut *mut World,
+) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let out = unsafe { Out::new("rebuilt", rebuilt) }?;
+        if !(1..=DAY_MS).contains(&deadline_ms) {
+            let (what, expected) = ("deadline_ms", "1 to 86400000");
+            return Err(ArgumentError::Value { what, seen: deadline_ms, expected }.into());
+        }
+        give(get(world)?.rebuild(Duration::from_millis(deadline_ms))?, out)
+    })
+}
+
+/// For each of `ranks` ranks, its rank in the world before the rebuild.
+///
+/// The caller's word: `previous` is NULL, or `ranks` numbers may be written there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_world_previous_ranks(
+    world: *mut World,
+    previous: *mut u32,
+    ranks: u32,
+) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let out = unsafe { slice_mut("previous", previous, ranks.into()) }?;
+        let world = get(world)?;
+        let (what, expected) = ("ranks", "the number of ranks of the world");
+        let wrong = ArgumentError::Value { what, seen: ranks.into(), expected };
+        if out.len() != world.previous_ranks().len() {
+            return Err(wrong.into());
+        }
+        out.copy_from_slice(world.previous_ranks());
+        Ok(())
+    })
+}
+
+/// Closes the handle. This rank leaves the world when everything made from it is closed, too. NULL is nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn sidelane_world_close(world: *mut World) -> Status {
+    close(world)
+}

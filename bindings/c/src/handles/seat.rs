@@ -1,0 +1,154 @@
+//! An object that takes one call at a time, and may be away.
+
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+
+use super::Kind;
+use crate::fault::Fault;
+
+/// Holds an object that Rust lends exclusively. A second thread is not kept waiting, but told: the call of the first may be
+/// waiting for what the second has yet to do.
+#[derive(Debug)]
+pub struct Seat<T> {
+    kind: Kind,
+    held: Mutex<Held<T>>,
+}
+
+#[derive(Debug)]
+enum Held<T> {
+    Here(T),
+    /// Between the halves of a call, or gone for good.
+    Away,
+    /// A call with it ended in a panic.
+    Broken,
+}
+
+impl<T> Seat<T> {
+    pub fn new(kind: Kind, held: T) -> Seat<T> {
+        Seat { kind, held: Mutex::new(Held::Here(held)) }
+    }
+
+    /// Lends the object for a call.
+    ///
+    /// # Errors
+    /// [`Fault::Busy`], [`Fault::Underway`], [`Fault::Broken`], and those of the call.
+    pub fn lend<R>(&self, call: impl FnOnce(&mut T) -> Result<R, Fault>) -> Result<R, Fault> {
+        match &mut *self.lock()? {
+            Held::Here(object) => call(object),
+            other => Err(self.missing(other)),
+        }
+    }
+
+    /// Takes the object away for good.
+    ///
+    /// # Errors
+    /// As [`Seat::lend`].
+    pub fn take(&self) -> Result<T, Fault> {
+        let mut held = self.lock()?;
+        match std::mem::replace(&mut *held, Held::Away) {
+            Held::Here(object) => Ok(object),
+            other => {
+                let fault = self.missing(&other);
+                *held = other;
+                Err(fault)
+            }
+        }
+    }
+
+    /// Takes the object away, until the lease ends.
+    ///
+    /// # Errors
+    /// As [`Seat::lend`].
+    pub fn lease(seat: &Arc<Seat<T>>) -> Result<Lease<T>, Fault> {
+        Ok(Lease { held: Some(seat.take()?), seat: Arc::clone(seat) })
+    }
+
+    fn missing(&self, held: &Held<T>) -> Fault {
+        let kind = self.kind;
+        if matches!(held, Held::Broken) { Fault::Broken { kind } } else { Fault::Underway { kind } }
+    }
+
+    fn lock(&self) -> Result<MutexGuard<'_, Held<T>>, Fault> {
+        self.held.try_lock().map_err(|error| match error {
+            TryLockError::WouldBlock => Fault::Busy { kind: self.kind },
+            TryLockError::Poisoned(_) => Fault::Broken { kind: self.kind },
+        })
+    }
+}
+
+/// An object that is away from its seat, to which it goes back when this is dropped.
+#[derive(Debug)]
+pub struct Lease<T> {
+    held: Option<T>,
+    seat: Arc<Seat<T>>,
+}
+
+const HELD: &str = "it is held until the lease ends";
+
+impl<T> Deref for Lease<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        self.held.as_ref().expect(HELD)
+    }
+}
+
+impl<T> DerefMut for Lease<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        self.held.as_mut().expect(HELD)
+    }
+}
+
+impl<T> Drop for Lease<T> {
+    fn drop(&mut self) {
+        let held = match self.held.take() {
+            Some(object) if !std::thread::panicking() => Held::Here(object),
+            _ => Held::Broken,
+        };
+        *self.seat.held.lock().unwrap_or_else(PoisonError::into_inner) = held;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KIND: Kind = Kind::Ep;
+
+    #[test]
+    fn a_second_thread_is_told_and_not_kept_waiting() {
+        let seat = Seat::new(KIND, 1);
+        let told =
+            seat.lend(|_| Ok(std::thread::scope(|scope| scope.spawn(|| seat.lend(|_| Ok(()))).join())));
+        assert_eq!(told.unwrap().unwrap(), Err(Fault::Busy { kind: KIND }));
+        assert_eq!(seat.lend(|held| Ok(*held)), Ok(1));
+    }
+
+    #[test]
+    fn what_is_leased_is_underway_until_it_comes_back() {
+        let seat = Arc::new(Seat::new(KIND, 1));
+        let mut lease = Seat::lease(&seat).unwrap();
+        assert_eq!(seat.lend(|_| Ok(())), Err(Fault::Underway { kind: KIND }));
+        *lease += 1;
+        drop(lease);
+        assert_eq!(seat.lend(|held| Ok(*held)), Ok(2));
+    }
+
+    #[test]
+    fn after_a_panic_the_object_can_only_be_closed() {
+        let seat = Seat::new(KIND, 1);
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            seat.lend::<()>(|_| std::panic::resume_unwind(Box::new("a bug")))
+        }));
+        assert!(panicked.is_err());
+        assert_eq!(seat.lend(|_| Ok(())), Err(Fault::Broken { kind: KIND }));
+        let seat = Arc::new(Seat::new(KIND, 1));
+        let lease = Seat::lease(&seat).unwrap();
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let _lease = lease;
+            std::panic::resume_unwind(Box::new("a bug"))
+        }));
+        assert!(panicked.is_err());
+        assert_eq!(seat.take(), Err(Fault::Broken { kind: KIND }));
+    }
+}

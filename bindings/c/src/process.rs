@@ -1,0 +1,29 @@
+//! Whose handles these are.
+//!
+//! `fork` copies memory and one thread of many: the child has neither the threads that keep a world alive nor a rank of its
+//! own, and its locks may be held by nobody. So the process that is given the first handle owns them all, and every call
+//! asks first whether it is in that process. The question takes no lock.
+
+use std::process;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::fault::Fault;
+
+/// The process that handles belong to; 0 before the first.
+static OWNER: AtomicU32 = AtomicU32::new(0);
+
+/// Whether this process may use the library.
+pub fn check() -> Result<(), Fault> {
+    match OWNER.load(Ordering::Acquire) {
+        0 => Ok(()),
+        parent => {
+            let child = process::id();
+            if parent == child { Ok(()) } else { Err(Fault::Forked { child, parent }) }
+        }
+    }
+}
+
+/// Handles are this process's from now on.
+pub fn own() {
+    let _ = OWNER.compare_exchange(0, process::id(), Ordering::AcqRel, Ordering::Acquire);
+}

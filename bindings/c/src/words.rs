@@ -1,0 +1,138 @@
+//! Choices as numbers. Where a field may be left out, 0 is its default.
+
+use sidelane::Dtype;
+use sidelane::dtype::Wire;
+use sidelane::plan::{Mode, Order, Overflow, RowLayout, Strategy};
+use sidelane::topology::Route;
+
+use crate::fault::ArgumentError;
+
+/// bfloat16: the upper half of a binary32.
+pub const SIDELANE_DTYPE_BF16: u32 = 0;
+/// IEEE binary16.
+pub const SIDELANE_DTYPE_F16: u32 = 1;
+/// IEEE binary32.
+pub const SIDELANE_DTYPE_F32: u32 = 2;
+/// Bytes without arithmetic: dispatch moves them, combine refuses.
+pub const SIDELANE_DTYPE_BYTES: u32 = 3;
+
+/// Rows go from the source straight to the destination.
+pub const SIDELANE_ROUTE_DIRECT: u32 = 0;
+/// Rows go once per remote node, to the rail peer there, which hands on within its node.
+pub const SIDELANE_ROUTE_PXN: u32 = 1;
+
+/// A token's rows are summed by ascending expert id: the same bits on every lane, layout and topology.
+pub const SIDELANE_ORDER_EXPERT: u32 = 0;
+/// Per rank, then the ranks' partial sums by ascending rank.
+pub const SIDELANE_ORDER_RANK: u32 = 1;
+/// Per node, then the nodes' partial sums by ascending node.
+pub const SIDELANE_ORDER_NODE: u32 = 2;
+
+/// Partial sums keep all bits of the f32 sum.
+pub const SIDELANE_WIRE_F32: u32 = 0;
+/// Partial sums are rounded to bf16.
+pub const SIDELANE_WIRE_BF16: u32 = 1;
+
+/// Rows lie by (local expert, source rank, token).
+pub const SIDELANE_LAYOUT_EXPERT_MAJOR: u32 = 0;
+/// Rows lie by (source rank, token), one for each token that chose any of the rank's experts.
+pub const SIDELANE_LAYOUT_RANK_MAJOR: u32 = 1;
+
+/// Receive memory is as large as the call needs.
+pub const SIDELANE_MODE_EAGER: u32 = 0;
+/// A rank receives at most `mode_rows` rows.
+pub const SIDELANE_MODE_BUDGET: u32 = 1;
+/// Each source has `mode_rows` slots per expert (rank-major: per rank); counts are not exchanged.
+pub const SIDELANE_MODE_SLOTS: u32 = 2;
+
+/// Rows for which there is no room are an error, and nothing moves.
+pub const SIDELANE_OVERFLOW_ERROR: u32 = 0;
+/// Rows for which there is no room are dropped.
+pub const SIDELANE_OVERFLOW_DROP: u32 = 1;
+
+/// Each row goes to the ranks that its token chose.
+pub const SIDELANE_STRATEGY_EXCHANGE: u32 = 0;
+/// Every row goes to every rank, which copies those of its experts: for small groups.
+pub const SIDELANE_STRATEGY_GATHER: u32 = 1;
+
+/// A choice among few, by its number.
+pub(crate) fn choice<T: Copy>(
+    what: &'static str,
+    seen: u32,
+    all: &[(u32, T)],
+    expected: &'static str,
+) -> Result<T, ArgumentError> {
+    let found = all.iter().find(|(number, _)| *number == seen);
+    found.map(|&(_, choice)| choice).ok_or(ArgumentError::Value { what, seen: seen.into(), expected })
+}
+
+/// 0 or 1.
+pub(crate) fn switch(what: &'static str, seen: u32) -> Result<bool, ArgumentError> {
+    choice(what, seen, &[(0, false), (1, true)], "0 or 1")
+}
+
+const DTYPES: [(u32, Dtype); 4] = [
+    (SIDELANE_DTYPE_BF16, Dtype::Bf16),
+    (SIDELANE_DTYPE_F16, Dtype::F16),
+    (SIDELANE_DTYPE_F32, Dtype::F32),
+    (SIDELANE_DTYPE_BYTES, Dtype::Bytes),
+];
+
+pub(crate) fn dtype_number(dtype: Dtype) -> u32 {
+    DTYPES.iter().find(|&&(_, other)| other == dtype).map_or(u32::MAX, |&(number, _)| number)
+}
+
+pub(crate) fn dtype(seen: u32) -> Result<Dtype, ArgumentError> {
+    choice("dtype", seen, &DTYPES, "one of SIDELANE_DTYPE_BF16, _F16, _F32, _BYTES")
+}
+
+pub(crate) fn route(seen: u32) -> Result<Route, ArgumentError> {
+    let all = [(SIDELANE_ROUTE_DIRECT, Route::Direct), (SIDELANE_ROUTE_PXN, Route::Pxn)];
+    choice("route", seen, &all, "SIDELANE_ROUTE_DIRECT or _PXN")
+}
+
+pub(crate) fn order(seen: u32) -> Result<Order, ArgumentError> {
+    let all = [
+        (SIDELANE_ORDER_EXPERT, Order::Expert),
+        (SIDELANE_ORDER_RANK, Order::Rank),
+        (SIDELANE_ORDER_NODE, Order::Node),
+    ];
+    choice("order", seen, &all, "one of SIDELANE_ORDER_EXPERT, _RANK, _NODE")
+}
+
+pub(crate) fn wire(seen: u32) -> Result<Wire, ArgumentError> {
+    let all = [(SIDELANE_WIRE_F32, Wire::F32), (SIDELANE_WIRE_BF16, Wire::Bf16)];
+    choice("wire", seen, &all, "SIDELANE_WIRE_F32 or _BF16")
+}
+
+pub(crate) fn layout(seen: u32) -> Result<RowLayout, ArgumentError> {
+    let all = [
+        (SIDELANE_LAYOUT_EXPERT_MAJOR, RowLayout::ExpertMajor),
+        (SIDELANE_LAYOUT_RANK_MAJOR, RowLayout::RankMajor),
+    ];
+    choice("layout", seen, &all, "SIDELANE_LAYOUT_EXPERT_MAJOR or _RANK_MAJOR")
+}
+
+pub(crate) fn mode(seen: u32, rows: u32, overflow: u32) -> Result<Mode, ArgumentError> {
+    let overflows = [(SIDELANE_OVERFLOW_ERROR, Overflow::Error), (SIDELANE_OVERFLOW_DROP, Overflow::Drop)];
+    let overflow = choice("overflow", overflow, &overflows, "SIDELANE_OVERFLOW_ERROR or _DROP")?;
+    let all = [
+        (SIDELANE_MODE_EAGER, Mode::Eager),
+        (SIDELANE_MODE_BUDGET, Mode::Budget { rows, overflow }),
+        (SIDELANE_MODE_SLOTS, Mode::Slots { rows, overflow }),
+    ];
+    let mode = choice("mode", seen, &all, "one of SIDELANE_MODE_EAGER, _BUDGET, _SLOTS")?;
+    match mode {
+        Mode::Eager if rows > 0 => {
+            let expected = "0: eager, sizes are exact";
+            Err(ArgumentError::Value { what: "mode_rows", seen: rows.into(), expected })
+        }
+        mode => Ok(mode),
+    }
+}
+
+pub(crate) fn strategy(seen: u32) -> Result<Strategy, ArgumentError> {
+    let all =
+        [(SIDELANE_STRATEGY_EXCHANGE, Strategy::Exchange), (SIDELANE_STRATEGY_GATHER, Strategy::Gather)];
+    choice("strategy", seen, &all, "SIDELANE_STRATEGY_EXCHANGE or _GATHER")
+}

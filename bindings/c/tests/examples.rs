@@ -1,0 +1,67 @@
+//! The examples, and the programs of docs/from-c.md, as ranks of a job.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use common::{Linked, PACKAGE, compiled, launch, libraries, succeeded};
+
+fn example(name: &str) -> PathBuf {
+    Path::new(PACKAGE).join("examples").join(name).with_extension("c")
+}
+
+#[test]
+fn a_layer_goes_forward_and_backward_between_two_nodes() {
+    let program = compiled(&example("layer"), "layer", Linked::Shared);
+    let out = succeeded(&launch(2, 2).arg(program).output().expect("it starts"), "layer");
+    assert_eq!(out.matches("forward and backward right").count(), 4, "{out}");
+}
+
+#[test]
+fn a_ring_adds_up_with_one_sided_puts_from_the_static_library() {
+    let program = compiled(&example("ring"), "ring", Linked::Static);
+    let out = succeeded(&launch(1, 4).arg(program).output().expect("it starts"), "ring");
+    assert_eq!(out.matches("the sum is right").count(), 4, "{out}");
+}
+
+/// A program is each block that begins with `#include`.
+#[test]
+fn the_programs_of_the_guide_compile_and_run() {
+    let guide = std::fs::read_to_string(Path::new(PACKAGE).join("../../docs/from-c.md")).expect("the guide");
+    let blocks = guide.split("```c\n").skip(1).map(|rest| rest.split("```").next().unwrap_or_default());
+    let programs: Vec<&str> = blocks.filter(|block| block.starts_with("#include")).collect();
+    assert!(!programs.is_empty());
+    for (number, text) in programs.into_iter().enumerate() {
+        let name = format!("guide-{number}");
+        let source = libraries().join(format!("{name}.c"));
+        std::fs::write(&source, text).expect("a place for the source");
+        let program = compiled(&source, &name, Linked::Shared);
+        let out = succeeded(&launch(1, 4).arg(program).output().expect("it starts"), &name);
+        assert_eq!(out.lines().count(), 4, "a line of each rank: {out}");
+    }
+}
+
+/// Invalid accesses, values that nobody wrote, and memory that nobody can free any more, in the library or at its border;
+/// of the program that does wrong not the last, since it forks: the child has lost its parent's threads.
+#[test]
+fn valgrind_finds_nothing() {
+    if Command::new("valgrind").arg("--version").output().is_err() {
+        assert!(std::env::var_os("SIDELANE_NEED_VALGRIND").is_none(), "valgrind is missing");
+        eprintln!("skipped: no valgrind here");
+        return;
+    }
+    let wrong = Path::new(PACKAGE).join("tests/refusals.c");
+    for (source, nodes, ranks, leaks) in
+        [(example("layer"), 2, 1, "full"), (example("ring"), 1, 2, "full"), (wrong, 1, 2, "no")]
+    {
+        let name = format!("{}-valgrind", source.file_stem().unwrap_or_default().display());
+        let program = compiled(&source, &name, Linked::Shared);
+        let mut job = launch(nodes, ranks);
+        // Hearts beat slowly there.
+        job.env("SIDELANE_LIVENESS_MS", "120000").env("SIDELANE_RENDEZVOUS_MS", "120000");
+        job.args(["valgrind", "--quiet", "--error-exitcode=99", "--fair-sched=try"]);
+        job.args([&format!("--leak-check={leaks}"), "--errors-for-leak-kinds=definite"]);
+        succeeded(&job.arg(program).output().expect("it starts"), &name);
+    }
+}

@@ -1,0 +1,268 @@
+//! Random bytes at the border: each call comes to a status, and the world stays alive.
+//!
+//! Structs are spoilt in some words, mostly by small numbers, so that some calls are made; handles get random numbers and those of other
+//! objects. What the caller must not lie about, that memory is as long as it says, is true here. SIDELANE_RANDOM_SECONDS says
+//! for how long (3).
+#![allow(unsafe_code, reason = "the functions are C's")]
+
+use std::cell::Cell;
+use std::ffi::{CStr, c_char};
+use std::net::TcpListener;
+use std::process::Command;
+use std::ptr::{null, null_mut};
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
+use sidelane_c::*;
+
+/// As many bytes as any struct may say it has, and one word more.
+const WORDS: usize = 1025;
+/// Experts, tokens and elements of a row for which arrays are large enough.
+const ROOM: usize = 1 << 16;
+
+#[test]
+fn random_bytes_come_to_a_status_and_never_to_a_crash() {
+    let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
+    let port = free.expect("a free port").port().min(u16::MAX - 32);
+    let mut alone = Command::new(std::env::current_exe().expect("this program"));
+    alone.args(["in_a_world_of_one", "--exact", "--ignored", "--nocapture", "--test-threads=1"]);
+    alone.env("RANK", "0").env("WORLD_SIZE", "1");
+    alone.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+    alone.env("SIDELANE_HEAP", "8M").env("SIDELANE_SYMMETRIC", "4M");
+    let output = alone.output().expect("it starts");
+    let text =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{}: {text}", output.status);
+}
+
+#[test]
+#[ignore = "a process of its own for the test above"]
+fn in_a_world_of_one() {
+    let seconds =
+        std::env::var("SIDELANE_RANDOM_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(3);
+    let (mut world, mut group) = (null_mut(), null_mut());
+    // SAFETY: the pointers are valid.
+    unsafe {
+        assert_eq!(sidelane_world_from_env(null(), &mut world), Status::SIDELANE_OK, "{}", message());
+        assert_eq!(sidelane_world_group(world, null(), 0, &mut group), Status::SIDELANE_OK);
+    }
+    let end = Instant::now() + Duration::from_secs(seconds);
+    let (layers, routers) = (Cell::new(0_u64), Cell::new(0_u64));
+    while Instant::now() < end {
+        // Another seed each time.
+        let mut runner =
+            TestRunner::new(Config { cases: 32, failure_persistence: None, ..Config::default() });
+        let outcome = runner.run(&(spoilt(), any::<[u64; 4]>()), |(spoilt, numbers)| {
+            let done =
+                [layer(group, &spoilt), router(&spoilt), infos(world, group, &spoilt), strangers(numbers)];
+            for (count, calls) in [(&layers, &done[0]), (&routers, &done[1])] {
+                count.set(count.get() + u64::from(calls.iter().all(|&status| status == Status::SIDELANE_OK)));
+            }
+            for status in done.into_iter().flatten() {
+                prop_assert!(
+                    status == Status::SIDELANE_OK || !message().is_empty(),
+                    "{status:?} without a word"
+                );
+                prop_assert!(status != Status::SIDELANE_ERROR_INTERNAL, "{}", message());
+            }
+            prop_assert_eq!(sidelane_world_check(world), Status::SIDELANE_OK, "the world lives");
+            Ok(())
+        });
+        if let Err(error) = outcome {
+            panic!("{error}");
+        }
+    }
+    // So that this is no test of refusals alone.
+    println!("{} layers and {} routers worked", layers.get(), routers.get());
+    assert!(layers.get() > 0 && routers.get() > 0);
+    assert_eq!(sidelane_group_close(group), Status::SIDELANE_OK);
+    assert_eq!(sidelane_world_close(world), Status::SIDELANE_OK);
+}
+
+/// What becomes of a struct that is good.
+#[derive(Clone, Debug)]
+struct Spoilt {
+    /// What it says of its size; 0: its own.
+    size: u64,
+    /// Words that are others.
+    words: Vec<(usize, u32)>,
+}
+
+fn spoilt() -> impl Strategy<Value = Spoilt> {
+    let few = (0_u32..6).prop_map(|eights| eights * 8);
+    let word = prop_oneof![4 => 0_u32..3, 3 => few, 2 => 0_u32..40, 1 => any::<u32>(), 1 => Just(u32::MAX)];
+    let place = prop_oneof![30 => 2_usize..30, 1 => 0..WORDS];
+    let size = prop_oneof![
+        6 => Just(0_u64),
+        1 => 0_u64..200,
+        1 => (0..WORDS as u64 - 1).prop_map(|words| words * 4),
+        1 => any::<u64>(),
+    ];
+    let count = prop_oneof![4 => 0_usize..4, 1 => 0_usize..60];
+    let words = count.prop_flat_map(move |count| prop::collection::vec((place.clone(), word.clone()), count));
+    (size, words).prop_map(|(size, words)| Spoilt { size, words })
+}
+
+/// Options of a layer that can be built: 4 experts, 2 choices, 8 elements of f32.
+const LAYER: [u32; 4] = [4, 2, 8, SIDELANE_DTYPE_F32];
+
+/// A router that can be built: 8 experts, 2 choices, softmax, weights times 1.
+const ROUTER: [u32; 24] = [8, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x3f80_0000, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+
+/// A struct made of words.
+struct Struct(Vec<u64>);
+
+impl Struct {
+    fn new<T>(good: &[u32], spoilt: &Spoilt) -> Struct {
+        let mut words = vec![0; WORDS + 1];
+        words[2..][..good.len()].copy_from_slice(good);
+        for &(place, word) in &spoilt.words {
+            words[place] = word;
+        }
+        let mut longs: Vec<u64> = words.chunks(2).map(|w| u64::from(w[0]) | u64::from(w[1]) << 32).collect();
+        longs[0] = if spoilt.size == 0 { size_of::<T>() as u64 } else { spoilt.size };
+        Struct(longs)
+    }
+
+    /// A struct in which nothing is set but its size.
+    fn empty<T>() -> Struct {
+        Struct::new::<T>(&[], &Spoilt { size: 0, words: Vec::new() })
+    }
+
+    fn at<T>(&mut self) -> *mut T {
+        self.0.as_mut_ptr().cast()
+    }
+}
+
+/// Builds a layer, dispatches and combines.
+fn layer(group: *mut Group, spoilt: &Spoilt) -> Vec<Status> {
+    let mut options = Struct::new::<EpOptions>(&LAYER, spoilt);
+    let mut ep = null_mut();
+    // SAFETY: the struct is as large as any size that is read; the pointer is valid.
+    let built = unsafe { sidelane_ep_build(group, options.at(), null(), &mut ep) };
+    if built != Status::SIDELANE_OK {
+        return vec![built];
+    }
+    let mut info = Struct::empty::<EpInfo>();
+    let mut statuses = Vec::new();
+    // SAFETY: arrays are as large as is said; what is dispatched fits them, or is not said to be there.
+    unsafe {
+        statuses.push(sidelane_ep_info(ep, info.at()));
+        let info = *info.at::<EpInfo>();
+        let mut data = vec![0_u64; ROOM];
+        let columns = if info.record_bytes > 0 { info.record_bytes } else { info.hidden.into() };
+        let tokens = 3_u64;
+        let fits = columns < ROOM as u64 && u64::from(info.top_k) < ROOM as u64 / tokens;
+        let tokens = if fits { tokens } else { 0 };
+        let ids: Vec<i32> = (0..tokens).flat_map(|_| 0..info.top_k as i32).collect();
+        let weights = vec![0.5_f32; ids.len()];
+        let routing = Routing {
+            experts: ids.as_ptr(),
+            weights: weights.as_ptr(),
+            tokens,
+            top_k: info.top_k,
+            reserved: 0,
+        };
+        let dtype = if info.record_bytes > 0 { SIDELANE_DTYPE_BYTES } else { info.dtype };
+        let x = Tensor { data: data.as_mut_ptr().cast(), rows: tokens, columns, dtype, reserved: 0 };
+        let (mut rows, mut handle, mut output) = (null_mut(), null_mut(), null_mut());
+        let dispatched = sidelane_ep_dispatch(ep, &x, &routing, &mut rows, &mut handle);
+        statuses.push(dispatched);
+        if dispatched == Status::SIDELANE_OK {
+            let room = tokens * u64::from(info.hidden);
+            let mut sums = vec![0_u64; room as usize / 2 + 1];
+            let columns = u64::from(info.hidden);
+            let y = Tensor {
+                data: sums.as_mut_ptr().cast(),
+                rows: tokens,
+                columns,
+                dtype: info.dtype,
+                reserved: 0,
+            };
+            statuses.push(sidelane_handle_output(handle, &mut output));
+            statuses.push(sidelane_ep_combine(ep, output, null(), handle, &y));
+            assert_eq!(sidelane_rows_close(rows), Status::SIDELANE_OK);
+            assert_eq!(sidelane_handle_close(handle), Status::SIDELANE_OK);
+        }
+        assert_eq!(sidelane_ep_close(ep), Status::SIDELANE_OK);
+    }
+    statuses
+}
+
+/// Builds a router and lets it decide.
+fn router(spoilt: &Spoilt) -> Vec<Status> {
+    let mut config = Struct::new::<RouterConfig>(&ROUTER, spoilt);
+    let mut gate = null_mut();
+    // SAFETY: as in `layer`.
+    let built = unsafe { sidelane_gate_build(config.at(), &mut gate) };
+    if built != Status::SIDELANE_OK {
+        return vec![built];
+    }
+    // SAFETY: a size that was accepted means that the first fields are there.
+    let experts = unsafe { *config.at::<RouterConfig>() }.experts as usize;
+    let tokens = if experts <= ROOM / 2 { 2 } else { 0 };
+    let random = spoilt.words.iter().map(|&(place, word)| f32::from_bits(word ^ place as u32)).chain([0.5]);
+    let logits: Vec<f32> = random.cycle().take(tokens * experts).collect();
+    let mut call = Struct::empty::<GateCall>();
+    let mut decision = Struct::new::<Decision>(&[], spoilt);
+    // SAFETY: the arrays are as large as is said.
+    unsafe {
+        (*call.at::<GateCall>()).logits = logits.as_ptr();
+        (*call.at::<GateCall>()).tokens = tokens as u64;
+        (*call.at::<GateCall>()).training = spoilt.words.len() as u32 % 3;
+        let routed = sidelane_gate_route(gate, call.at(), decision.at());
+        vec![built, routed, sidelane_gate_close(gate)]
+    }
+}
+
+/// Asks for information in structs of any size.
+fn infos(world: *mut World, group: *mut Group, spoilt: &Spoilt) -> Vec<Status> {
+    let mut of_world = Struct::new::<WorldInfo>(&[], spoilt);
+    let mut of_group = Struct::new::<GroupInfo>(&[], spoilt);
+    let mut preset = Struct::new::<RouterConfig>(&[], spoilt);
+    let name: Vec<c_char> = spoilt.words.iter().map(|&(_, word)| word as c_char).chain([0]).collect();
+    let (experts, top_k) = spoilt.words.first().map_or((8, 2), |&(place, word)| (word, place as u32));
+    // SAFETY: the structs are as large as any size that is read or written; the name ends with a zero.
+    unsafe {
+        vec![
+            sidelane_world_info(world, of_world.at()),
+            sidelane_group_info(group, of_group.at()),
+            sidelane_gate_preset(name.as_ptr(), experts, top_k, preset.at()),
+            sidelane_gate_preset(c"deepseek_v3".as_ptr(), experts, top_k, preset.at()),
+            sidelane_world_previous_ranks(world, null_mut(), experts),
+        ]
+    }
+}
+
+/// Handles that nobody gave.
+fn strangers(numbers: [u64; 4]) -> Vec<Status> {
+    let mut info = Struct::empty::<HandleInfo>();
+    let mut statuses = Vec::new();
+    for number in numbers {
+        // All kinds of places, generations and objects.
+        for number in [number, number >> 8, number & 0x0f00_0000_0000_0fff, number & 0x0fff] {
+            let stranger = number as usize;
+            // SAFETY: a number that is no handle is refused before anything is looked at.
+            let refused = unsafe {
+                [
+                    sidelane_handle_info(stranger as *mut Handle, info.at()),
+                    sidelane_window_put(stranger as *mut Window, 0, 0, null(), 0),
+                    sidelane_ep_dispatch(stranger as *mut Ep, null(), null(), null_mut(), null_mut()),
+                    sidelane_dispatch_finish(stranger as *mut PendingDispatch, null_mut(), null_mut()),
+                    sidelane_output_close(stranger as *mut Output),
+                ]
+            };
+            for status in refused {
+                assert!(number == 0 || status == Status::SIDELANE_ERROR_HANDLE, "{number:#x}: {status:?}");
+            }
+            statuses.extend(refused);
+        }
+    }
+    statuses
+}
+
+fn message() -> String {
+    // SAFETY: it is a text, and is copied before the next call.
+    unsafe { CStr::from_ptr(sidelane_last_message()) }.to_str().expect("UTF-8").to_owned()
+}

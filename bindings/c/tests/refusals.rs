@@ -1,0 +1,24 @@
+//! Programs that do wrong: each mistake is a status and a sentence, on every rank.
+
+mod common;
+
+use std::path::Path;
+
+use common::{Linked, PACKAGE, compiled, launch, succeeded};
+
+#[test]
+fn every_mistake_of_a_c_program_is_named_on_both_ranks_and_the_next_call_works() {
+    let source = Path::new(PACKAGE).join("tests/refusals.c");
+    let program = compiled(&source, "refusals", Linked::Shared);
+    for (nodes, ranks) in [(1, 2), (2, 1)] {
+        let out = succeeded(&launch(nodes, ranks).arg(&program).output().expect("it starts"), "refusals");
+        assert_eq!(out.matches("refused as it should be").count(), 2, "{out}");
+    }
+}
+
+#[test]
+fn a_lost_rank_is_named_and_the_survivors_go_on() {
+    let program = compiled(&Path::new(PACKAGE).join("tests/loss.c"), "loss", Linked::Shared);
+    let out = succeeded(&launch(1, 3).arg(program).output().expect("it starts"), "loss");
+    assert_eq!(out.matches("of 2 goes on").count(), 2, "{out}");
+}
