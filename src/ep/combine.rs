@@ -199,7 +199,7 @@ impl ExpertParallel {
                 }
                 let mut output: ExpertOutput = handle.output()?;
                 output.rows_mut::<u8>()?.copy_from_slice(bytes);
-                inner.copied.set(inner.copied.get() + bytes.len() as u64);
+                inner.copied.store(inner.copied.load() + bytes.len() as u64);
                 output
             }
         };
@@ -261,12 +261,12 @@ impl ExpertParallel {
         self.run_sum(&skeletons.ret.sum.items, Some(inner), call.weighted, &mut io, stores)?;
         let mut moved = self.host.take_moved();
         moved.add(relayed);
-        inner.returned.set(moved);
+        inner.returned.store(moved);
         self.calls.returned();
         drop(staging);
         if call.keep {
             let licence = Arc::clone(&self.licence);
-            inner.kept.replace(Some(Kept { extent: chunk, licence, value: self.calls.value() }));
+            inner.kept.put(Kept { extent: chunk, licence, value: self.calls.value() });
         } else {
             self.retire(chunk);
         }

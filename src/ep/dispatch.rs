@@ -328,8 +328,8 @@ impl ExpertParallel {
     pub(super) fn name(&self, inner: &mut Inner, number: u64) {
         (inner.wire, inner.row_bytes) = (self.spec().wire, self.spec().row_bytes());
         (inner.instance, inner.number) = (self.instance, number);
-        inner.copied.set(0);
-        inner.returned.set(Moved::default());
+        inner.copied.store(0);
+        inner.returned.store(Moved::default());
     }
 
     /// The rows and the handle of a dispatch that has landed.

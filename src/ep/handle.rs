@@ -1,8 +1,8 @@
 //! The layout of one dispatch, kept for everything that follows it.
 
-use std::cell::{Cell, RefCell};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
+use crossbeam::atomic::AtomicCell;
 use crossbeam::queue::ArrayQueue;
 
 use super::notes::Received;
@@ -38,13 +38,35 @@ pub(super) struct Inner {
     pub number: u64,
     pub report: Report,
     /// The buffer of a call that was refused: it goes back to the caller.
-    pub refused: RefCell<Option<Extent>>,
+    pub refused: Left<Extent>,
     /// Bytes copied because rows lay elsewhere.
-    pub copied: Cell<u64>,
+    pub copied: AtomicCell<u64>,
     /// What the last return moved.
-    pub returned: Cell<Moved>,
+    pub returned: AtomicCell<Moved>,
     /// The output that the gradient of a weighted combine needs.
-    pub kept: RefCell<Option<Kept>>,
+    pub kept: Left<Kept>,
+}
+
+/// What a call along a handle leaves to the next one: handles are shared.
+#[derive(Debug)]
+pub(super) struct Left<T>(Mutex<Option<T>>);
+
+impl<T> Default for Left<T> {
+    fn default() -> Self {
+        Left(Mutex::new(None))
+    }
+}
+
+impl<T> Left<T> {
+    /// Takes it, if there is anything.
+    pub fn take(&self) -> Option<T> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Leaves it.
+    pub fn put(&self, value: T) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).replace(value);
+    }
 }
 
 /// A chunk that outlives the call in which peers were offered it.
@@ -90,7 +112,7 @@ impl Inner {
             Contribution::Output(output)
                 if output.instance == self.instance && output.number == self.number =>
             {
-                self.refused.replace(Some(output.extent));
+                self.refused.put(output.extent);
                 None
             }
             other => Some(other),
@@ -100,7 +122,7 @@ impl Inner {
     /// Keeps the chunk of a call that was refused for the caller, unless it is a copy.
     pub fn give_back(&self, chunk: Extent, copied: bool) {
         if !copied {
-            self.refused.replace(Some(chunk));
+            self.refused.put(chunk);
         }
     }
 
@@ -112,7 +134,7 @@ impl Inner {
 
 /// How the bytes of a dispatch went, as planned and as moved. No GPU kernel runs on the host lanes, so `kernels` is empty
 /// there.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 pub struct Report {
     /// Per lane: how many ranks are reached over it.
     pub lanes: Vec<LaneUse>,
@@ -127,7 +149,7 @@ pub struct Report {
 }
 
 /// A lane and how many ranks it reaches.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct LaneUse {
     /// `own`, `shm`, `loop`, or `relay`: of ranks that are reached through others.
     pub lane: &'static str,
@@ -232,13 +254,13 @@ impl Handle {
     /// Bytes that combines and gradients along this handle have copied, because their rows did not lie in the buffer of
     /// [`Handle::output`].
     pub fn copied_bytes(&self) -> u64 {
-        self.inner().copied.get()
+        self.inner().copied.load()
     }
 
     /// What this rank moved in the last combine, or the last gradient that brought rows home, along this handle: what it
     /// brought home to other nodes, and what it read. Nothing before the first.
     pub fn returned(&self) -> Moved {
-        self.inner().returned.get()
+        self.inner().returned.load()
     }
 
     /// How the bytes of the dispatch went: [`Report::traffic`] as planned, [`Report::moved`] as counted while they moved.

@@ -1,7 +1,7 @@
 //! Ranks that disagree about a collective call.
 
 /// What a rank was doing in a collective call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[repr(u16)]
 pub enum CallKind {
     /// Dispatch with counts.
@@ -41,7 +41,7 @@ impl CallKind {
 }
 
 /// A collective call is not the same on every rank, or is used wrongly.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
 pub enum CallError {
     /// Another rank is in another call.
     #[error("call {call}: rank {rank} is in {mine:?}, rank {peer} in {theirs:?}")]

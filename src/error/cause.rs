@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 /// How a rank was found to be gone.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub enum Loss {
     /// Its connection closed: the process ended.
     Closed,
@@ -22,7 +22,7 @@ impl std::fmt::Display for Loss {
 
 /// The first thing that went wrong in a world. It is sticky: every wait ends with it, every new call is
 /// refused with it, until a rebuild.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
 pub enum Cause {
     /// Another rank is gone.
     #[error("rank {rank} is lost: {how}")]

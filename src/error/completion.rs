@@ -1,7 +1,7 @@
 //! What a card says of a work request that it did not do.
 
 /// What a work request asked for. Known to whoever numbered it: the card does not tell when it fails.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub enum Operation {
     /// RDMA write.
     Write,
@@ -28,7 +28,7 @@ impl std::fmt::Display for Operation {
 }
 
 /// Why a work request failed: the statuses of libibverbs that a reliable connection can end with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error, serde::Serialize)]
 pub enum CompletionStatus {
     /// `IBV_WC_LOC_LEN_ERR`.
     #[error("local length error: the message does not fit what was posted")]

@@ -4,7 +4,7 @@ use super::Fault;
 use crate::dtype::Dtype;
 
 /// A GPU could not be used, or did not do what it was asked to.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, serde::Serialize)]
 pub enum DeviceError {
     /// libcuda is not there.
     #[error(

@@ -1,7 +1,7 @@
 //! What kernels find wrong.
 
 /// The meaning of a status word that is not 0. Numbers of tokens and ranks are the lower 24 bits of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, serde::Serialize)]
 pub enum Fault {
     /// A choice is neither an expert nor -1. It counts as dropped; a sum of choices gives its token zeros.
     #[error("token {token} names an expert that does not exist")]

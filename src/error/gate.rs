@@ -3,7 +3,7 @@
 use crate::dtype::Dtype;
 
 /// What a gate refuses: a configuration, a call, or the arrays of one. Nothing is decided then, nothing is written.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
 pub enum GateError {
     /// A logit that is not finite.
     #[error("token {token}, expert {expert}: the logit is {seen}")]

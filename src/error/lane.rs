@@ -8,7 +8,7 @@ use super::{BootstrapError, VerbsError};
 const REACH: &str = "can these addresses be reached (SIDELANE_TCP_ADDRESS)?";
 
 /// Bytes or signals could not be moved, or did not come.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
 pub enum LaneError {
     /// A wait passed its deadline while the peer is alive.
     #[error(
@@ -30,6 +30,14 @@ pub enum LaneError {
         seen: u64,
         /// How long it was waited for.
         waited: Duration,
+    },
+    /// The waiting thread's user asked for an end ([`interruptible`](crate::bootstrap::interruptible)).
+    #[error("rank {rank}: the wait for rank {peer} was interrupted by its caller")]
+    Interrupted {
+        /// This rank (in its group).
+        rank: u32,
+        /// The rank that was awaited.
+        peer: u32,
     },
     /// A lane that was asked for is missing.
     #[error("no lane from rank {rank} to rank {peer}: {missing}")]

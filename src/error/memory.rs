@@ -1,7 +1,7 @@
 //! Errors of the memory room.
 
 /// Memory could not be had, or an address lies outside its window.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
 pub enum MemoryError {
     /// The heap of a rank has no room left.
     #[error(

@@ -42,7 +42,7 @@ pub use simd::SimdError;
 pub use verbs::VerbsError;
 
 /// Any error of the library.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
 pub enum Error {
     /// Meeting the other ranks failed.
     #[error(transparent)]

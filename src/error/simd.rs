@@ -1,7 +1,7 @@
 //! Errors of the rows room.
 
 /// An instruction set was asked for by name and cannot be used.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, serde::Serialize)]
 pub enum SimdError {
     /// No set has this name.
     #[error("no instruction set is called {name:?}: portable, avx2 and avx512 are")]

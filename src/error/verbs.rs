@@ -8,7 +8,7 @@ use rustix::io::Errno;
 use super::{CompletionStatus, Operation};
 
 /// A network card could not be used, or did not do what it was asked to.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
 pub enum VerbsError {
     /// libibverbs is not there.
     #[error(

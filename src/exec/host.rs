@@ -14,7 +14,7 @@ use crate::rows::{Arithmetic, Rows, Stores};
 use crate::schedule::{Index, Item, Op, Operand, Operands, Place, WindowId};
 
 /// What a host executor has moved since it was asked last.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Moved {
     /// Bytes of rows copied or put within the node, own rows included.
     pub local_bytes: u64,

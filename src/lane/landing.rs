@@ -82,6 +82,7 @@ pub fn flush(rail: &dyn Rail, health: &Health, deadline: Duration, rank: u32) ->
 fn explain(rail: &dyn Rail, (rank, peer): (u32, u32), stuck: Stuck) -> Error {
     match stuck.why {
         Interrupted::Dead(cause) => rail.fault().map_or(cause.into(), Error::from),
+        Interrupted::Asked => LaneError::Interrupted { rank, peer }.into(),
         Interrupted::Late { waited } => LaneError::Deadline {
             rank,
             peer,

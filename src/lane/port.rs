@@ -261,6 +261,9 @@ impl Port {
         wait::until(line, value, self.lanes.patience_for(from, flag), || self.lanes.progress()).map_err(
             |(seen, why)| match why {
                 Interrupted::Dead(cause) => self.lanes.fault().map_or(cause.into(), Error::from),
+                Interrupted::Asked => {
+                    LaneError::Interrupted { rank: self.lanes.rank, peer: self.lanes.writer_of(from) }.into()
+                }
                 Interrupted::Late { waited } => LaneError::Deadline {
                     rank: self.lanes.rank,
                     peer: self.lanes.writer_of(from),

@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use super::FlagLine;
-use crate::bootstrap::Health;
+use crate::bootstrap::{Health, interrupted};
 use crate::error::{Cause, Loss};
 
 /// Bounds of the three steps. Where ranks share cores, pausing only keeps the awaited one from running.
@@ -49,6 +49,8 @@ pub enum Interrupted {
         /// Time waited.
         waited: Duration,
     },
+    /// The user of this thread wants to stop.
+    Asked,
 }
 
 /// State of one wait: which step of the ladder it is on.
@@ -71,7 +73,7 @@ impl<'a> Waiter<'a> {
     /// longest time to sleep, and should return early when there is news.
     ///
     /// # Errors
-    /// [`Interrupted`] if the world died or the deadline passed.
+    /// [`Interrupted`] if the world died, the deadline passed, or the caller asks for it.
     pub fn turn(&mut self, sleep: impl FnOnce(Duration)) -> Result<(), Interrupted> {
         self.turns = self.turns.saturating_add(1);
         let pauses = if self.patience.crowded { PAUSES_IN_A_CROWD } else { PAUSES };
@@ -97,6 +99,9 @@ impl<'a> Waiter<'a> {
         let waited = self.waited;
         if waited >= self.patience.deadline {
             return Err(Interrupted::Late { waited });
+        }
+        if interrupted() {
+            return Err(Interrupted::Asked);
         }
         let slice = if self.patience.silent { NAP } else { SLICE };
         sleep(slice.min(self.patience.deadline - waited));
@@ -130,7 +135,7 @@ mod tests {
     use std::sync::atomic::AtomicU64;
 
     use super::*;
-    use crate::bootstrap::{Clocks, threads};
+    use crate::bootstrap::{Clocks, interruptible, threads};
 
     /// Waits for a rank that has left, and that raised its flag between this wait's look at the flag and its look at
     /// the absent, at the given turn.
@@ -150,6 +155,20 @@ mod tests {
                 line.raise(1, None);
             }
         })
+    }
+
+    #[test]
+    fn a_wait_ends_when_its_user_asks_for_it_and_leaves_the_world_alive() {
+        let hubs = threads(2, Clocks::default());
+        let words: [AtomicU64; 8] = Default::default();
+        // SAFETY: 64 bytes, aligned to 8, that outlive the line.
+        let line = unsafe { FlagLine::new(std::ptr::NonNull::from(&words).cast()) };
+        let deadline = Duration::from_secs(60);
+        let patience =
+            Patience { health: hubs[0].health(), crowded: false, deadline, awaited: 1, silent: false };
+        let ended = interruptible(|| true, || until(line, 1, patience, || {}));
+        assert_eq!(ended, Err((0, Interrupted::Asked)));
+        assert_eq!(hubs[0].health().check(), Ok(()));
     }
 
     #[test]

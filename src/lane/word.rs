@@ -32,6 +32,7 @@ impl Lanes {
             look()?;
             waiter.turn(std::thread::sleep).map_err(|why| match why {
                 Interrupted::Dead(cause) => Error::from(cause),
+                Interrupted::Asked => LaneError::Interrupted { rank: self.rank, peer: from }.into(),
                 Interrupted::Late { waited } => {
                     let (rank, lane, flag) = (self.rank, COPY_ENGINE, flag as u32);
                     LaneError::Deadline { rank, peer: from, lane, flag, awaited: value, seen, waited }.into()

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{Extents, Mapped};
-use crate::bootstrap::Health;
+use crate::bootstrap::{Health, interrupted};
 use crate::error::MemoryError;
 
 /// Knows whether all readers of a retired extent have finished.
@@ -51,7 +51,7 @@ struct Retired {
 }
 
 /// What a pool holds. All sizes in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct PoolReport {
     /// Size of the pool.
     pub total: u64,
@@ -99,7 +99,8 @@ impl Pool {
                 Err(free) => free,
             };
             let waited = since.get_or_insert_with(Instant::now).elapsed();
-            if state.retired.is_empty() || waited > self.deadline || self.health.check().is_err() {
+            let over = waited > self.deadline || self.health.check().is_err() || interrupted();
+            if state.retired.is_empty() || over {
                 return Err(MemoryError::OutOfSpace {
                     rank: self.rank,
                     asked: len,

@@ -12,7 +12,7 @@ use super::{Forward, Frame, Layout, Order, Sorted};
 use crate::topology::Route;
 
 /// Rows, by how far they go.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Hops {
     /// From a rank to itself.
     pub own: u64,
@@ -23,7 +23,7 @@ pub struct Hops {
 }
 
 /// The rows of one dispatch at one rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Traffic {
     /// (token, expert) pairs, by where the expert is: what would move if there were a row for each. Rank-major,
     /// (token, rank) pairs.

@@ -99,8 +99,16 @@ impl World {
     /// # Errors
     /// As [`World::from_env`].
     pub fn from_env_with(options: Options) -> Result<Self, Error> {
-        let identity = Identity::from_env()?;
-        let hub = bootstrap::connect(&identity, Secret::from_env()?, options.clocks)?;
+        Self::join(&Identity::from_env()?, Secret::from_env()?, options)
+    }
+
+    /// Joins a job that is known otherwise than from a launcher's variables: from another library's process group, for
+    /// example.
+    ///
+    /// # Errors
+    /// As [`World::from_env`].
+    pub fn join(identity: &Identity, secret: Option<Secret>, options: Options) -> Result<Self, Error> {
+        let hub = bootstrap::connect(identity, secret, options.clocks)?;
         Self::build(hub, options, &Location::here()?, None)
     }
 

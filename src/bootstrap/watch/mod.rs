@@ -5,15 +5,19 @@
 //!   the launcher is gone   launcher ┼──►  health    one word that every wait looks at, one cause
 //!   a connection ends        (link) ┘
 //!   how long is too long     clocks
+//!   the user has had enough  interrupt
 //! ```
 
 mod clocks;
 mod health;
+mod interrupt;
 mod launcher;
 mod liveness;
 
 pub use clocks::Clocks;
 pub use health::Health;
 pub(super) use health::lock;
+pub(crate) use interrupt::interrupted;
+pub use interrupt::interruptible;
 pub(super) use launcher::Launcher;
 pub(super) use liveness::Liveness;

@@ -1,0 +1,76 @@
+"""Sidelane: MoE expert-parallel dispatch and combine that run beside the compute.
+
+Tensors (torch on the CPU, numpy, anything that speaks DLPack) go in and out without a copy. See docs/from-python.md.
+"""
+
+import atexit as _atexit
+
+from ._native import (
+    Decision,
+    ExpertParallel,
+    Gate,
+    Group,
+    Handle,
+    PendingCombine,
+    PendingDispatch,
+    Tensor,
+    Window,
+    World,
+    close_all as _close_all,
+    preset,
+    presets,
+)
+from .errors import (
+    BootstrapError,
+    BusyError,
+    CallError,
+    ClosedError,
+    DeviceError,
+    Error,
+    ForkedError,
+    GateError,
+    HeapError,
+    InputError,
+    LaneError,
+    PlanError,
+    RankError,
+    SimdError,
+    WorldError,
+)
+from .join import init
+from .launch import launch
+
+__all__ = [
+    "BootstrapError",
+    "BusyError",
+    "CallError",
+    "ClosedError",
+    "Decision",
+    "DeviceError",
+    "Error",
+    "ExpertParallel",
+    "ForkedError",
+    "Gate",
+    "GateError",
+    "Group",
+    "Handle",
+    "HeapError",
+    "InputError",
+    "LaneError",
+    "PendingCombine",
+    "PendingDispatch",
+    "PlanError",
+    "RankError",
+    "SimdError",
+    "Tensor",
+    "Window",
+    "World",
+    "WorldError",
+    "init",
+    "launch",
+    "preset",
+    "presets",
+]
+
+# Those that are left hear a goodbye, not a loss.
+_atexit.register(_close_all)

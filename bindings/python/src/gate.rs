@@ -1,0 +1,165 @@
+//! Gates: from the logits of a router to choices and weights.
+//!
+//! A configuration is a dictionary in Python, the same as the library's own in JSON: `preset` gives that of a system, which
+//! may be changed before a `Gate` is made of it.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use sidelane::gate::{Call, Draw, GateConfig, Preset};
+
+use crate::errors::raise;
+use crate::input::Input;
+use crate::settings;
+use crate::slot::Slot;
+use crate::tensor::{Element, Kind, Tensor};
+
+/// Names of all presets.
+#[pyfunction]
+pub fn presets() -> Vec<&'static str> {
+    Preset::ALL.iter().map(|preset| preset.name()).collect()
+}
+
+/// The configuration of a system, as a dictionary.
+#[pyfunction]
+pub fn preset<'py>(py: Python<'py>, name: &str, experts: u32, top_k: u32) -> PyResult<Bound<'py, PyAny>> {
+    let preset: Preset = name
+        .parse()
+        .map_err(|error: sidelane::gate::PresetError| settings::wrong("preset", &error.to_string()))?;
+    Ok(pythonize::pythonize(py, &preset.config(experts, top_k).map_err(raise)?)?)
+}
+
+/// A router. Of calls of one size only the first allocates.
+#[pyclass(frozen, module = "sidelane")]
+pub struct Gate {
+    slot: Slot<sidelane::gate::Gate>,
+    experts: usize,
+    top_k: usize,
+}
+
+#[pymethods]
+impl Gate {
+    #[new]
+    fn new(config: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let config: GateConfig =
+            pythonize::depythonize(config).map_err(|error| settings::wrong("gate", &error.to_string()))?;
+        let (experts, top_k) = (config.experts as usize, config.top_k as usize);
+        let gate = sidelane::gate::Gate::new(config).map_err(raise)?;
+        Ok(Gate { slot: Slot::new("gate", gate), experts, top_k })
+    }
+
+    #[getter]
+    fn config<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let config = self.slot.lend(|gate| Ok(gate.config().clone()))?;
+        Ok(pythonize::pythonize(py, &config)?)
+    }
+
+    /// Decides for all tokens: `logits` [tokens, experts], float32.
+    #[pyo3(signature = (
+        logits, *, bias=None, used=None, replay=None, needed=None, training=false, seed=0, step=0, rank=0
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "they are Python's keywords")]
+    fn route(
+        &self,
+        py: Python<'_>,
+        logits: &Bound<'_, PyAny>,
+        bias: Option<&Bound<'_, PyAny>>,
+        used: Option<Vec<bool>>,
+        replay: Option<&Bound<'_, PyAny>>,
+        needed: Option<u32>,
+        training: bool,
+        seed: u64,
+        step: u64,
+        rank: u32,
+    ) -> PyResult<Decision> {
+        let kind = Kind::of(logits);
+        let logits = Input::new(logits, "logits")?.columns(self.experts)?.of(Element::F32)?;
+        let bias = bias.map(|bias| Input::new(bias, "bias")?.of(Element::F32)).transpose()?;
+        let replay = replay.map(|ids| Input::new(ids, "replay")?.of(Element::I32)).transpose()?;
+        let call = Call {
+            logits: logits.slice()?,
+            bias: bias.as_ref().map(Input::slice).transpose()?,
+            used: used.as_deref(),
+            replay: replay.as_ref().map(Input::slice).transpose()?,
+            needed,
+            training,
+            draw: Draw { seed, step, rank },
+            ..Call::default()
+        };
+        let decision = self.slot.lend(|gate| {
+            py.detach(|| gate.route(&call).cloned().map_err(sidelane::Error::from)).map_err(raise)
+        })?;
+        Ok(Decision { decision: Arc::new(decision), kind, top_k: self.top_k })
+    }
+}
+
+/// What a router decided.
+#[pyclass(frozen, module = "sidelane")]
+pub struct Decision {
+    decision: Arc<sidelane::gate::Decision>,
+    kind: Kind,
+    top_k: usize,
+}
+
+impl Decision {
+    fn choices<'py, T: bytemuck::NoUninit + Send>(
+        &self,
+        py: Python<'py>,
+        values: &[T],
+        element: Element,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let shape = [values.len() / self.top_k, self.top_k];
+        self.kind.give(py, Tensor::of(values.to_vec(), &shape, element))
+    }
+}
+
+#[pymethods]
+impl Decision {
+    /// What is left of the choices, [tokens, top_k]: expert ids, or -1.
+    #[getter]
+    fn experts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.choices(py, self.decision.experts(), Element::I32)
+    }
+
+    /// Their weights, [tokens, top_k].
+    #[getter]
+    fn weights<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.choices(py, self.decision.weights(), Element::F32)
+    }
+
+    /// What was chosen before any choice was dropped, [tokens, top_k].
+    #[getter(choices)]
+    fn all_choices<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.choices(py, self.decision.choices(), Element::I32)
+    }
+
+    /// Place of each choice among the rows of its expert, [tokens, top_k].
+    #[getter]
+    fn slots<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.choices(py, self.decision.slots(), Element::I32)
+    }
+
+    /// Choices of each expert, before any was dropped.
+    #[getter]
+    fn counts_before(&self) -> Vec<u32> {
+        self.decision.counts_before().to_vec()
+    }
+
+    /// Choices of each expert that are left.
+    #[getter]
+    fn counts_after(&self) -> Vec<u32> {
+        self.decision.counts_after().to_vec()
+    }
+
+    /// Rows per expert.
+    #[getter]
+    fn capacity(&self) -> u32 {
+        self.decision.capacity()
+    }
+
+    /// The capacity that would have dropped nothing.
+    #[getter]
+    fn required(&self) -> u32 {
+        self.decision.required()
+    }
+}

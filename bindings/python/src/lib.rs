@@ -1,0 +1,55 @@
+//! Sidelane for Python.
+//!
+//! Rust does what must not depend on the interpreter: tensors by DLPack, calls without the GIL, waits that Ctrl-C ends.
+//! What is convenience (processes, process groups, autograd, Megatron) is Python, in `python/sidelane`.
+//!
+//! ```text
+//!   tensor (torch, numpy) --DLPack--> Imported --\                          /--> Tensor --DLPack--> torch, numpy
+//!                                                 Slot: one call at a time /
+//!   exception with fields <--- errors <--- wait: GIL released, asked for signals every 20 ms
+//! ```
+//!
+//! | module | what is in it |
+//! |---|---|
+//! | [`dlpack`] | the capsules of DLPack, the only unsafe code |
+//! | [`tensor`] | memory that is handed out, and to which library |
+//! | [`input`] | tensors that are handed in |
+//! | [`errors`] | the library's errors as exceptions with their fields |
+//! | [`wait`], [`calls`] | calls that wait; those of `ExpertParallel` |
+//! | [`slot`] | values that are lent to calls; closed worlds, forked processes |
+//! | [`world`], [`window`], [`parallel`], [`pending`], [`handle`], [`gate`] | the classes |
+
+mod calls;
+mod dlpack;
+mod errors;
+mod gate;
+mod handle;
+mod input;
+mod parallel;
+mod pending;
+mod settings;
+mod slot;
+mod tensor;
+mod wait;
+mod window;
+mod world;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<world::World>()?;
+    module.add_class::<world::Group>()?;
+    module.add_class::<window::Window>()?;
+    module.add_class::<parallel::ExpertParallel>()?;
+    module.add_class::<pending::PendingDispatch>()?;
+    module.add_class::<pending::PendingCombine>()?;
+    module.add_class::<handle::Handle>()?;
+    module.add_class::<tensor::Tensor>()?;
+    module.add_class::<gate::Gate>()?;
+    module.add_class::<gate::Decision>()?;
+    module.add_function(wrap_pyfunction!(gate::preset, module)?)?;
+    module.add_function(wrap_pyfunction!(gate::presets, module)?)?;
+    module.add_function(wrap_pyfunction!(world::close_all, module)?)?;
+    Ok(())
+}

@@ -1,0 +1,167 @@
+//! Windows: tensors that other ranks write to.
+//!
+//! The memory is a memfd of this process's own, mapped here and registered there, so that torch and numpy see it like any
+//! other.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use memmap2::{MmapOptions, MmapRaw};
+use pyo3::exceptions::PyOSError;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use rustix::fs::{MemfdFlags, SealFlags};
+
+use crate::errors::Wrong;
+use crate::input::Input;
+use crate::settings;
+use crate::slot::Slot;
+use crate::tensor::{Element, Memory, Tensor};
+use crate::wait::{self, Interrupt};
+use crate::world::{Group, Seat};
+
+/// A tensor at every member of a group, and one signal word per pair of members.
+#[pyclass(frozen, module = "sidelane")]
+pub struct Window {
+    seat: Arc<Seat>,
+    window: Arc<Slot<sidelane::Window>>,
+    local: Tensor,
+    shape: Vec<usize>,
+    element: Element,
+}
+
+impl Window {
+    /// Collective.
+    pub fn new(
+        py: Python<'_>,
+        group: &Group,
+        shape: Vec<usize>,
+        dtype: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let members = group.get()?;
+        let (element, bytes, memory, mapped) = match prepare(&shape, dtype) {
+            Ok(prepared) => prepared,
+            Err(error) => {
+                // The others are told, not left waiting: this can be registered nowhere.
+                let unsealed =
+                    rustix::fs::memfd_create("sidelane-refused", MemfdFlags::CLOEXEC).map_err(system)?;
+                let _ = group.seat().meeting(py, || members.register(unsealed));
+                return Err(error);
+            }
+        };
+        let window = group.seat().meeting(py, || members.register(memory))?;
+        let address = mapped.as_mut_ptr() as usize;
+        let local = Tensor::new(Memory::at(address, bytes, Box::new(mapped), None), &shape, element);
+        let window = Arc::new(Slot::new("window", window));
+        let child = Arc::downgrade(&window);
+        group.seat().adopt(child);
+        Ok(Window { seat: Arc::clone(group.seat()), window, local, shape, element })
+    }
+
+    /// A call on the data path. It waits for nobody's input, so what is wrong with this rank's is told here alone.
+    fn call(
+        &self,
+        py: Python<'_>,
+        interrupt: Interrupt,
+        call: impl FnOnce(&mut sidelane::Window) -> Result<(), sidelane::Error> + Send,
+    ) -> PyResult<()> {
+        let world = self.seat.world()?;
+        self.window.lend(|window| wait::call(py, &world, interrupt, || call(window)))
+    }
+
+    fn source(&self, src: &Bound<'_, PyAny>) -> PyResult<Input> {
+        Input::new(src, "src")?.of(self.element)
+    }
+}
+
+/// The memory of a window that is asked for, and a mapping of it.
+fn prepare(
+    shape: &[usize],
+    dtype: Option<&Bound<'_, PyAny>>,
+) -> PyResult<(Element, usize, OwnedFd, MmapRaw)> {
+    let element = dtype.map_or(Ok(Element::F32), |dtype| settings::dtype(dtype).map(Element::from))?;
+    let bytes = shape.iter().try_fold(element.size(), |all, &size| all.checked_mul(size));
+    let Some(bytes @ 1..) = bytes.filter(|&bytes| isize::try_from(bytes).is_ok()) else {
+        let message = format!("window: a tensor of shape {shape:?} is empty, or larger than any memory");
+        return Err(Wrong::Input.error("Setting", &message, &[("setting", "shape".into())]));
+    };
+    let (memory, mapped) = make(bytes as u64).map_err(system)?;
+    Ok((element, bytes, memory, mapped))
+}
+
+/// Sealed shared memory, and a mapping of it.
+fn make(bytes: u64) -> std::io::Result<(OwnedFd, MmapRaw)> {
+    let fd = rustix::fs::memfd_create("sidelane-window", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    rustix::fs::ftruncate(&fd, bytes)?;
+    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    let file = File::from(fd);
+    let mapped = MmapOptions::new().map_raw(&file)?;
+    Ok((file.into(), mapped))
+}
+
+fn system(error: impl Into<std::io::Error>) -> PyErr {
+    PyOSError::new_err(error.into())
+}
+
+#[pymethods]
+impl Window {
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.shape)
+    }
+
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.element.name()
+    }
+
+    /// This rank's own part.
+    #[getter]
+    fn local(&self) -> Tensor {
+        self.local.clone()
+    }
+
+    fn put(&self, py: Python<'_>, peer: u32, offset: u64, src: &Bound<'_, PyAny>) -> PyResult<()> {
+        let src = self.source(src)?;
+        let (bytes, offset) = (src.slice::<u8>()?, self.bytes(offset));
+        self.call(py, Interrupt::Cancels, |window| window.put(peer, offset, bytes))
+    }
+
+    fn put_signal(
+        &self,
+        py: Python<'_>,
+        peer: u32,
+        offset: u64,
+        src: &Bound<'_, PyAny>,
+        value: u64,
+    ) -> PyResult<()> {
+        let src = self.source(src)?;
+        let (bytes, offset) = (src.slice::<u8>()?, self.bytes(offset));
+        self.call(py, Interrupt::Cancels, |window| window.put_signal(peer, offset, bytes, value))
+    }
+
+    fn signal(&self, py: Python<'_>, peer: u32, value: u64) -> PyResult<()> {
+        self.call(py, Interrupt::Cancels, |window| window.signal(peer, value))
+    }
+
+    /// Ctrl-C ends the wait, not the world: it may be made again.
+    fn wait(&self, py: Python<'_>, peer: u32, value: u64) -> PyResult<()> {
+        self.call(py, Interrupt::Ends, |window| window.wait_until(peer, value))
+    }
+
+    fn quiet(&self, py: Python<'_>) -> PyResult<()> {
+        self.call(py, Interrupt::Cancels, |window| window.quiet())
+    }
+
+    /// Ctrl-C cancels the world, here as in every call that others may have seen a part of.
+    fn barrier(&self, py: Python<'_>) -> PyResult<()> {
+        self.call(py, Interrupt::Cancels, |window| window.barrier())
+    }
+}
+
+impl Window {
+    fn bytes(&self, elements: u64) -> u64 {
+        elements.saturating_mul(self.element.size() as u64)
+    }
+}

@@ -1,0 +1,272 @@
+//! Worlds and groups.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use sidelane::Options;
+use sidelane::bootstrap::{Clocks, Identity, Secret};
+use sidelane::config::Config;
+
+use crate::errors::{Wrong, raise};
+use crate::slot::{Close, Maker, Slot};
+use crate::wait;
+use crate::window::Window;
+
+/// A world while it is open, and what was made in it.
+pub struct Seat {
+    maker: Maker,
+    world: Mutex<Option<Arc<sidelane::World>>>,
+    children: Mutex<Vec<Weak<dyn Close>>>,
+}
+
+/// Worlds that the interpreter's end must close.
+static OPEN: Mutex<Vec<Weak<Seat>>> = Mutex::new(Vec::new());
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Seat {
+    fn new(world: sidelane::World) -> Arc<Self> {
+        let world = Mutex::new(Some(Arc::new(world)));
+        let seat = Arc::new(Seat { maker: Maker::here(), world, children: Mutex::default() });
+        let mut open = lock(&OPEN);
+        open.retain(|other| other.strong_count() > 0);
+        open.push(Arc::downgrade(&seat));
+        seat
+    }
+
+    /// The world.
+    ///
+    /// # Errors
+    /// `ForkedError`, `ClosedError`.
+    pub fn world(&self) -> PyResult<Arc<sidelane::World>> {
+        self.maker.check("world")?;
+        lock(&self.world).clone().ok_or_else(|| {
+            Wrong::Closed.error("Closed", "this world was closed: sidelane.init() joins another", &[])
+        })
+    }
+
+    /// Closes something with this world.
+    pub fn adopt(&self, child: Weak<dyn Close>) {
+        let mut children = lock(&self.children);
+        children.retain(|other| other.strong_count() > 0);
+        children.push(child);
+    }
+
+    /// Waits at the rendezvous; Ctrl-C cancels the world.
+    pub fn meeting<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce() -> Result<T, sidelane::Error> + Send,
+    ) -> PyResult<T> {
+        let world = self.world()?;
+        wait::meeting(py, || world.cancel(), call)
+    }
+
+    fn close(&self) {
+        if !self.maker.is_here() {
+            return;
+        }
+        let world = lock(&self.world).take();
+        let children = std::mem::take(&mut *lock(&self.children));
+        // Where they are the last to know the world, this is where it says goodbye.
+        children.iter().filter_map(Weak::upgrade).for_each(|child| child.close());
+        drop(world);
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        if !self.maker.is_here() {
+            std::mem::forget(self.world.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+        }
+    }
+}
+
+/// Closes all worlds that are open: called at the interpreter's exit, so that others hear a goodbye.
+#[pyfunction]
+pub fn close_all(py: Python<'_>) {
+    let open = std::mem::take(&mut *lock(&OPEN));
+    py.detach(|| open.iter().filter_map(Weak::upgrade).for_each(|seat| seat.close()));
+}
+
+/// All ranks of a job, as one of them sees it.
+#[pyclass(frozen, module = "sidelane")]
+pub struct World {
+    seat: Arc<Seat>,
+}
+
+#[pymethods]
+impl World {
+    /// Joins the job that these variables describe, those of the environment behind them.
+    #[staticmethod]
+    fn join(py: Python<'_>, variables: HashMap<String, String>) -> PyResult<Self> {
+        let lookup = move |name: &str| variables.get(name).cloned().or_else(|| std::env::var(name).ok());
+        let world = wait::joining(py, move || {
+            let clocks = Clocks::from_vars(&lookup)?;
+            let options = Options { config: Config::from_vars(&lookup)?, clocks, ..Options::from_env()? };
+            sidelane::World::join(&Identity::from_vars(&lookup)?, Secret::from_vars(&lookup)?, options)
+        })?;
+        Ok(World { seat: Seat::new(world) })
+    }
+
+    #[getter]
+    fn rank(&self) -> PyResult<u32> {
+        Ok(self.seat.world()?.rank())
+    }
+
+    #[getter]
+    fn size(&self) -> PyResult<u32> {
+        Ok(self.seat.world()?.size())
+    }
+
+    #[getter]
+    fn epoch(&self) -> PyResult<u16> {
+        Ok(self.seat.world()?.epoch())
+    }
+
+    /// The node of each rank: ranks of a node share memory.
+    #[getter]
+    fn nodes(&self) -> PyResult<Vec<u32>> {
+        let world = self.seat.world()?;
+        Ok((0..world.size()).map(|rank| world.nodes().node_of(rank)).collect())
+    }
+
+    /// For each rank, its rank in the world before the rebuild.
+    #[getter]
+    fn previous_ranks(&self) -> PyResult<Vec<u32>> {
+        Ok(self.seat.world()?.previous_ranks().to_vec())
+    }
+
+    fn group(&self, ranks: Vec<u32>) -> PyResult<Group> {
+        let group = self.seat.world()?.group(&ranks).map_err(raise)?;
+        Ok(Group::new(Arc::clone(&self.seat), group))
+    }
+
+    pub fn all(&self) -> PyResult<Group> {
+        let group = self.seat.world()?.all().map_err(raise)?;
+        Ok(Group::new(Arc::clone(&self.seat), group))
+    }
+
+    /// Raises the cause, if the world is dead.
+    fn check(&self) -> PyResult<()> {
+        self.seat.world()?.health().check().map_err(raise)
+    }
+
+    fn cancel(&self, py: Python<'_>) -> PyResult<()> {
+        let world = self.seat.world()?;
+        py.detach(|| world.cancel());
+        Ok(())
+    }
+
+    /// The survivors' next world; waits for them for so many seconds.
+    #[pyo3(signature = (deadline=60.0))]
+    fn rebuild(&self, py: Python<'_>, deadline: f64) -> PyResult<World> {
+        let world = self.seat.world()?;
+        let deadline = Duration::try_from_secs_f64(deadline).map_err(|error| {
+            Wrong::Input.error("Setting", &format!("deadline: {error}"), &[("setting", "deadline".into())])
+        })?;
+        let next = wait::joining(py, move || world.rebuild(deadline))?;
+        Ok(World { seat: Seat::new(next) })
+    }
+
+    /// What the receive pool holds, in bytes.
+    fn pool_report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        Ok(pythonize::pythonize(py, &self.seat.world()?.pool().report())?)
+    }
+
+    /// Leaves the world. Everything that was made in it is closed, too; rows and results stay readable.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.seat.close());
+    }
+
+    fn __enter__(this: Py<Self>) -> Py<Self> {
+        this
+    }
+
+    /// Where an exception comes by, the others must not wait for this rank.
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        class: Option<Bound<'_, PyAny>>,
+        _error: Option<Bound<'_, PyAny>>,
+        _trace: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        if class.is_some() && lock(&self.seat.world).is_some() {
+            self.cancel(py)?;
+        }
+        self.close(py);
+        Ok(())
+    }
+
+    fn __repr__(&self) -> String {
+        match self.seat.world() {
+            Ok(world) => format!("sidelane.World(rank={}, size={})", world.rank(), world.size()),
+            Err(_) => "sidelane.World(closed)".to_owned(),
+        }
+    }
+}
+
+/// Ordered ranks of a world.
+#[pyclass(frozen, module = "sidelane")]
+pub struct Group {
+    seat: Arc<Seat>,
+    group: Arc<Slot<Arc<sidelane::Group>>>,
+}
+
+impl Group {
+    fn new(seat: Arc<Seat>, group: sidelane::Group) -> Self {
+        let group = Arc::new(Slot::new("group", Arc::new(group)));
+        let child = Arc::downgrade(&group);
+        seat.adopt(child);
+        Group { seat, group }
+    }
+
+    /// The group, while its world is open.
+    pub fn get(&self) -> PyResult<Arc<sidelane::Group>> {
+        self.seat.world()?;
+        self.group.get()
+    }
+
+    /// Its world.
+    pub fn seat(&self) -> &Arc<Seat> {
+        &self.seat
+    }
+}
+
+#[pymethods]
+impl Group {
+    #[getter]
+    fn rank(&self) -> PyResult<u32> {
+        Ok(self.get()?.rank())
+    }
+
+    #[getter]
+    fn size(&self) -> PyResult<u32> {
+        Ok(self.get()?.size())
+    }
+
+    #[getter]
+    fn ranks(&self) -> PyResult<Vec<u32>> {
+        Ok(self.get()?.ranks().to_vec())
+    }
+
+    /// What each member contributes, in order. Small things: it goes through the rendezvous.
+    fn gather(&self, py: Python<'_>, blob: Vec<u8>) -> PyResult<Vec<Vec<u8>>> {
+        let group = self.get()?;
+        self.seat.meeting(py, || group.gather(&blob))
+    }
+
+    #[pyo3(signature = (shape, dtype=None))]
+    fn window(
+        &self,
+        py: Python<'_>,
+        shape: Vec<usize>,
+        dtype: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Window> {
+        Window::new(py, self, shape, dtype)
+    }
+}

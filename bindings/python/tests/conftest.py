@@ -1,0 +1,75 @@
+"""One world per number of ranks: its processes make all checks of a module, one after another, and each is a test.
+
+A module ``test_x`` has its checks in ``checks_x``: functions ``check_*(world)`` that every rank calls, named as the test is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import sidelane
+
+sys.path.insert(0, str(Path(__file__).parent))
+# A rank that waits in vain shall say so within the patience of whoever runs this.
+os.environ.setdefault("SIDELANE_DEADLINE_MS", "120000")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def checks_of(module: str) -> list[str]:
+    """The names of a module's checks, in order, without importing it here."""
+    path = Path(__file__).parent / f"{module}.py"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [line[4 : line.index("(")] for line in lines if line.startswith("def check_")]
+
+
+def make_checks(module: str) -> dict[str, str | None]:
+    """What each check says at this rank: nothing, or what went wrong."""
+    said: dict[str, str | None] = {}
+    checks = importlib.import_module(module)
+    with sidelane.init() as world:
+        for name in checks_of(module):
+            try:
+                getattr(checks, name)(world)
+                said[name] = None
+            except Exception:
+                said[name] = traceback.format_exc()
+                world.cancel()
+                break
+    return said
+
+
+@cache
+def world_of(module: str, ranks: int, nodes: int) -> list[dict[str, str | None]]:
+    return sidelane.launch(make_checks, ranks, module, nodes=nodes)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "checked" in metafunc.fixturenames:
+        module = metafunc.module.__name__.replace("test_", "checks_")
+        shapes = getattr(metafunc.module, "SHAPES")
+        cases = [(module, check, ranks, nodes) for ranks, nodes in shapes for check in checks_of(module)]
+        ids = [f"{check[6:]}-{ranks}x{nodes}" for _, check, ranks, nodes in cases]
+        metafunc.parametrize("checked", cases, ids=ids)
+
+
+@pytest.fixture
+def hold() -> object:
+    """Holds the outcome of one check at all ranks against what it should be."""
+
+    def judge(checked: tuple[str, str, int, int]) -> None:
+        module, check, ranks, nodes = checked
+        said = world_of(module, ranks, nodes)
+        assert len(said) == ranks
+        wrong = [f"rank {rank}: {of.get(check, 'not made')}" for rank, of in enumerate(said) if of.get(check, "") is not None]
+        assert not wrong, "\n".join(wrong)
+
+    return judge
+
+

@@ -1,0 +1,196 @@
+"""What ranks do in the tests of ``test_stops``."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+
+import numpy as np
+
+import sidelane
+
+
+def outcome(call) -> tuple[str, str, dict]:
+    """The class, kind and fields of what a call raises."""
+    try:
+        call()
+    except sidelane.Error as error:
+        return type(error).__name__, error.kind, error.fields
+    except BaseException as error:
+        return type(error).__name__, "", {}
+    return "", "", {}
+
+
+def layer(world):
+    return sidelane.ExpertParallel(world, experts=world.size, top_k=1, hidden=4, dtype="float32")
+
+
+def tokens(world):
+    """A token for each rank."""
+    n = world.size
+    return np.ones((n, 4), np.float32), np.arange(n, dtype=np.int32).reshape(n, 1), np.ones((n, 1), np.float32)
+
+
+def interrupt_when_in(name: str) -> None:
+    """A thread that presses Ctrl-C once the main thread is in a function; that it runs shows that the GIL is free."""
+    main = threading.main_thread().ident
+
+    def inside() -> bool:
+        frame = sys._current_frames()[main]
+        while frame is not None and frame.f_code.co_name != name:
+            frame = frame.f_back
+        return frame is not None
+
+    def press() -> None:
+        while not inside():
+            os.sched_yield()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+
+
+def interrupted_dispatch():
+    world = sidelane.init()
+    ep = layer(world)
+
+    def waits_alone():
+        ep.dispatch(*tokens(world))
+
+    if world.rank == 0:
+        interrupt_when_in("waits_alone")
+        first = outcome(waits_alone)
+    else:
+        # Comes to its dispatch only when the world is dead: nobody else's doing ends rank 0's.
+        while not outcome(world.check)[0]:
+            os.sched_yield()
+        first = outcome(waits_alone)
+    return first, outcome(waits_alone), outcome(world.check)
+
+
+def interrupted_wait():
+    world = sidelane.init()
+    window = world.all().window((1,))
+
+    def waits():
+        window.wait(1, 1)
+
+    if world.rank == 0:
+        interrupt_when_in("waits")
+        said = outcome(waits)
+        window.signal(1, 1)
+        waits()
+    else:
+        said = ("", "", {})
+        window.wait(0, 1)
+        window.signal(0, 1)
+    rows, handle = layer(world).dispatch(*tokens(world))
+    return said, len(rows)
+
+
+def interrupted_meeting():
+    world = sidelane.init()
+
+    def builds():
+        layer(world)
+
+    if world.rank == 0:
+        interrupt_when_in("builds")
+        return outcome(builds), outcome(world.check)
+    while not outcome(world.check)[0]:
+        os.sched_yield()
+    return outcome(builds), outcome(world.check)
+
+
+def interrupted_init():
+    def joins():
+        sidelane.init()
+
+    interrupt_when_in("joins")
+    return outcome(joins)
+
+
+def closed():
+    world = sidelane.init()
+    group, window, ep = world.all(), world.all().window((4,)), layer(world)
+    rows, handle = ep.dispatch(*tokens(world))
+    pending = ep.start_dispatch(*tokens(world))
+    busy = outcome(lambda: ep.dispatch(*tokens(world)))
+    pending.finish()
+    ep.combine(rows, handle)
+    window.barrier()
+    world.close()
+    world.close()
+    x, ids, weights = np.ones((1, 4), np.float32), np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
+    calls = [
+        lambda: world.rank,
+        lambda: world.all(),
+        lambda: group.window((4,)),
+        lambda: window.signal(0, 1),
+        lambda: window.wait(0, 1),
+        lambda: ep.dispatch(x, ids, weights),
+        lambda: ep.combine(rows, handle),
+        lambda: sidelane.ExpertParallel(world, experts=2, top_k=1, hidden=4),
+    ]
+
+    return busy[:2], [outcome(call)[:2] for call in calls], rows.tolist(), np.from_dlpack(window.local).tolist()
+
+
+def forked():
+    world = sidelane.init()
+    window, ep = world.all().window((4,)), layer(world)
+    x, ids, weights = tokens(world)
+    rows, handle = ep.dispatch(x, ids, weights)
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe(duplex=False)
+
+    def child(pipe):
+        calls = [
+            lambda: world.rank,
+            lambda: window.signal(1, 1),
+            lambda: ep.dispatch(x, ids, weights),
+            lambda: ep.combine(rows, handle),
+            lambda: handle.tokens_per_expert,
+            lambda: world.close(),
+        ]
+        pipe.send([outcome(call) for call in calls])
+
+    process = fork.Process(target=child, args=(theirs,))
+    process.start()
+    said = ours.recv()
+    process.join()
+    # The child has gone, and all that it held with it: this world lives on.
+    sums = ep.combine(rows, handle)
+    window.barrier()
+    return said, process.exitcode, sums.tolist(), os.getpid()
+
+
+def dropped_pending():
+    world = sidelane.init()
+    ep = layer(world)
+    if world.rank == 0:
+        pending = ep.start_dispatch(*tokens(world))
+        del pending
+    return outcome(lambda: ep.dispatch(*tokens(world)))
+
+
+def ended():
+    world = sidelane.init()
+    ep = layer(world)
+    if world.rank == 1:
+        os._exit(7)
+    said = outcome(lambda: ep.dispatch(*tokens(world)))
+    next_ = world.rebuild()
+    rows, _ = layer(next_).dispatch(*tokens(next_))
+    return said, (next_.size, next_.epoch, next_.previous_ranks), rows.tolist()
+
+
+def raised():
+    with sidelane.init() as world:
+        ep = layer(world)
+        if world.rank == 1:
+            raise LookupError("rank 1 has had enough")
+        ep.dispatch(*tokens(world))
+

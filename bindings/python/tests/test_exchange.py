@@ -1,0 +1,7 @@
+"""Dispatch and combine of processes, with tensors of torch and numpy."""
+
+SHAPES = [(2, 1), (4, 2)]
+
+
+def test_exchange(checked, hold):
+    hold(checked)

@@ -1,0 +1,100 @@
+//! Ending the waits of one thread because its user asks for it.
+//!
+//! A program that embeds the library may learn that its user has had enough (Ctrl-C) only by asking, in the thread that
+//! waits. So the thread brings its question along, and long waits ask it now and then:
+//!
+//! ```text
+//!   interruptible(ask, || ep.dispatch(..))
+//!        wait: pause, yield, sleep --ask()?--> sleep --ask()?--> true: the wait ends with LaneError::Interrupted
+//! ```
+//!
+//! A collective call that ends so ends the world, as its peers cannot go on; [`Window::wait_until`](crate::Window::wait_until)
+//! may be called again. Threads that bring no question, those of relays among them, are asked nothing.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+/// The longest time between two questions, beside the length of a sleep.
+const EVERY: Duration = Duration::from_millis(20);
+
+#[derive(Clone)]
+struct Question {
+    ask: Rc<dyn Fn() -> bool>,
+    asked: Instant,
+}
+
+thread_local! {
+    static QUESTION: RefCell<Option<Question>> = const { RefCell::new(None) };
+}
+
+/// Puts back the question of the caller's caller, whichever way the call ends.
+struct Restore(Option<Question>);
+
+impl Drop for Restore {
+    fn drop(&mut self) {
+        QUESTION.replace(self.0.take());
+    }
+}
+
+/// Makes a call whose waits in this thread end when `ask` says so. It is asked about every 20 ms while something is waited
+/// for in earnest, never in a short wait.
+pub fn interruptible<T>(ask: impl Fn() -> bool + 'static, call: impl FnOnce() -> T) -> T {
+    let question = Question { ask: Rc::new(ask), asked: Instant::now() };
+    let _restore = Restore(QUESTION.replace(Some(question)));
+    call()
+}
+
+/// Whether this thread's user wants to stop.
+pub(crate) fn interrupted() -> bool {
+    let due = QUESTION.with_borrow_mut(|question| {
+        let question = question.as_mut()?;
+        let now = Instant::now();
+        let due = now.duration_since(question.asked) >= EVERY;
+        due.then(|| {
+            question.asked = now;
+            Rc::clone(&question.ask)
+        })
+    });
+    due.is_some_and(|ask| ask())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    fn poll_until_interrupted() {
+        while !interrupted() {
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_question_is_asked_until_it_says_yes_and_forgotten_with_its_call() {
+        let asked = Rc::new(Cell::new(0));
+        let count = Rc::clone(&asked);
+        interruptible(
+            move || {
+                count.set(count.get() + 1);
+                count.get() == 3
+            },
+            poll_until_interrupted,
+        );
+        assert_eq!(asked.get(), 3);
+        assert!(!interrupted());
+        assert_eq!(Rc::strong_count(&asked), 1);
+    }
+
+    #[test]
+    fn of_nested_calls_the_inner_one_is_asked() {
+        interruptible(
+            || true,
+            || {
+                interruptible(|| false, || assert!(!interrupted()));
+                poll_until_interrupted();
+            },
+        );
+    }
+}
