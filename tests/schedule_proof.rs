@@ -110,9 +110,19 @@ fn rows_that_copy_engines_bring_home_are_proved_and_run_at_random() {
         dispatch(0),
         ret(4, ROWS),
     ];
-    for (name, labels) in [("1", &[0][..]), ("1 x 2", &[0; 2]), ("1 x 3", &[0; 3]), ("1 x 8", &[0; 8])] {
+    let shapes: [(&str, &[u32]); 8] = [
+        ("1", &[0]),
+        ("1 x 2", &[0; 2]),
+        ("1 x 3", &[0; 3]),
+        ("1 x 8", &[0; 8]),
+        ("2 x 2", &[0, 0, 1, 1]),
+        ("3 x 1", &[0, 1, 2]),
+        ("3 + 5", &[0, 0, 0, 1, 1, 1, 1, 1]),
+        ("5, mixed", &[0, 1, 2, 0, 1]),
+    ];
+    for (name, labels) in shapes {
         for align in [1, 4] {
-            let group = Group::new(labels, align, 5).pulling();
+            let group = Group::new(labels, align, 5).run((Route::Direct, Relays::Inline)).pulling();
             let story = group.tell(&calls, None);
             let name = format!("{name} by engines, {align}");
             let proof = proved(&name, &story);

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use super::ExpertParallel;
 use super::handle::Inner;
-use super::relay::{Errand, Seat};
+use super::proxy::Seat;
+use super::relay::Errand;
 use crate::error::{Cause, Error, MemoryError};
 use crate::lane::Io;
 use crate::rows::Stores;

@@ -17,8 +17,7 @@ use crate::lane::Io;
 use crate::memory::Extent;
 use crate::plan::{Overflow, Traffic};
 use crate::rows::Stores;
-use crate::schedule::{Control, Tag, WindowId};
-use crate::topology::Route;
+use crate::schedule::{Tag, WindowId};
 
 /// A dispatch that was started: counts are on their way. Finish it before the next call; dropping it cancels the
 /// world, because the other ranks cannot go on.
@@ -175,29 +174,7 @@ impl ExpertParallel {
         let own = (&self.sorted, &self.crossing);
         inner.layout.fill(&frame, own, top_k, counts, sizes);
         inner.offer = frame.sizing.offer(inner.layout.landed);
-        self.describe_blocks(inner)
-    }
-
-    /// Writes the headers of this rank's blocks.
-    fn describe_blocks(&mut self, inner: &Inner) -> Result<(), Error> {
-        let Fixed { port, control, bins, .. } = &*self.fixed;
-        let paths = self.fixed.paths();
-        for ((nth, relay), block) in (0..).zip(paths.relays()).zip(&inner.layout.blocks) {
-            let at = control.header_out(nth, self.calls.parity());
-            port.write(WindowId::CONTROL, at, &[block.rows, block.entries(), block.first])?;
-            port.write(WindowId::CONTROL, at + Control::LANDED, &block.landed)?;
-            port.write(WindowId::CONTROL, at + control.segments(), &block.segments)?;
-            if paths.route() == Route::Pxn {
-                port.write(WindowId::CONTROL, at + control.index(), &block.index)?;
-                let mut to = at + control.notes(block.entries());
-                for bins in paths.served_by(relay).iter().map(|&rank| bins.of(rank)) {
-                    let notes = self.sorted.notes_of(bins);
-                    port.write(WindowId::CONTROL, to, notes)?;
-                    to += size_of_val(notes) as u64;
-                }
-            }
-        }
-        Ok(())
+        fixed.describe_blocks(self.calls, &inner.layout, &self.sorted)
     }
 
     /// Stage "rows": everybody's rows to where `tables.landing` says. Where they are placed in this call, what goes with them, too.

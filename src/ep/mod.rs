@@ -43,6 +43,7 @@ mod meeting;
 mod notes;
 mod parallel;
 pub mod planned;
+mod proxy;
 mod records;
 mod relay;
 mod remap;

@@ -9,13 +9,15 @@ use super::builder::Spec;
 use super::gather::Gather;
 use super::handle::Inner;
 use super::meeting::{Meeting, Numbers};
-use super::relay::{Relay, Seat};
+use super::proxy::{HostRelay, Seat};
 use super::{ExpertParallelBuilder, Handle, LaneUse, TokenBuffer};
 use crate::error::{CallKind, Error, MemoryError, PlanError};
 use crate::exec::Host;
 use crate::lane::{Lanes, Part, Port, Window};
 use crate::memory::{Extent, Licence, Pool};
-use crate::plan::{Bins, Crossing, ExpertMap, Frame, Order, Sizes, Sizing, Sorted, Spans, Strategy};
+use crate::plan::{
+    Bins, Crossing, ExpertMap, Frame, Layout, Order, Sizes, Sizing, Sorted, Spans, Strategy,
+};
 use crate::rows::Stores;
 use crate::schedule::{
     Caller, CallerTables, Calls, Control, DispatchSkeleton, Flag, ReturnSkeleton, Setting, WindowId,
@@ -86,6 +88,8 @@ pub(super) struct Fixed {
     pub bins: Bins,
     pub chunks: u8,
     pub room: Room,
+    /// The window in which what crosses lands.
+    pub far: WindowId,
 }
 
 /// The memory in which rows land, as errors speak of it. It is equally large everywhere.
@@ -116,7 +120,14 @@ pub(super) struct Skeletons {
 
 impl Fixed {
     /// What an owner of this spec needs, and its control window. Collective.
-    pub fn new(group: &Group, spec: Spec, room: Room) -> Result<(Self, SymmetricRange), Error> {
+    ///
+    /// Where rows lie in memory of a device that no rail reaches, they cross to its `twin`.
+    pub fn new(
+        group: &Group,
+        spec: Spec,
+        room: Room,
+        twin: Option<&Window>,
+    ) -> Result<(Self, SymmetricRange), Error> {
         let lanes = group.lanes(spec.route)?;
         let paths = lanes.paths();
         let max_entries = u64::from(spec.max_tokens) * u64::from(spec.entries_of_token());
@@ -124,10 +135,12 @@ impl Fixed {
         let control =
             Control::new(&paths, &bins, max_entries, spec.sizing(CallKind::Dispatch, None).note_bytes());
         let range = group.take_symmetric(control.bytes())?;
-        let windows = vec![pool_window(group), range.window()];
+        let mut windows = vec![pool_window(group), range.window()];
+        windows.extend(twin.cloned());
+        let far = if twin.is_some() { WindowId::TWIN } else { WindowId::POOL };
         let port = Arc::new(Port::new(Arc::clone(&lanes), windows, WindowId::CONTROL));
         let shared = Arc::clone(&group.shared);
-        Ok((Fixed { shared, lanes, port, control, spec, bins, chunks: CHUNKS, room }, range))
+        Ok((Fixed { shared, lanes, port, control, spec, bins, chunks: CHUNKS, room, far }, range))
     }
 
     /// This rank among its nodes.
@@ -184,8 +197,31 @@ impl Fixed {
             sizing: self.sizing(kind),
             chunks: self.chunks,
             parity: calls.parity(),
+            far: self.far,
         };
         Meeting { fixed: self, setting, calls }
+    }
+
+    /// Writes the headers of this rank's blocks.
+    pub fn describe_blocks(&self, calls: Calls, layout: &Layout, sorted: &Sorted) -> Result<(), Error> {
+        let Fixed { port, control, bins, .. } = self;
+        let paths = self.paths();
+        for ((nth, relay), block) in (0..).zip(paths.relays()).zip(&layout.blocks) {
+            let at = control.header_out(nth, calls.parity());
+            port.write(WindowId::CONTROL, at, &[block.rows, block.entries(), block.first])?;
+            port.write(WindowId::CONTROL, at + Control::LANDED, &block.landed)?;
+            port.write(WindowId::CONTROL, at + control.segments(), &block.segments)?;
+            if paths.route() == Route::Pxn {
+                port.write(WindowId::CONTROL, at + control.index(), &block.index)?;
+                let mut to = at + control.notes(block.entries());
+                for bins in paths.served_by(relay).iter().map(|&rank| bins.of(rank)) {
+                    let notes = sorted.notes_of(bins);
+                    port.write(WindowId::CONTROL, to, notes)?;
+                    to += size_of_val(notes) as u64;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// An error amid a call ends the world.
@@ -210,7 +246,7 @@ impl ExpertParallel {
         };
         let total = group.shared.heap.pool().total();
         let room = Room { total, space: "pool", setting: "SIDELANE_HEAP" };
-        let (fixed, range) = Fixed::new(group, spec, room)?;
+        let (fixed, range) = Fixed::new(group, spec, room, None)?;
         let fixed = Arc::new(fixed);
         let paths = fixed.paths();
         let caller = Caller::new(paths, CHUNKS);
@@ -243,7 +279,7 @@ impl ExpertParallel {
 
     pub(super) fn seat(fixed: &Arc<Fixed>) -> Seat {
         let host = Host::new(fixed.spec.dtype, fixed.shared.recorder.clone());
-        Seat::new(Relay::new(Arc::clone(fixed), host))
+        Seat::new(HostRelay::new(fixed, host))
     }
 
     /// This rank's position in the group.

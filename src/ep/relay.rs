@@ -1,27 +1,17 @@
-//! What a rank does for others, in the thread of its caller or, while the caller is away, in one of its own.
+//! What a rank does for others: in the thread of its caller, of its planner, or in one of its own (`proxy`).
 //!
-//! ```text
-//!   dispatch()                caller: entry | relay: meeting | caller: place, own rows | relay: hand on | caller: waits
-//!   start_dispatch()          caller: entry | -- away: compute of the caller's own --  | caller: place, own rows, waits
-//!                             proxy:          relay: meeting, hand on
-//! ```
-//!
-//! The two know each other through flags alone, so nothing has to be locked: an [`Errand`] goes to the relay, and comes
-//! back when it is done.
+//! Whoever plays a relay brings what steps its program ([`Run`]): the host stepper, or a planner's engine.
 
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::thread::JoinHandle;
 
 use super::meeting::Numbers;
 use super::parallel::Fixed;
-use crate::error::{CallKind, Cause, Error, LaneError};
-use crate::exec::{Host, Moved};
-use crate::lane::Io;
+use crate::error::{CallKind, Cause, Error};
+use crate::exec::Moved;
 use crate::plan::{Chunk, Forward};
 use crate::rows::Stores;
 use crate::schedule::{
-    Calls, Flag, Operands, Parts, Refusal, RelaySkeleton, RelayTables, Stage, Sum, WindowId,
+    Calls, Flag, Item, Operands, Parts, Refusal, RelaySkeleton, RelayTables, Stage, Sum, WindowId,
 };
 use crate::topology::Route;
 
@@ -61,11 +51,14 @@ impl Errand {
     }
 }
 
-/// The relay of one `ExpertParallel`.
+/// Runs operations of a stage, in order, to the end.
+pub(super) type Run<'a> = dyn FnMut(&[Item], &Operands<'_>) -> Result<(), Error> + 'a;
+
+/// The relay of one `ExpertParallel`, or of one planner.
+#[derive(Debug)]
 pub(super) struct Relay {
     fixed: Arc<Fixed>,
     skeleton: RelaySkeleton,
-    host: Host,
     tables: RelayTables,
     numbers: Numbers,
     /// Whose pool holds the chunk of each rank: its own.
@@ -75,7 +68,7 @@ pub(super) struct Relay {
 }
 
 impl Relay {
-    pub fn new(fixed: Arc<Fixed>, host: Host) -> Self {
+    pub fn new(fixed: Arc<Fixed>) -> Self {
         let paths = fixed.paths();
         Relay {
             skeleton: crate::schedule::Relay::new(paths, fixed.chunks)
@@ -85,7 +78,6 @@ impl Relay {
             numbers: Numbers::new(&fixed),
             everybody: (0..paths.ranks()).collect(),
             chunks: vec![Chunk::default(); paths.ranks() as usize],
-            host,
             fixed,
         }
     }
@@ -94,19 +86,19 @@ impl Relay {
     ///
     /// # Errors
     /// Those that end the world. A refusal is none: the errand is then as good as done.
-    pub fn meet(&mut self, errand: &mut Errand) -> Result<(), Error> {
+    pub fn meet(&mut self, errand: &mut Errand, run: &mut Run<'_>) -> Result<(), Error> {
         let fixed = Arc::clone(&self.fixed);
         let meeting = fixed.meeting(errand.calls, errand.kind);
         let placed = errand.kind == CallKind::Dispatch;
         let counted = placed && fixed.spec.mode.slots().is_none();
-        self.run(errand, |s| &s.met)?;
+        self.run(errand, run, |s| &s.met)?;
         let own = meeting.tag_of(fixed.lanes.rank)?;
         for source in fixed.paths().told() {
             meeting.compose(source, counted.then_some(&mut self.numbers))?;
         }
         self.tables.messages(&meeting.setting, counted);
-        self.run(errand, |s| &s.told)?;
-        self.run(errand, |s| &s.heard)?;
+        self.run(errand, run, |s| &s.told)?;
+        self.run(errand, run, |s| &s.heard)?;
         errand.refused = own.refusal != Refusal::None || meeting.agree(own).is_err();
         for rank in fixed.lanes.nodes.members(fixed.lanes.nodes.node_of(fixed.lanes.rank)) {
             self.tables.bases[*rank as usize] = meeting.tag_of(*rank)?.base;
@@ -114,21 +106,20 @@ impl Relay {
         if placed && !errand.refused {
             errand.refused = meeting.judge(own, &mut self.numbers).is_err();
         }
-        self.run(errand, |s| &s.agreed)
+        self.run(errand, run, |s| &s.agreed)
     }
 
     /// The second part: what crosses is handed on, or brought home.
     ///
     /// # Errors
     /// Those that end the world; [`Cause::Protocol`] if a header makes no sense.
-    pub fn carry(&mut self, errand: &mut Errand) -> Result<(), Error> {
+    pub fn carry(&mut self, errand: &mut Errand, run: &mut Run<'_>) -> Result<(), Error> {
         if errand.refused {
             return Ok(());
         }
         let fixed = Arc::clone(&self.fixed);
         let setting = fixed.meeting(errand.calls, errand.kind).setting;
-        self.host.take_moved();
-        self.run(errand, |s| &s.headers)?;
+        self.run(errand, run, |s| &s.headers)?;
         match errand.kind {
             CallKind::Dispatch | CallKind::CachedDispatch | CallKind::CombineBackward => {
                 let noted = errand.kind == CallKind::Dispatch;
@@ -136,7 +127,7 @@ impl Relay {
                     self.learn(errand)?;
                 }
                 self.tables.forward(&setting, &errand.forward, noted);
-                self.run(errand, |s| &s.forward)?;
+                self.run(errand, run, |s| &s.forward)?;
             }
             CallKind::ExpertMap | CallKind::Unknown => {}
             CallKind::Combine | CallKind::DispatchBackward | CallKind::WeightsHome => {
@@ -151,12 +142,10 @@ impl Relay {
                     }
                 }
                 self.tables.home(&setting, &errand.forward, &fixed.bins, errand.parts, errand.outbox);
-                self.run(errand, |s| &s.home)?;
+                self.run(errand, run, |s| &s.home)?;
             }
         }
-        self.run(errand, |s| &s.done)?;
-        errand.moved = self.host.take_moved();
-        Ok(())
+        self.run(errand, run, |s| &s.done)
     }
 
     /// Reads the headers of all sources.
@@ -211,7 +200,12 @@ impl Relay {
         Ok(())
     }
 
-    fn run(&mut self, errand: &Errand, stage: impl Fn(&RelaySkeleton) -> &Stage) -> Result<(), Error> {
+    fn run(
+        &self,
+        errand: &Errand,
+        run: &mut Run<'_>,
+        stage: impl Fn(&RelaySkeleton) -> &Stage,
+    ) -> Result<(), Error> {
         let (tables, partials) = (&self.tables, &errand.forward.partials);
         let sum = Sum {
             terms: &partials.terms,
@@ -235,103 +229,6 @@ impl Relay {
             call: errand.calls.value(),
             last_return: errand.calls.last_return(),
         };
-        let items = &stage(&self.skeleton).items;
-        self.host.run(&self.fixed.port, items, &operands, &mut Io::default(), errand.stores)
-    }
-}
-
-/// Where a relay is: with its caller, or on an errand of its own.
-pub(super) struct Seat {
-    here: Option<Box<Relay>>,
-    proxy: Option<Proxy>,
-}
-
-/// The thread that relays while the caller is away.
-struct Proxy {
-    errands: SyncSender<(Box<Relay>, Errand)>,
-    done: Receiver<(Box<Relay>, Errand)>,
-    thread: JoinHandle<()>,
-}
-
-impl Seat {
-    /// A relay that is here.
-    pub fn new(relay: Relay) -> Self {
-        Seat { here: Some(Box::new(relay)), proxy: None }
-    }
-
-    /// The relay, unless it is away.
-    pub fn here(&mut self) -> Option<&mut Relay> {
-        self.here.as_deref_mut()
-    }
-
-    /// Sends the relay away.
-    ///
-    /// # Errors
-    /// [`LaneError::System`] if there is no thread to be had.
-    pub fn send(&mut self, errand: Errand, fixed: &Arc<Fixed>) -> Result<(), Error> {
-        let Some(relay) = self.here.take() else { return Ok(()) };
-        let proxy = match self.proxy.take() {
-            Some(proxy) => proxy,
-            None => Proxy::start(fixed)?,
-        };
-        // The thread ends only when this end is dropped.
-        let _ = proxy.errands.send((relay, errand));
-        self.proxy = Some(proxy);
-        Ok(())
-    }
-
-    /// Waits for the relay to come back. Nothing if it was not away.
-    pub fn join(&mut self) -> Option<Errand> {
-        if self.here.is_some() {
-            return None;
-        }
-        let (relay, errand) = self.proxy.as_ref()?.done.recv().ok()?;
-        self.here = Some(relay);
-        Some(errand)
-    }
-}
-
-impl Drop for Seat {
-    fn drop(&mut self) {
-        if let Some(Proxy { errands, done, thread }) = self.proxy.take() {
-            drop((errands, done));
-            let _ = thread.join();
-        }
-    }
-}
-
-/// Should the thread panic, its caller must not wait for it.
-struct EndsTheWorld<'a>(&'a Fixed);
-
-impl Drop for EndsTheWorld<'_> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            let hub = &self.0.shared.hub;
-            hub.cancel(Cause::Cancelled { by: hub.rank() });
-        }
-    }
-}
-
-impl Proxy {
-    fn start(fixed: &Arc<Fixed>) -> Result<Proxy, LaneError> {
-        // There is one relay, so at most one errand is under way.
-        let (errands, todo) = sync_channel::<(Box<Relay>, Errand)>(1);
-        let (back, done) = sync_channel(1);
-        let fixed = Arc::clone(fixed);
-        let thread = std::thread::Builder::new()
-            .name(format!("sidelane-relay-{}", fixed.lanes.rank))
-            .spawn(move || {
-                let _end = EndsTheWorld(&fixed);
-                for (mut relay, mut errand) in todo {
-                    let result = relay.meet(&mut errand).and_then(|()| relay.carry(&mut errand));
-                    if let Err(error) = result {
-                        // The caller finds the world dead.
-                        fixed.fail(error);
-                    }
-                    let _ = back.send((relay, errand));
-                }
-            })
-            .map_err(|e| LaneError::System { call: "clone", errno: e.raw_os_error().unwrap_or(0) })?;
-        Ok(Proxy { errands, done, thread })
+        run(&stage(&self.skeleton).items, &operands)
     }
 }

@@ -58,13 +58,13 @@ impl ExpertParallel {
     }
 
     fn adopt(&mut self, map: ExpertMap) {
-        let Fixed { shared, lanes, port, control, spec, chunks, room, .. } = &*self.fixed;
+        let Fixed { shared, lanes, port, control, spec, chunks, room, far, .. } = &*self.fixed;
         let mut spec = spec.clone();
         spec.map = Arc::new(map);
         let bins = Bins::of_layout(spec.layout, &spec.map, spec.order, &lanes.nodes);
-        let (control, chunks, room) = (*control, *chunks, *room);
+        let (control, chunks, room, far) = (*control, *chunks, *room, *far);
         let (shared, lanes, port) = (Arc::clone(shared), Arc::clone(lanes), Arc::clone(port));
-        self.fixed = Arc::new(Fixed { shared, lanes, port, control, spec, bins, chunks, room });
+        self.fixed = Arc::new(Fixed { shared, lanes, port, control, spec, bins, chunks, room, far });
         self.numbers = Numbers::new(&self.fixed);
         self.relay = self.relay.is_some().then(|| Self::seat(&self.fixed));
     }

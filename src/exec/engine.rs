@@ -10,17 +10,27 @@
 //!   Signal entry           the host's store: nothing is enqueued before it
 //!   Wait landed, read      the host looks at words that streams write
 //!   Wait entry             the host's wait
+//!
+//!   to another node        a batch of copies to the outbox for each signal, and a mark behind it; before the next wait the
+//!                          host puts on the rails what stands before each mark that it has seen, and signals
 //! ```
 //!
 //! A later signal is one behind more puts: what is collected may be enqueued together. Engines cannot gather: rows lie
 //! packed. They cannot add: a sum is refused.
+//!
+//! **What crosses** keeps its order, so no signal overtakes a put, and goes when all copies between neighbours have been
+//! enqueued: those are under way while this thread serves the rails. It waits for its own stream, which waits for the
+//! caller's packing alone, and for credits, which the partners' cards give: for no planner. Rails are attended to meanwhile.
 
 use std::sync::Arc;
 
 use crate::device::{Context, CopyBatch, MemoryOperations, PinnedMemory, Range, Span, Stream, Version, Word};
 use crate::error::{DeviceError, Error};
+use super::outbox::{Leaving, Outbox, Step};
 use crate::lane::Port;
-use crate::schedule::{Control, Flag, Index, Item, Op, Operand, Operands, Place, WindowId};
+use crate::plan::RowRun;
+use crate::schedule::{Control, Flag, Index, Item, Op, Operand, Operands, Place, SpanCopy, WindowId};
+use crate::topology::Route;
 
 /// What a stream was asked to do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,19 +49,39 @@ pub struct Enqueued {
     pub copies_by_sms: u64,
     /// Memory operations: writes and waits.
     pub memory_operations: u64,
+    /// Bytes that left the device by memory of the host, on the way to other nodes; not among `bytes`.
+    pub out_bytes: u64,
+    /// Bytes that came in by memory of the host, zeros included; not among `bytes`.
+    pub in_bytes: u64,
+    /// Puts on rails: by the planner's thread, not by its stream.
+    pub rail_puts: u64,
+    /// Their bytes, headers and messages among them.
+    pub rail_bytes: u64,
+    /// Signals over rails, likewise.
+    pub rail_signals: u64,
 }
 
 /// What lies where, as one rank's device reaches it.
 #[derive(Clone, Debug)]
 pub struct Ground {
-    /// Per rank: the window that programs call the pool.
-    pub memory: Vec<Range>,
-    /// Per rank: flag lines that streams write.
-    pub words: Vec<PinnedMemory>,
-    /// Per rank: whether its device is this rank's.
-    pub same_device: Vec<bool>,
+    /// Per rank: what is its, if it is of this node.
+    pub ranks: Vec<Option<Near>>,
     /// Zeros of this rank: as many as the longest pad has.
     pub zeros: Range,
+    /// The host's twin of this rank's memory, where there are other nodes, and the piece of it from which rows leave: first
+    /// byte and length.
+    pub twin: Option<(Range, (u64, u64))>,
+}
+
+/// What a rank of this node has.
+#[derive(Clone, Debug)]
+pub struct Near {
+    /// The window that programs call the pool.
+    pub memory: Range,
+    /// Flag lines that streams write.
+    pub words: PinnedMemory,
+    /// Whether its device is this rank's.
+    pub same_device: bool,
 }
 
 /// Where one call's rows and notes lie.
@@ -61,6 +91,8 @@ pub struct Packed<'a> {
     pub rows: &'a Range,
     /// Notes.
     pub notes: &'a Range,
+    /// The same, as rails read them.
+    pub notes_of_host: &'a [u8],
 }
 
 /// Steps programs for one owner, on a stream of its own.
@@ -72,11 +104,19 @@ pub struct Engine {
     batched: bool,
     copies: CopyBatch,
     operations: MemoryOperations,
+    /// Copies to the outbox, collected.
+    leaving: CopyBatch,
+    outbox: Outbox,
+    /// Marks that the stream was asked to leave, each a number.
+    marks: u64,
     enqueued: Enqueued,
 }
 
 /// Looks at a word between two questions to the driver whether the stream has failed.
 const LOOKS: u32 = 4096;
+
+/// Nothing crosses where there is one node.
+const NO_TWIN: DeviceError = DeviceError::NoEngine { operation: "cross to other nodes" };
 
 impl Engine {
     /// An executor on this stream. Its lists grow with the first calls, and never again.
@@ -88,6 +128,9 @@ impl Engine {
             batched: context.driver().version() >= Version::BATCHED_COPIES,
             copies: CopyBatch::with_capacity(context, 0),
             operations: MemoryOperations::with_capacity(context, 0),
+            leaving: CopyBatch::with_capacity(context, 0),
+            outbox: Outbox::default(),
+            marks: 0,
             enqueued: Enqueued::default(),
         }
     }
@@ -108,47 +151,115 @@ impl Engine {
         packed: Option<Packed<'_>>,
     ) -> Result<(), Error> {
         items.iter().try_for_each(|item| self.step(&item.op, operands, packed))?;
-        Ok(self.enqueue()?)
+        self.flush(packed)
     }
 
     fn step(&mut self, op: &Op, operands: &Operands<'_>, packed: Option<Packed<'_>>) -> Result<(), Error> {
         match *op {
-            Op::Put { to, slot } => self.put(to, operands.table[slot.0 as usize], operands),
+            Op::Put { to, slot } => self.put(to, operands.table[slot.0 as usize], operands, packed),
             Op::PutRows { to, slot } => self.put_rows(to, operands.table[slot.0 as usize], operands, packed),
+            Op::Signal { to, of, flag, level } if self.near(to).is_none() => {
+                let (value, tag) = (operands.value(level), operands.tag(to, flag, level).copied());
+                self.leave(Step::Signal { to, of, flag, value, tag }, packed)?;
+                self.cut()
+            }
             Op::Signal { to, of, flag: flag @ (Flag::Landed | Flag::Read), level } => {
                 let at = Control::flag(of, flag, self.ranks());
-                let word = self.ground.words[to as usize].range().word::<u64>(at)?;
+                let word = Self::at(&self.ground, to)?.words.range().word::<u64>(at)?;
                 Ok(self.operations.write(word, operands.value(level))?)
             }
             Op::Signal { to, of, flag, level } => {
-                self.enqueue()?;
+                self.flush(packed)?;
                 self.port.signal(to, (of, flag), operands.value(level), operands.tag(to, flag, level))
             }
-            Op::Wait { from, flag: flag @ (Flag::Landed | Flag::Read), level } => {
-                self.enqueue()?;
+            Op::Wait { from, flag: flag @ (Flag::Landed | Flag::Read), level } if self.by_word(from) => {
+                self.flush(packed)?;
                 self.wait((from, flag), operands.value(level))
             }
             Op::Wait { from, flag, level } => {
-                self.enqueue()?;
+                self.flush(packed)?;
                 self.port.wait(from, flag, operands.value(level))
             }
             Op::Reduce { .. } => Err(DeviceError::NoEngine { operation: "add rows" }.into()),
         }
     }
 
-    fn put(&mut self, to: u32, operand: Operand, operands: &Operands<'_>) -> Result<(), Error> {
+    fn near(&self, rank: u32) -> Option<&Near> {
+        self.ground.ranks.get(rank as usize)?.as_ref()
+    }
+
+    fn at(ground: &Ground, rank: u32) -> Result<&Near, DeviceError> {
+        let nowhere = DeviceError::NoEngine { operation: "reach other nodes" };
+        ground.ranks.get(rank as usize).and_then(Option::as_ref).ok_or(nowhere)
+    }
+
+    /// Whether a stream says that rows of a rank have landed: its own, or that of a relay of this node.
+    fn by_word(&self, from: u32) -> bool {
+        self.near(from).is_some() || self.port.lanes().route == Route::Pxn
+    }
+
+    fn put(
+        &mut self,
+        to: u32,
+        operand: Operand,
+        operands: &Operands<'_>,
+        packed: Option<Packed<'_>>,
+    ) -> Result<(), Error> {
         let Operand::Spans { first, count } = operand else { return Ok(()) };
+        let me = self.port.lanes().rank;
         for span in &operands.spans[first as usize..(first + count) as usize] {
-            let (Place::Window { owner, window: WindowId::POOL }, WindowId::POOL) = (span.from, span.to)
-            else {
-                return Err(DeviceError::NoEngine { operation: "move memory of the host" }.into());
-            };
-            let target = self.ground.memory[to as usize].span(span.to_offset, span.len)?;
-            let source = self.ground.memory[owner as usize].span(span.from_offset, span.len)?;
-            self.copies.push(target, source)?;
-            // One of the two is this rank.
-            let peer = if to == self.port.lanes().rank { owner } else { to };
-            self.count(peer, span.len, true);
+            match (span.from, span.to, self.near(to).is_some()) {
+                (Place::Window { window: WindowId::CONTROL, .. }, _, false) => {
+                    self.leave(Step::Span { to, span: *span }, packed)?;
+                }
+                (Place::Window { owner, window: WindowId::POOL }, _, false) => {
+                    self.put_across(to, owner, span, packed)?;
+                }
+                (Place::Window { owner, window: WindowId::TWIN }, WindowId::POOL, true) if owner == me => {
+                    self.bring_in(to, span)?;
+                }
+                (Place::Window { owner, window: WindowId::POOL }, WindowId::POOL, true) => {
+                    let target = Self::at(&self.ground, to)?.memory.span(span.to_offset, span.len)?;
+                    let source = Self::at(&self.ground, owner)?.memory.span(span.from_offset, span.len)?;
+                    self.copies.push(target, source)?;
+                    // One of the two is this rank.
+                    self.count(if to == me { owner } else { to }, span.len, true);
+                }
+                _ => return Err(DeviceError::NoEngine { operation: "move memory of the host" }.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// From this rank's twin to memory of this node.
+    fn bring_in(&mut self, to: u32, span: &SpanCopy) -> Result<(), Error> {
+        let target = Self::at(&self.ground, to)?.memory.span(span.to_offset, span.len)?;
+        let twin = self.ground.twin.as_ref().ok_or(NO_TWIN)?;
+        self.copies.push(target, twin.0.span(span.from_offset, span.len)?)?;
+        self.enqueued.in_bytes += span.len;
+        Ok(())
+    }
+
+    /// From memory of this node to the twin of another, by the outbox; as much at once as that holds.
+    fn put_across(
+        &mut self,
+        to: u32,
+        owner: u32,
+        span: &SpanCopy,
+        packed: Option<Packed<'_>>,
+    ) -> Result<(), Error> {
+        let mut done = 0;
+        while done < span.len {
+            let (at, len) = self.room(span.len - done, 1, packed)?;
+            let source = Self::at(&self.ground, owner)?.memory.span(span.from_offset + done, len)?;
+            let twin = self.ground.twin.as_ref().ok_or(NO_TWIN)?;
+            self.leaving.push(twin.0.span(at, len)?, source)?;
+            self.enqueued.out_bytes += len;
+            let from = Place::Window { owner: self.port.lanes().rank, window: WindowId::TWIN };
+            let to_offset = span.to_offset + done;
+            let span = SpanCopy { from, from_offset: at, to: span.to, to_offset, len };
+            self.leave(Step::Span { to, span }, packed)?;
+            done += len;
         }
         Ok(())
     }
@@ -169,11 +280,19 @@ impl Engine {
             (Place::Notes, Some(packed)) => packed.notes,
             _ => return Err(DeviceError::NoEngine { operation: "move memory of the host" }.into()),
         };
-        if (index, window) != (Index::Straight, WindowId::POOL) {
+        if index != Index::Straight {
             return Err(DeviceError::NoEngine { operation: "gather rows" }.into());
         }
         for run in &operands.runs[first as usize..(first + count) as usize] {
-            let memory = &self.ground.memory[to as usize];
+            if self.near(to).is_none() {
+                let target = (to, window, base);
+                match from {
+                    Place::Notes => self.leave(Step::Notes { target, run: *run, row_bytes }, packed)?,
+                    _ => self.rows_across(target, (source, from_offset), (*run, row_bytes), packed)?,
+                }
+                continue;
+            }
+            let memory = &Self::at(&self.ground, to)?.memory;
             let [place, len, pad] = [run.to_row, run.count, run.pad].map(|rows| u64::from(rows) * row_bytes);
             let rows = source.span(from_offset + u64::from(run.first) * row_bytes, len)?;
             self.copies.push(memory.span(base + place, len)?, rows)?;
@@ -184,9 +303,103 @@ impl Engine {
         Ok(())
     }
 
+    /// Rows of a run to the twin of another node, by the outbox.
+    fn rows_across(
+        &mut self,
+        target: (u32, WindowId, u64),
+        (source, from): (&Range, u64),
+        (run, row_bytes): (RowRun, u64),
+        packed: Option<Packed<'_>>,
+    ) -> Result<(), Error> {
+        let mut done = 0;
+        loop {
+            let left = run.count - done;
+            let (at, len) = self.room(u64::from(left) * row_bytes, row_bytes, packed)?;
+            let twin = self.ground.twin.as_ref().ok_or(NO_TWIN)?;
+            let rows = source.span(from + u64::from(run.first + done) * row_bytes, len)?;
+            self.leaving.push(twin.0.span(at, len)?, rows)?;
+            self.enqueued.out_bytes += len;
+            let count = (len / row_bytes) as u32;
+            let pad = if count == left { run.pad } else { 0 };
+            let piece = RowRun { to_row: run.to_row + done, first: 0, count, pad };
+            self.leave(Step::Rows { target, run: piece, at, row_bytes }, packed)?;
+            done += count;
+            if done == run.count {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Room in the outbox for `len` bytes, or as many as there are, in whole pieces of `grain`: first byte in the twin, and
+    /// length. Waits until all that is in there is gone if there is none.
+    fn room(&mut self, len: u64, grain: u64, packed: Option<Packed<'_>>) -> Result<(u64, u64), Error> {
+        let (start, size) = self.ground.twin.as_ref().ok_or(NO_TWIN)?.1;
+        if size < grain {
+            return Err(DeviceError::OutOfRange { offset: start, len: grain, size }.into());
+        }
+        if len > 0 && size - self.outbox.used < grain {
+            self.drain(packed)?;
+        }
+        let at = self.outbox.used;
+        let len = len.min((size - at) / grain * grain);
+        self.outbox.used += len;
+        Ok((start + at, len))
+    }
+
+    /// What crosses next. At once, if nothing is before it and it needs no copy.
+    fn leave(&mut self, step: Step, packed: Option<Packed<'_>>) -> Result<(), Error> {
+        if self.outbox.queue.is_empty() && self.leaving.is_empty() {
+            return self.perform(step, packed);
+        }
+        let behind = self.marks + u64::from(!self.leaving.is_empty());
+        self.outbox.queue.push_back(Leaving { behind, step });
+        Ok(())
+    }
+
+    /// Enqueues the copies to the outbox, and a mark behind them.
+    fn cut(&mut self) -> Result<(), Error> {
+        let copies = self.leaving.len() as u64;
+        if copies > 0 {
+            Self::copy_all(&self.stream, self.batched, &mut self.leaving, &mut self.enqueued)?;
+            self.marks += 1;
+            self.stream.write(Self::mark(&self.ground, &self.port)?, self.marks)?;
+            self.enqueued.memory_operations += 1;
+        }
+        Ok(())
+    }
+
+    /// Puts and signals all that is to cross, as soon as it is in the outbox, which is empty afterwards.
+    fn drain(&mut self, packed: Option<Packed<'_>>) -> Result<(), Error> {
+        self.cut()?;
+        while let Some(Leaving { behind, step }) = self.outbox.queue.pop_front() {
+            self.reached(behind)?;
+            self.perform(step, packed)?;
+        }
+        // Cards read where rows lie.
+        if std::mem::take(&mut self.outbox.unsettled) {
+            self.port.settle()?;
+        }
+        self.outbox.used = 0;
+        Ok(())
+    }
+
+    fn perform(&mut self, step: Step, packed: Option<Packed<'_>>) -> Result<(), Error> {
+        let notes = packed.map_or(&[][..], |packed| packed.notes_of_host);
+        self.outbox.unsettled = true;
+        step.perform(&self.port, notes, &mut self.enqueued)
+    }
+
+    /// Enqueues what is collected, then sees to what crosses.
+    fn flush(&mut self, packed: Option<Packed<'_>>) -> Result<(), Error> {
+        self.cut()?;
+        self.enqueue()?;
+        self.drain(packed)
+    }
+
     /// Counts a copy between this rank and another, or itself; `within`: from one device's memory to another's.
     fn count(&mut self, peer: u32, len: u64, within: bool) {
-        let by_sms = !self.batched && within && len > 0 && self.ground.same_device[peer as usize];
+        let same_device = self.near(peer).is_some_and(|near| near.same_device);
+        let by_sms = !self.batched && within && len > 0 && same_device;
         self.enqueued.copies_by_sms += u64::from(by_sms);
         self.enqueued.bytes += len;
         self.enqueued.own_bytes += if peer == self.port.lanes().rank { len } else { 0 };
@@ -211,23 +424,34 @@ impl Engine {
         self.copies.push(to, from)
     }
 
-    /// Enqueues what is collected, and waits until the stream has done all of it: `value` is that of the running call.
+    /// Enqueues what is collected, and waits until the stream has done all of it.
     ///
     /// # Errors
     /// As [`Engine::run`].
-    pub fn settle(&mut self, value: u64) -> Result<(), Error> {
-        let me = self.port.lanes().rank;
-        let at = Control::flag(me, Flag::Home, self.ranks());
-        self.operations.write(self.ground.words[me as usize].range().word::<u64>(at)?, value)?;
+    pub fn settle(&mut self) -> Result<(), Error> {
+        self.marks += 1;
+        self.operations.write(Self::mark(&self.ground, &self.port)?, self.marks)?;
         self.enqueue()?;
-        self.wait((me, Flag::Home), value)
+        self.reached(self.marks)
+    }
+
+    /// The word in which the stream leaves its marks: this rank's own, which no program raises.
+    fn mark<'g>(ground: &'g Ground, port: &Port) -> Result<Word<'g, u64>, DeviceError> {
+        let lanes = port.lanes();
+        let at = Control::flag(lanes.rank, Flag::Home, lanes.ranks());
+        Self::at(ground, lanes.rank)?.words.range().word(at)
+    }
+
+    /// Waits until the stream has left a mark.
+    fn reached(&self, mark: u64) -> Result<(), Error> {
+        if mark == 0 { Ok(()) } else { self.wait((self.port.lanes().rank, Flag::Home), mark) }
     }
 
     /// Looks at a word that a stream of rank `from` writes here, until it has the value.
     fn wait(&self, (from, flag): (u32, Flag), value: u64) -> Result<(), Error> {
         let lanes = self.port.lanes();
         let at = Control::flag(from, flag, self.ranks());
-        let word = self.ground.words[lanes.rank as usize].word(at as usize)?;
+        let word = Self::at(&self.ground, lanes.rank)?.words.word(at as usize)?;
         let mut looks = 0;
         lanes.wait_for_word(word, value, (from, flag), || {
             looks = (looks + 1) % LOOKS;
@@ -238,22 +462,32 @@ impl Engine {
 
     /// Copies first, as one batch where the driver has them; then what tells of them.
     fn enqueue(&mut self) -> Result<(), DeviceError> {
-        let copies = self.copies.len() as u64;
-        if copies > 0 {
-            if self.batched {
-                self.stream.copy_batch(&mut self.copies)?;
-                self.enqueued.batches += copies.div_ceil(CopyBatch::AT_ONCE as u64);
-            } else {
-                self.stream.copy_each(&self.copies)?;
-                self.enqueued.single_copies += copies;
-            }
-            self.enqueued.copies += copies;
-            self.copies.clear();
-        }
+        Self::copy_all(&self.stream, self.batched, &mut self.copies, &mut self.enqueued)?;
         if !self.operations.is_empty() {
             self.stream.operate(&mut self.operations)?;
             self.enqueued.memory_operations += self.operations.len() as u64;
             self.operations.clear();
+        }
+        Ok(())
+    }
+
+    fn copy_all(
+        stream: &Stream,
+        batched: bool,
+        list: &mut CopyBatch,
+        enqueued: &mut Enqueued,
+    ) -> Result<(), DeviceError> {
+        let copies = list.len() as u64;
+        if copies > 0 {
+            if batched {
+                stream.copy_batch(list)?;
+                enqueued.batches += copies.div_ceil(CopyBatch::AT_ONCE as u64);
+            } else {
+                stream.copy_each(list)?;
+                enqueued.single_copies += copies;
+            }
+            enqueued.copies += copies;
+            list.clear();
         }
         Ok(())
     }

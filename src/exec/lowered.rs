@@ -129,6 +129,7 @@ impl Lowered {
             single_copies: single,
             copies_by_sms: if self.batch.is_some() { 0 } else { self.to_same_device },
             memory_operations: (self.signals.len() + self.waits.len()) as u64,
+            ..Enqueued::default()
         }
     }
 }

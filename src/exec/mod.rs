@@ -9,11 +9,12 @@ mod chrome;
 mod engine;
 mod host;
 mod lowered;
+mod outbox;
 mod recorder;
 
 pub use chrome::write_chrome_trace;
 pub use engine::Enqueued;
-pub(crate) use engine::{Engine, Ground, Packed};
+pub(crate) use engine::{Engine, Ground, Near, Packed};
 pub(crate) use host::Host;
 pub use host::Moved;
 pub use lowered::{Lowered, PeerWindows};

@@ -12,7 +12,7 @@ pub const COPY_ENGINE: &str = "copy engine";
 
 impl Lanes {
     /// Waits until a word here that a device of rank `from` writes has at least `value`; `look` is called between looks,
-    /// and may end the wait.
+    /// and may end the wait. Rails are attended to meanwhile.
     ///
     /// # Errors
     /// [`LaneError::Deadline`], the world's [`Cause`](crate::error::Cause) of death, or what `look` says.
@@ -30,6 +30,7 @@ impl Lanes {
                 return Ok(());
             }
             look()?;
+            self.progress();
             waiter.turn(std::thread::sleep).map_err(|why| match why {
                 Interrupted::Dead(cause) => Error::from(cause),
                 Interrupted::Asked => LaneError::Interrupted { rank: self.rank, peer: from }.into(),

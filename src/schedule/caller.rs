@@ -12,7 +12,11 @@
 //!              home      Wait home(r) , Wait home(me)
 //!              sum       Reduce rows, Reduce weights, Signal read -> l
 //!   or         pull      Put l -> me , Signal read -> l ; Put me -> me    copy engines cannot add
+//!                        Put twin -> me                                   what r brought home
 //! ```
+//!
+//! Where no rail reaches the memory that rows are in, they cross to its *twin* in the host's memory, and a dispatch ends
+//! with a stage more: "in", Put twin -> me.
 //!
 //! A dispatch along a known layout is the same program with fewer operands. What the rank does for others is its
 //! [`Relay`](super::Relay)'s program; "block -> me" tells that to begin, "entry(me)" and "home(me)" are its answers.
@@ -118,12 +122,20 @@ impl<'a> Caller<'a> {
         }
     }
 
-    /// In place of "sum" where copy engines read: they cannot add, so the rows that this rank sums come home first.
+    /// Behind "rows" where copy engines bring in what crossed: it lies in this rank's twin.
+    pub fn bring_in(&self) -> Stage {
+        let me = self.paths.me();
+        Stage { name: "in", items: vec![self.on(me, Op::Put { to: me, slot: self.rows(me) })] }
+    }
+
+    /// In place of "sum" where copy engines read: they cannot add, so the rows that this rank sums come home first; those of
+    /// other nodes, which relays have put into its twin, last.
     pub fn pull(&self) -> Stage {
         let (paths, me) = (self.paths, self.paths.me());
         let from = |p| self.on(p, Op::Put { to: me, slot: self.rows(p) });
         let read = |l| self.on(l, self.signal(l, Flag::Read, Level::Call));
         let items = paths.locals().flat_map(|l| [from(l), read(l)]).chain([from(me)]);
+        let items = items.chain(paths.relays().map(from));
         Stage { name: "pull", items: items.collect() }
     }
 

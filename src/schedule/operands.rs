@@ -23,6 +23,9 @@ impl WindowId {
     pub const POOL: WindowId = WindowId(0);
     /// Flags, publications, messages and headers of one `ExpertParallel`.
     pub const CONTROL: WindowId = WindowId(1);
+    /// Where the pool is memory of a device that no rail reaches: memory of the host beside it, at the same offsets. What
+    /// crosses lands there, and copy engines bring it in.
+    pub const TWIN: WindowId = WindowId(2);
 }
 
 /// Where the bytes of a put come from.
@@ -63,6 +66,14 @@ pub struct SpanCopy {
     pub to_offset: u64,
     /// Bytes.
     pub len: u64,
+}
+
+impl SpanCopy {
+    /// Whether `next` goes on where this ends, on both sides.
+    pub(crate) fn reaches(&self, next: &SpanCopy) -> bool {
+        let ends = (self.from_offset + self.len, self.to_offset + self.len);
+        (self.from, self.to) == (next.from, next.to) && ends == (next.from_offset, next.to_offset)
+    }
 }
 
 /// Where sums go.

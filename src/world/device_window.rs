@@ -1,4 +1,4 @@
-//! Windows on GPUs: memory of a device at every member of a group, and words beside it.
+//! Windows on GPUs: memory of a device at every member of a group, and words beside it, mapped within nodes.
 //!
 //! ```text
 //!   member 0   | memory: VMM, exported as a descriptor |   | words: a sealed memfd, pinned |
@@ -16,13 +16,13 @@ use std::sync::Arc;
 use super::Group;
 use crate::bootstrap::exchange_fds;
 use crate::device::{Allocation, Context, PinnedMemory, Range, Reservation};
-use crate::error::{BootstrapError, DeviceError, Error, LaneError, MemoryError};
+use crate::error::{BootstrapError, DeviceError, Error, MemoryError};
 use crate::memory::{Mapped, Segment, pin};
 
 /// One rank's view of the windows of all members.
 #[derive(Debug)]
 pub(crate) struct DeviceWindow {
-    members: Vec<Member>,
+    members: Vec<Option<Member>>,
 }
 
 /// A member's part.
@@ -61,8 +61,8 @@ struct Heard {
 }
 
 impl DeviceWindow {
-    /// `len` bytes of memory of each member's device, and `words` bytes of words. Collective; all members must be of one
-    /// node. A rank that is not `ready` has an error of its own, and takes part so that the others are told.
+    /// `len` bytes of memory of each member's device, and `words` bytes of words. Collective; those of other nodes are not
+    /// mapped. A rank that is not `ready` has an error of its own, and takes part so that the others are told.
     ///
     /// # Errors
     /// [`MemoryError::SizesDiffer`]; [`DeviceError`] at the rank whose device lacks something, or does not reach that of
@@ -73,12 +73,7 @@ impl DeviceWindow {
         (len, words): (u64, u64),
         ready: Result<(), DeviceError>,
     ) -> Result<Self, Error> {
-        let nodes = group.nodes();
         let me = group.rank();
-        if let Some(peer) = (0..group.size()).find(|&peer| !nodes.same_node(me, peer)) {
-            let missing = "a node in common";
-            return Err(LaneError::NoLane { rank: me, peer, missing }.into());
-        }
         let own = ready.map_err(Error::from).and_then(|()| Own::new(context, len, words));
         let said = Said {
             usable: own.is_ok().into(),
@@ -107,10 +102,17 @@ impl DeviceWindow {
         }
     }
 
-    fn map(group: &Group, context: &Arc<Context>, own: &Own, heard: &[Heard]) -> Result<Vec<Member>, Error> {
-        let me = group.rank() as usize;
+    fn map(
+        group: &Group,
+        context: &Arc<Context>,
+        own: &Own,
+        heard: &[Heard],
+    ) -> Result<Vec<Option<Member>>, Error> {
+        let (me, nodes) = (group.rank() as usize, group.nodes());
+        let near = |peer: usize| nodes.same_node(group.rank(), peer as u32);
         let offer = |peer: usize| {
-            (peer != me).then(|| vec![own.descriptor.as_fd(), own.words.as_fd()] as Vec<BorrowedFd<'_>>)
+            let fds = || vec![own.descriptor.as_fd(), own.words.as_fd()] as Vec<BorrowedFd<'_>>;
+            (peer != me && near(peer)).then(fds)
         };
         let (hub, key) = (group.shared.hub.as_ref(), group.step());
         let deadline = group.shared.options.clocks.rendezvous;
@@ -121,6 +123,10 @@ impl DeviceWindow {
         let (device, uuid) = ([context.device()], &context.facts().uuid);
         let mut members = Vec::with_capacity(heard.len());
         for ((fds, Heard { said, device: theirs }), rank) in received.into_iter().zip(heard).zip(0..) {
+            if !near(rank as usize) {
+                members.push(None);
+                continue;
+            }
             let (imported, adopted);
             let (memory, words) = if rank == group.rank() {
                 (&own.memory, &own.words)
@@ -139,14 +145,14 @@ impl DeviceWindow {
             let mapped = Arc::new(Mapped::new(&[Some(words)])?);
             mapped.populate(0, 0, words.len())?;
             let words = pin(context, &mapped, 0)?;
-            members.push(Member { memory, words, same_device: theirs == uuid.as_bytes() });
+            members.push(Some(Member { memory, words, same_device: theirs == uuid.as_bytes() }));
         }
         Ok(members)
     }
 
-    /// A member's part. Members are positions in the group.
-    pub(crate) fn of(&self, member: u32) -> &Member {
-        &self.members[member as usize]
+    /// The parts of all members, in the order of the group; none of those of other nodes.
+    pub(crate) fn members(self) -> Vec<Option<Member>> {
+        self.members
     }
 }
 

@@ -17,7 +17,9 @@ mod agree;
 mod device_window;
 mod group;
 mod rails;
+mod region;
 mod setup;
+mod twin;
 mod window;
 mod wires;
 
@@ -25,8 +27,10 @@ pub use crate::lane::RailCounters;
 pub use group::Group;
 pub use rails::{RailReport, Why};
 pub use setup::{Options, World};
+pub use twin::Detour;
 pub use window::Window;
 
-pub(crate) use device_window::DeviceWindow;
+pub(crate) use device_window::{DeviceWindow, Member};
 pub(crate) use group::SymmetricRange;
 pub(crate) use setup::Shared;
+pub(crate) use twin::Twin;

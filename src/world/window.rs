@@ -7,12 +7,13 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::group::SymmetricRange;
+use super::region::Registered;
 use super::{Group, Shared};
 use crate::bootstrap::exchange_fds;
 use crate::dtype::Dtype;
 use crate::error::{Error, MemoryError, PlanError};
 use crate::exec::Host;
-use crate::lane::{self, Io, Lanes, Part, Port, Reach, Region};
+use crate::lane::{self, Io, Lanes, Port};
 use crate::memory::{Mapped, Segment};
 use crate::rows::Stores;
 use crate::schedule::{Control, Flag, Item, Level, Op, Operand, Operands, Place, Slot, SpanCopy, WindowId};
@@ -71,17 +72,7 @@ pub struct Window {
 #[derive(Debug)]
 enum Data {
     Symmetric { _range: SymmetricRange },
-    Registered { world: Arc<Shared>, region: Option<u32> },
-}
-
-impl Drop for Data {
-    fn drop(&mut self) {
-        if let Data::Registered { world, region: Some(number) } = self
-            && let Some(rails) = &world.rails
-        {
-            rails.deregister(*number);
-        }
-    }
+    Registered { _region: Registered },
 }
 
 impl Window {
@@ -97,28 +88,8 @@ impl Window {
         let own = Self::adopt(group, memory)?;
         let len = own.len();
         let mapped = Arc::new(Self::map_neighbours(group, &lanes, own)?);
-        let region = Region { mapped: Arc::clone(&mapped), member: group.rank() };
-        let registered = group.shared.rails.as_ref().map(|rails| rails.register(region)).transpose();
-        let (number, key) = registered.as_ref().ok().cloned().flatten().unwrap_or_default();
-        let mut said = vec![u8::from(registered.is_ok())];
-        said.extend(number.to_le_bytes());
-        said.extend(key);
-        let heard = group.gather(&said)?;
-        let region = registered?.map(|_| number);
-        let data = Data::Registered { world: Arc::clone(&group.shared), region };
-        let mut parts = Vec::new();
-        for (blob, member) in heard.iter().zip(0..) {
-            let Some(([1, number @ ..], key)) = blob.split_first_chunk::<5>() else {
-                return Err(MemoryError::NotUsable { rank: member }.into());
-            };
-            let region = u32::from_le_bytes(*number);
-            if let Reach::Rail(rail) = &lanes.reach[member as usize] {
-                rail.learn(region, key)?;
-            }
-            parts.push(Part { member, region, offset: 0, len });
-        }
-        let window = lane::Window { parts, mapped };
-        Self::new(group, lanes, window, len, data)
+        let (region, window) = Registered::new(group, &lanes, mapped)?;
+        Self::new(group, lanes, window, len, Data::Registered { _region: region })
     }
 
     /// This rank's memory, if that of every member can be registered. A rank whose memory cannot still takes part in

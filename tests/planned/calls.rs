@@ -11,7 +11,7 @@ use super::rank::{Case, Rank, stream};
 use super::support::{To, on_ranks, small, tokens};
 
 /// Runs something on each rank of a world, on a device of its own.
-fn on_each(case: &Case, body: impl Fn(&mut Rank<bf16>, u64) + Sync) {
+pub fn on_each(case: &Case, body: impl Fn(&mut Rank<bf16>, u64) + Sync) {
     on_each_of::<bf16>(case, body);
 }
 
@@ -19,19 +19,19 @@ fn on_each_of<E: Element + Into<f32>>(case: &Case, body: impl Fn(&mut Rank<E>, u
 where
     f32: To<E>,
 {
-    on_ranks(&vec![0; case.map.ranks() as usize], &small(), |world: World| {
+    on_ranks(&case.nodes, &small(), |world: World| {
         let group = world.all().unwrap();
         body(&mut Rank::new(&group, case), group.rank().into());
     });
 }
 
 /// A number of tokens for each seed, among them none.
-fn some(case: &Case, seed: u64) -> u32 {
+pub fn some(case: &Case, seed: u64) -> u32 {
     (seed.wrapping_mul(0x9e37_79b9) >> 7) as u32 % (case.max_tokens + 1)
 }
 
 /// Rounds of random tokens, each rank with a number of its own.
-fn rounds(case: &Case, rounds: u64, seed: u64) {
+pub fn rounds(case: &Case, rounds: u64, seed: u64) {
     on_each(case, |rank, me| {
         for seed in (seed * 1000..).take(rounds as usize).map(|round| round * 64 + me) {
             let count = some(case, seed);
@@ -186,6 +186,7 @@ fn engines_move_every_row_and_a_report_says_so() {
                 copies_by_sms: 0,
                 // Packed, taken back; landed; all done.
                 memory_operations: 4,
+                ..Enqueued::default()
             };
             assert_eq!(report.enqueued, expected);
             drop((rows, handle));

@@ -32,9 +32,9 @@ fn drained(rank: &Rank<bf16>) {
 #[test]
 fn an_expert_that_is_none_is_refused_on_all_ranks_and_streams_go_on() {
     on_devices("faults::an_expert_that_is_none_is_refused_on_all_ranks_and_streams_go_on", 8, 1, || {
-        on_ranks(&[0; 3], &small(), |world| {
+        on_ranks(&[0, 0, 1], &small(), |world| {
             let group = world.all().unwrap();
-            let mut rank = Rank::<bf16>::new(&group, &Case::new(3, 4, 2));
+            let mut rank = Rank::<bf16>::new(&group, &Case::across(&[0, 0, 1], 4, 2));
             rank.round(&input(world.rank()));
             for (id, fault) in [
                 (4, PlanError::ExpertOutOfRange { token: 2, k: 1, expert: 4, experts: 4 }),
@@ -178,10 +178,10 @@ fn where_all_streams_share_one_hardware_queue_the_exchange_is_refused() {
 }
 
 /// What ends a dispatch that one rank does not make.
-fn ended_by(options: &Options, body: impl Fn(&mut Rank<bf16>, bool) + Sync) {
-    on_ranks(&[0; 3], options, |world| {
+fn ended_by(nodes: &[u32; 3], options: &Options, body: impl Fn(&mut Rank<bf16>, bool) + Sync) {
+    on_ranks(nodes, options, |world| {
         let group = world.all().unwrap();
-        let mut rank = Rank::<bf16>::new(&group, &Case::new(3, 4, 2));
+        let mut rank = Rank::<bf16>::new(&group, &Case::across(nodes, 4, 2));
         rank.round(&input(world.rank()));
         body(&mut rank, world.rank() == 1);
         if world.rank() == 1 {
@@ -198,9 +198,16 @@ fn ended_by(options: &Options, body: impl Fn(&mut Rank<bf16>, bool) + Sync) {
 #[test]
 fn a_cancelled_world_ends_all_waits_of_streams() {
     on_devices("faults::a_cancelled_world_ends_all_waits_of_streams", 8, 7, || {
-        on_ranks(&[0; 3], &small(), |world| {
+        for nodes in [[0; 3], [0, 1, 0]] {
+            cancelled(&nodes);
+        }
+    });
+}
+
+fn cancelled(nodes: &[u32; 3]) {
+        on_ranks(nodes, &small(), |world| {
             let group = world.all().unwrap();
-            let mut rank = Rank::<bf16>::new(&group, &Case::new(3, 4, 2));
+            let mut rank = Rank::<bf16>::new(&group, &Case::across(nodes, 4, 2));
             rank.round(&input(world.rank()));
             let cause = Cause::Cancelled { by: 1 };
             if world.rank() == 1 {
@@ -215,7 +222,6 @@ fn a_cancelled_world_ends_all_waits_of_streams() {
             let refused = rank.planned.dispatch(Tokens { x: &experts, experts: &experts, weights: &experts });
             assert_eq!(refused.map(drop).unwrap_err(), cause.into(), "new calls are refused");
         });
-    });
 }
 
 #[test]
@@ -223,15 +229,17 @@ fn a_rank_that_makes_no_call_is_named_after_the_deadline() {
     on_devices("faults::a_rank_that_makes_no_call_is_named_after_the_deadline", 8, 8, || {
         let mut options = small();
         options.clocks.deadline = Duration::from_secs(3);
-        ended_by(&options, |rank, absent| {
-            if absent {
-                return;
-            }
-            let me = rank.planned.rank();
-            let refused = rank.dispatch(&input(me)).map(drop).unwrap_err();
-            let Error::World(Cause::Stalled { rank: 1, by, .. }) = refused else { panic!("{refused}") };
-            assert!(by != 1);
-            drained(rank);
-        });
+        for nodes in [[0; 3], [0, 1, 0]] {
+            ended_by(&nodes, &options, |rank, absent| {
+                if absent {
+                    return;
+                }
+                let me = rank.planned.rank();
+                let refused = rank.dispatch(&input(me)).map(drop).unwrap_err();
+                let Error::World(Cause::Stalled { rank: 1, by, .. }) = refused else { panic!("{refused}") };
+                assert!(by != 1);
+                drained(rank);
+            });
+        }
     });
 }

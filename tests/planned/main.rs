@@ -9,6 +9,8 @@ mod apart;
 mod calls;
 mod faults;
 mod memory;
+mod nodes;
+mod processes;
 mod rank;
 #[path = "../support/mod.rs"]
 mod support;

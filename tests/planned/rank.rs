@@ -16,6 +16,8 @@ use super::support::{self, To};
 /// What is exchanged, and how.
 #[derive(Clone, Debug)]
 pub struct Case {
+    /// The node of each rank.
+    pub nodes: Vec<u32>,
     pub map: ExpertMap,
     pub top_k: u32,
     pub hidden: usize,
@@ -27,8 +29,13 @@ pub struct Case {
 
 impl Case {
     pub fn new(ranks: u32, experts: u32, top_k: u32) -> Case {
-        let map = ExpertMap::contiguous(experts, ranks).unwrap();
-        Case { map, top_k, hidden: 16, align: 1, max_tokens: 12, mode: Mode::Eager, seats: 2 }
+        Case::across(&vec![0; ranks as usize], experts, top_k)
+    }
+
+    /// One in which rank r is on node `nodes[r]`.
+    pub fn across(nodes: &[u32], experts: u32, top_k: u32) -> Case {
+        let map = ExpertMap::contiguous(experts, nodes.len() as u32).unwrap();
+        Case { nodes: nodes.to_vec(), map, top_k, hidden: 16, align: 1, max_tokens: 12, mode: Mode::Eager, seats: 2 }
     }
 
     pub fn settings<'g, E: Element>(&self, group: &'g Group) -> ExpertParallelBuilder<'g> {

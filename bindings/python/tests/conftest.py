@@ -71,5 +71,3 @@ def hold() -> object:
         assert not wrong, "\n".join(wrong)
 
     return judge
-
-

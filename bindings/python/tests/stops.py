@@ -193,4 +193,3 @@ def raised():
         if world.rank == 1:
             raise LookupError("rank 1 has had enough")
         ep.dispatch(*tokens(world))
-

@@ -16,12 +16,13 @@ use crate::ep::builder::{Spec, alike};
 use crate::ep::guard::Guard;
 use crate::ep::meeting::Numbers;
 use crate::ep::parallel::{Fixed, Room};
-use crate::error::{Error, PlanError};
-use crate::exec::{Engine, Ground};
+use crate::ep::relay::Relay;
+use crate::error::{Error, MemoryError, PlanError};
+use crate::exec::{Engine, Ground, Near};
 use crate::plan::{Crossing, Order, RowLayout, Sorted, Strategy};
 use crate::schedule::{Caller, CallerTables, Calls, Control, Flag};
 use crate::topology::Route;
-use crate::world::DeviceWindow;
+use crate::world::{DeviceWindow, Member, Twin};
 
 /// Settings of a [`PlannedExchange`] beside those of an [`ExpertParallel`](crate::ExpertParallel). All ranks must choose
 /// alike.
@@ -70,23 +71,28 @@ impl<'g> PlannedBuilder<'g> {
         told?;
         let room =
             Room { total: shape.pool().1, space: "pool of the exchange", setting: "PlannedBuilder::pool" };
-        let (fixed, control) = Fixed::new(group, spec, room)?;
+        let twin = Twin::new(group, &context, spec.route, shape.twin_bytes())?;
+        let (fixed, control) = Fixed::new(group, spec, room, twin.as_ref().map(|twin| &twin.window))?;
         let fixed = Arc::new(fixed);
         let words =
             Control::flag(0, Flag::Entry, group.size()) + Flag::COUNT as u64 * u64::from(group.size()) * 64;
         let window = DeviceWindow::new(group, &context, (shape.device_bytes(), words), Ok(()))?;
-        let me = window.of(group.rank());
+        let members = window.members();
+        let own = members[group.rank() as usize].as_ref();
+        let nowhere = MemoryError::NotUsable { rank: group.rank() };
+        let memory = own.ok_or(nowhere)?.memory.clone();
         let host = PinnedMemory::new(&context, shape.host_bytes() as usize)?;
         static INSTANCES: AtomicU64 = AtomicU64::new(0);
         let common = Arc::new(Common {
             instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
-            memory: me.memory.clone(),
+            memory,
             host,
             seats: (0..seats).map(|_| Seat::default()).collect(),
             space: Space::new(shape.pool().0, shape.pool().1),
             closing: AtomicBool::new(false),
             gone: AtomicBool::new(false),
             served: AtomicU64::new(0),
+            detour: twin.as_ref().map(|twin| twin.detour),
             shape,
             fixed: Arc::clone(&fixed),
         });
@@ -98,16 +104,18 @@ impl<'g> PlannedBuilder<'g> {
         let awaited = bells(&[Bell::Packed, Bell::Dispatched, Bell::Combined]);
         let status = (bells(&[Bell::Status]), Status::DEAD.0.into());
         let guard = Guard::new(fixed.shared.hub.health(), &common.host, awaited, status)?;
-        let members = (0..group.size()).map(|rank| window.of(rank));
-        let (memory, words) = members.map(|member| (member.memory.clone(), member.words.clone())).unzip();
-        let same_device = (0..group.size()).map(|rank| window.of(rank).same_device).collect();
+        let near =
+            |Member { memory, words, same_device }: Member| Near { memory, words, same_device };
+        let ranks = members.into_iter().map(|member| member.map(near)).collect();
         let (zeros_at, zeros_len) = shape.zeros();
-        let ground = Ground { memory, words, same_device, zeros: common.memory.part(zeros_at, zeros_len)? };
+        let zeros = common.memory.part(zeros_at, zeros_len)?;
+        let outbox = twin.as_ref().map(|twin| (twin.memory.clone(), shape.outbox()));
+        let ground = Ground { ranks, zeros, twin: outbox };
         let engine = Engine::new(&context, Arc::clone(&fixed.port), ground, apart);
         let planner = start(context.driver(), &common, engine)?;
         // Nobody rings before everybody listens.
         group.gather(&[])?;
-        PlannedExchange::new(Parts { common, stream, kernels, planner, guard, window, control })
+        PlannedExchange::new(Parts { common, stream, kernels, planner, guard, twin, control })
     }
 }
 
@@ -161,11 +169,17 @@ fn start(
 ) -> Result<std::thread::JoinHandle<()>, Error> {
     let fixed = &common.fixed;
     let caller = Caller::new(fixed.paths(), fixed.chunks);
-    let programs = Programs { dispatch: caller.dispatch(), ret: caller.ret(), pull: caller.pull() };
+    let programs = Programs {
+        dispatch: caller.dispatch(),
+        bring_in: caller.bring_in(),
+        ret: caller.ret(),
+        pull: caller.pull(),
+    };
     let planner = Planner {
         common: Arc::clone(common),
         programs: Arc::new(programs),
         engine,
+        relay: fixed.paths().rails().then(|| Relay::new(Arc::clone(fixed))),
         calls: Calls::new(fixed.shared.hub.epoch()),
         tables: CallerTables::new(fixed.paths(), fixed.chunks),
         sorted: Sorted::default(),

@@ -16,8 +16,9 @@ use super::planner::Planner;
 use super::shape::{Bell, Shape};
 use super::status::Status;
 use crate::ep::call::entry;
+use crate::ep::relay::Errand;
 use crate::error::{CallError, CallKind, Error, PlanError};
-use crate::schedule::Tag;
+use crate::schedule::{Refusal, Tag};
 
 impl Planner {
     /// Serves a combine of a seat; outputs lie at `steps` steps in this rank's memory.
@@ -37,17 +38,21 @@ impl Planner {
         let tag = Tag { kind: CallKind::Combine, options: seat, handle: number, base, ..Tag::default() };
         let tag = entry(tag, &ready);
         self.tables.clear();
-        self.tables.tags.fill(tag);
-        self.run(&programs.ret.entry.items, None, None)?;
+        self.offer(seat, tag, base);
+        self.run(programs.ret.entry.start(), None, None)?;
+        let mut forward = std::mem::take(&mut self.kept[seat as usize].forward);
+        let mut errand = self.meet(CallKind::Combine, &mut forward)?;
+        self.run(programs.ret.entry.finish(), None, None)?;
         let agreed = common.fixed.meeting(self.calls, CallKind::Combine).conclude(tag, ready, drop);
         let (status, refused) = match agreed {
             Ok(()) => {
-                self.pull(seat, base)?;
+                self.pull(seat, base, &mut errand)?;
                 (Status::WELL, None)
             }
             Err(error) if number == 0 => (self.kept[seat as usize].status, Some(error)),
             Err(error) => (Status::of(&error), Some(error)),
         };
+        self.kept[seat as usize].forward = errand.map(|errand| errand.forward).unwrap_or_default();
         self.answer(seat, Bell::Combined, status)?;
         let enqueued = self.engine.take_enqueued();
         common.seats[seat as usize].tell(|told| {
@@ -58,14 +63,29 @@ impl Planner {
         Ok(())
     }
 
-    /// Enqueues that rows come home, and that their owners are told.
-    fn pull(&mut self, seat: u32, base: u64) -> Result<(), Error> {
+    /// Says where outputs lie, to neighbours, and to relays where this rank's rows have their place in its twin.
+    fn offer(&mut self, seat: u32, tag: Tag, base: u64) {
+        let (fixed, home) = (&self.common.fixed, self.common.shape.staging(seat).0);
+        let (paths, layout) = (fixed.paths(), &self.kept[seat as usize].layout);
+        match tag.refusal {
+            Refusal::None => {
+                self.tables.stage_rows(&paths, layout, home, fixed.sizing(CallKind::Combine).home_bytes);
+                self.tables.offer(&paths, tag, base);
+            }
+            _ => self.tables.tags.fill(tag),
+        }
+    }
+
+    /// Enqueues that rows come home, and that their owners are told; relays meanwhile.
+    fn pull(&mut self, seat: u32, base: u64, errand: &mut Option<Errand>) -> Result<(), Error> {
         let (common, programs) = (Arc::clone(&self.common), Arc::clone(&self.programs));
         let meeting = common.fixed.meeting(self.calls, CallKind::Combine);
         self.tables.bases[common.fixed.lanes.rank as usize] = base;
         for peer in common.fixed.paths().locals() {
             self.tables.bases[peer as usize] = meeting.tag_of(peer)?.base;
         }
+        self.carry(errand)?;
+        self.run(&programs.ret.home.items, None, None)?;
         let home = common.shape.staging(seat).0;
         self.tables.pull(&meeting.setting, &self.kept[seat as usize].layout, home);
         self.run(&programs.pull.items, None, None)?;

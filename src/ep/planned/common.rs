@@ -9,6 +9,7 @@ use super::space::Space;
 use crate::device::{PinnedMemory, Range, Word};
 use crate::ep::parallel::Fixed;
 use crate::error::DeviceError;
+use crate::world::Detour;
 
 /// Both know this of an exchange.
 #[derive(Debug)]
@@ -23,6 +24,8 @@ pub(super) struct Common {
     pub host: PinnedMemory,
     pub seats: Vec<Seat>,
     pub space: Arc<Space>,
+    /// Why rows that cross go by memory of the host, if any cross.
+    pub detour: Option<Detour>,
     /// The caller will enqueue no more.
     pub closing: AtomicBool,
     /// The planner serves no more.

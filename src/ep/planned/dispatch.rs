@@ -17,6 +17,7 @@ use super::shape::Bell;
 use super::space::Extent;
 use super::status::Status;
 use crate::ep::call::entry;
+use crate::ep::relay::Errand;
 use crate::error::{CallKind, Error, PlanError};
 use crate::exec::Packed;
 use crate::gate::Routing;
@@ -51,7 +52,10 @@ impl Planner {
         let tag = entry(tag, &ready);
         self.tables.clear();
         self.tables.tags.fill(tag);
-        self.run(&programs.dispatch.entry.items, None, None)?;
+        self.run(programs.dispatch.entry.start(), None, None)?;
+        let mut forward = std::mem::take(&mut self.kept[seat as usize].forward);
+        let mut errand = self.meet(CallKind::Dispatch, &mut forward)?;
+        self.run(programs.dispatch.entry.finish(), None, None)?;
         let common = Arc::clone(&self.common);
         let meeting = common.fixed.meeting(self.calls, CallKind::Dispatch);
         let placed = meeting.conclude(tag, ready, drop).and_then(|landing| {
@@ -65,7 +69,7 @@ impl Planner {
             Ok(landing) => {
                 self.tell_placement(seat, landing);
                 self.send_tables(seat, tokens, true)?;
-                self.put(seat)?;
+                self.put(seat, &mut errand)?;
                 Status::WELL
             }
             Err(error) => {
@@ -80,6 +84,7 @@ impl Planner {
             }
         };
         self.kept[seat as usize].status = status;
+        self.kept[seat as usize].forward = errand.map(|errand| errand.forward).unwrap_or_default();
         self.answer(seat, Bell::Dispatched, status)?;
         let enqueued = self.engine.take_enqueued();
         common.seats[seat as usize].tell(|told| {
@@ -117,8 +122,12 @@ impl Planner {
         let common = &self.common;
         let (port, control) = (&common.fixed.port, &common.fixed.control);
         self.crossing.fill(&common.fixed.bins, &common.fixed.paths(), &self.sorted);
-        port.write(WindowId::CONTROL, control.publication(self.calls.parity()), &self.sorted.counts)?;
+        let numbers = &mut self.numbers.scratch;
+        numbers.clone_from(&self.sorted.counts);
+        self.crossing.staged(&common.fixed.paths(), numbers);
+        port.write(WindowId::CONTROL, control.publication(self.calls.parity()), numbers)?;
         self.scratch.starts.clone_from(&self.sorted.starts);
+        self.scratch.notes.clone_from(&self.sorted.notes);
         let (notes, _) = common.shape.host_notes(seat);
         Ok(common.host.write_words(notes as usize, &self.sorted.notes)?)
     }
@@ -146,7 +155,7 @@ impl Planner {
         let layout = &mut self.kept[seat as usize].layout;
         layout.fill(&fixed.frame(), (&self.sorted, &self.crossing), top_k, counts, sizes);
         layout.pack(&self.sorted, &self.scratch.starts);
-        Ok(())
+        fixed.describe_blocks(self.calls, layout, &self.sorted)
     }
 
     fn tell_placement(&mut self, seat: u32, landing: Landing) {
@@ -169,8 +178,8 @@ impl Planner {
         });
     }
 
-    /// Enqueues the rows and their signals, and waits for those of the others.
-    fn put(&mut self, seat: u32) -> Result<(), Error> {
+    /// Enqueues the rows and their signals, relays, waits for those of the others, and has what crossed brought in.
+    fn put(&mut self, seat: u32, errand: &mut Option<Errand>) -> Result<(), Error> {
         let (common, programs) = (Arc::clone(&self.common), Arc::clone(&self.programs));
         let (fixed, shape) = (&common.fixed, &common.shape);
         let layout = std::mem::take(&mut self.kept[seat as usize].layout);
@@ -186,10 +195,21 @@ impl Planner {
         }
         let rows = common.piece(shape.staging(seat))?;
         let notes = common.host_piece(shape.host_notes(seat))?;
-        let packed = Some(Packed { rows: &rows, notes: &notes });
-        let moved = self.run(&programs.dispatch.rows.items, Some(&layout), packed);
+        let words = std::mem::take(&mut self.scratch.notes);
+        let packed = Packed { rows: &rows, notes: &notes, notes_of_host: bytemuck::cast_slice(&words) };
+        let moved = self.run(programs.dispatch.rows.start(), Some(&layout), Some(packed));
+        self.scratch.notes = words;
+        moved?;
+        self.carry(errand)?;
+        self.run(programs.dispatch.rows.finish(), Some(&layout), None)?;
+        if let Some(errand) = errand {
+            let landing = shape.landing(layout.landed);
+            let setting = common.fixed.meeting(self.calls, CallKind::Dispatch).setting;
+            self.tables.bring_in(&setting, &errand.forward, landing, true);
+            self.run(&programs.bring_in.items, None, None)?;
+        }
         self.kept[seat as usize].layout = layout;
-        moved
+        Ok(())
     }
 
     /// Collects what the caller's stream finds beside the rows: what its sums add up, and how many rows there are.

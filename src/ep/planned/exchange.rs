@@ -14,7 +14,7 @@ use crate::dtype::Wire;
 use crate::ep::ExpertParallelBuilder;
 use crate::ep::guard::Guard;
 use crate::error::{CallError, DeviceError, Error, PlanError};
-use crate::world::{DeviceWindow, SymmetricRange};
+use crate::world::{SymmetricRange, Twin};
 
 /// A rank's tokens, where its device has them.
 #[derive(Clone, Copy, Debug)]
@@ -64,7 +64,8 @@ pub struct PlannedExchange {
     dispatches: u64,
     planner: Option<JoinHandle<()>>,
     _guard: Guard,
-    _window: DeviceWindow,
+    /// Other nodes write to it as long as this lives.
+    _twin: Option<Twin>,
     _control: SymmetricRange,
 }
 
@@ -78,7 +79,7 @@ pub(super) struct Parts {
     pub kernels: Kernels,
     pub planner: JoinHandle<()>,
     pub guard: Guard,
-    pub window: DeviceWindow,
+    pub twin: Option<Twin>,
     pub control: SymmetricRange,
 }
 
@@ -89,7 +90,7 @@ impl PlannedExchange {
     }
 
     pub(super) fn new(parts: Parts) -> Result<Self, Error> {
-        let Parts { common, stream, kernels, planner, guard, window, control } = parts;
+        let Parts { common, stream, kernels, planner, guard, twin, control } = parts;
         let context = stream.context();
         let (mut packed, mut offered) = (Vec::new(), Vec::new());
         for seat in 0..common.shape.seats() {
@@ -115,7 +116,7 @@ impl PlannedExchange {
             dispatches: 0,
             planner,
             _guard: guard,
-            _window: window,
+            _twin: twin,
             _control: control,
         })
     }

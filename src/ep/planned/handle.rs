@@ -11,7 +11,9 @@ use crate::device::Range;
 use crate::ep::LaneUse;
 use crate::error::{Error, PlanError};
 use crate::exec::Enqueued;
+use crate::lane::COPY_ENGINE;
 use crate::plan::Chunk;
+use crate::world::Detour;
 
 /// A seat, as long as anything of its dispatch is alive.
 #[derive(Debug)]
@@ -289,6 +291,9 @@ impl PlannedCombine {
 pub struct PlannedReport {
     /// Per lane: how many ranks are reached over it.
     pub lanes: Vec<LaneUse>,
+    /// Why rows that cross go by memory of the host, if any do: from the device to that, over the rail, and from the host's
+    /// memory there to the device. [`Enqueued::out_bytes`] and [`Enqueued::in_bytes`] did.
+    pub detour: Option<Detour>,
     /// What the planner's stream was asked to do.
     pub enqueued: Enqueued,
     /// Kernels that ran on the caller's stream: before rows were packed, or after they had landed. In between, what
@@ -298,10 +303,11 @@ pub struct PlannedReport {
 
 impl PlannedReport {
     fn new(common: &Common, enqueued: Enqueued, kernels: &'static [&'static str]) -> Self {
-        let others = common.fixed.lanes.ranks() - 1;
-        let lanes = [("own", 1), (crate::lane::COPY_ENGINE, others)];
-        let lanes = lanes.into_iter().filter(|(_, ranks)| *ranks > 0);
-        let lanes = lanes.map(|(lane, ranks)| LaneUse { lane, ranks }).collect();
-        PlannedReport { lanes, enqueued, kernels }
+        let mut lanes = LaneUse::of(&common.fixed.lanes);
+        for used in lanes.iter_mut().filter(|used| used.lane == "shm") {
+            used.lane = COPY_ENGINE;
+        }
+        lanes.sort_by_key(|used| used.lane != "own");
+        PlannedReport { lanes, detour: common.detour, enqueued, kernels }
     }
 }

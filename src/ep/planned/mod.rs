@@ -24,7 +24,18 @@
 //! and with a budget of rows ([`Mode::Budget`](crate::plan::Mode)), where memory does not move either, it can be captured
 //! into a graph and replayed, each time with other tokens.
 //!
-//! **What is there**: one node, expert-major, sums in order of experts, eager and budget. Other nodes, rank-major rows, fp8,
+//! **Other nodes** are reached by memory of the host, as no rail reaches a device yet ([`Detour`](crate::world::Detour)): from
+//! the device to pinned memory, over the rail by the planner as proxy, to pinned memory there, to the device. The planner
+//! plays this rank's relay, too. How often a row is copied, by engines `e` and rails `r`, in a dispatch and in a combine:
+//!
+//! | | own, same node | another node | floor |
+//! |---|---|---|---|
+//! | direct | e | e r e | the bytes by the rail's bandwidth, or twice by the bus |
+//!
+//! Copies out are a batch for each rank of another node; copies in are one for each expert and each row of neighbours in the
+//! order of ranks, at most, and a combine's are one for each node. [`Enqueued`](crate::exec::Enqueued) counts them.
+//!
+//! **What is there**: expert-major, sums in order of experts, eager and budget, route direct. Rank-major rows, fp8,
 //! gradients and cached dispatches are not.
 
 mod apart;

@@ -1,7 +1,8 @@
 //! The planner: a thread that does for a stream what the caller of an [`ExpertParallel`](crate::ExpertParallel) does.
 //!
 //! It looks at the bells of its seats, and serves one call after the other by the programs that the host steps, too: the
-//! same licences, entries, counts and placement, the same judgement. Rows go by its stream ([`Engine`]).
+//! same licences, entries, counts and placement, the same judgement. Rows go by its stream ([`Engine`]). With several nodes it
+//! plays this rank's relay, too, at the places of launch order: own puts and signals, what is relayed, own waits.
 //!
 //! Calls come in the order of the caller's stream, so no two bells are set at once: each call's wait stands before the
 //! next call's bell.
@@ -15,10 +16,13 @@ use super::shape::{Bell, Piece};
 use super::status::Status;
 use crate::device::Range;
 use crate::ep::meeting::Numbers;
-use crate::error::Error;
+use crate::ep::relay::{Errand, Relay};
+use crate::error::{CallKind, Error};
 use crate::exec::{Engine, Packed};
-use crate::plan::{Crossing, Layout, Sorted};
-use crate::schedule::{CallerTables, Calls, DispatchSkeleton, Item, Operands, ReturnSkeleton, Stage, Sum};
+use crate::plan::{Crossing, Forward, Layout, Sorted};
+use crate::schedule::{
+    CallerTables, Calls, DispatchSkeleton, Item, Operands, Parts, ReturnSkeleton, Stage, Sum,
+};
 
 /// Looks at the bells before the thread sleeps between two: calls often follow each other closely.
 const AWAKE: u32 = 20_000;
@@ -29,6 +33,7 @@ const NAP: Duration = Duration::from_micros(50);
 #[derive(Debug)]
 pub(super) struct Programs {
     pub dispatch: DispatchSkeleton,
+    pub bring_in: Stage,
     pub ret: ReturnSkeleton,
     pub pull: Stage,
 }
@@ -37,6 +42,8 @@ pub(super) struct Programs {
 #[derive(Debug, Default)]
 pub(super) struct Kept {
     pub layout: Layout,
+    /// What this rank's relay knows of it.
+    pub forward: Arc<Forward>,
     /// The number of the dispatch that made it; 0 if there is none that landed.
     pub number: u64,
     /// How that dispatch ended.
@@ -49,6 +56,8 @@ pub(super) struct Planner {
     pub common: Arc<Common>,
     pub programs: Arc<Programs>,
     pub engine: Engine,
+    /// Does this rank's part for other nodes, in this thread; there is none where there is only one.
+    pub relay: Option<Relay>,
     pub calls: Calls,
     pub tables: CallerTables,
     pub sorted: Sorted,
@@ -65,6 +74,8 @@ pub(super) struct Scratch {
     pub weights: Vec<u32>,
     /// Per bin: its first row as rows lie packed.
     pub starts: Vec<u32>,
+    /// What goes with each packed row.
+    pub notes: Vec<u32>,
     pub summands: Vec<i32>,
     pub counts: Vec<i64>,
 }
@@ -157,6 +168,23 @@ impl Planner {
         self.engine.run(items, &operands, packed)
     }
 
+    /// The relay's first part: this node is told to others, all nodes are heard.
+    pub fn meet(&mut self, kind: CallKind, forward: &mut Arc<Forward>) -> Result<Option<Errand>, Error> {
+        let Some(relay) = &mut self.relay else { return Ok(None) };
+        let mut errand = Errand::new(self.calls, kind, std::mem::take(forward));
+        errand.parts = Parts { rows: kind == CallKind::Combine, weights: false };
+        let engine = &mut self.engine;
+        relay.meet(&mut errand, &mut |items, operands| engine.run(items, operands, None))?;
+        Ok(Some(errand))
+    }
+
+    /// The relay's second part: what crosses is handed on, or brought home.
+    pub fn carry(&mut self, errand: &mut Option<Errand>) -> Result<(), Error> {
+        let (Some(relay), Some(errand)) = (&mut self.relay, errand) else { return Ok(()) };
+        let engine = &mut self.engine;
+        relay.carry(errand, &mut |items, operands| engine.run(items, operands, None))
+    }
+
     /// Collects a copy of the first `len` bytes of a piece of the host's memory to one of the device's.
     pub fn send(&mut self, from: Piece, to: Piece, len: u64) -> Result<(), Error> {
         let (from, to): (Range, Range) = (self.common.host_piece(from)?, self.common.piece(to)?);
@@ -165,7 +193,7 @@ impl Planner {
 
     /// Waits for what is enqueued, and lets the caller's stream go on.
     pub fn answer(&mut self, seat: u32, bell: Bell, status: Status) -> Result<(), Error> {
-        self.engine.settle(self.calls.value())?;
+        self.engine.settle()?;
         self.common.bell(seat, Bell::Status)?.store(status.0.into(), Ordering::Relaxed);
         // Of a world that died meanwhile the guard says so, again and again.
         self.common.fixed.shared.hub.health().check()?;

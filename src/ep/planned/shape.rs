@@ -7,6 +7,8 @@
 //!
 //!   memory of the host     | seat 0 | seat 1 | ...
 //!   a seat                 | bells, a line each | experts | weights | notes | summands | counts |
+//!
+//!   the device's twin      | as memory of the device | outbox: rows on their way to other nodes |      with several nodes
 //! ```
 
 use crate::ep::builder::Spec;
@@ -150,6 +152,16 @@ impl Shape {
     /// Size of the device's memory.
     pub fn device_bytes(&self) -> u64 {
         behind(self.pool())
+    }
+
+    /// In the twin: from where rows leave. All that a rank dispatches fits.
+    pub fn outbox(&self) -> Piece {
+        (self.device_bytes(), round(self.entries() * self.row_bytes()))
+    }
+
+    /// Size of the twin.
+    pub fn twin_bytes(&self) -> u64 {
+        behind(self.outbox())
     }
 
     /// Where a bell is in the host's memory.

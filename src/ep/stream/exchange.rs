@@ -13,7 +13,7 @@ use crate::error::{CallError, DeviceError, Error, Fault, LaneError, PlanError};
 use crate::exec::{Enqueued, Lowered};
 use crate::plan::SlotShape;
 use crate::schedule::Flag;
-use crate::world::{DeviceWindow, Group, Shared};
+use crate::world::{Group, Member, Shared};
 
 /// What this rank waits for of each peer.
 pub(super) const FLAGS: [Flag; 2] = [Flag::Landed, Flag::Home];
@@ -76,7 +76,8 @@ pub struct StreamExchange {
     pub(super) release: Lowered,
     pub(super) turn: Turn,
     pub(super) guard: Guard,
-    pub(super) window: DeviceWindow,
+    /// Per rank.
+    pub(super) window: Vec<Member>,
 }
 
 /// What a rank hands over: its tokens, in memory that its device reaches.
@@ -141,7 +142,7 @@ impl StreamExchange {
     pub fn partials(&self) -> Result<Range, Error> {
         let slots = self.places.slots();
         let len = u64::from(self.size()) * slots.home_bytes();
-        Ok(self.window.of(self.me).memory.part(slots.partial(0), len)?)
+        Ok(self.window[self.me as usize].memory.part(slots.partial(0), len)?)
     }
 
     /// Enqueues a dispatch: behind it in the stream, [`received`](Self::received) is what all ranks sent. Collective.
@@ -213,7 +214,7 @@ impl StreamExchange {
 
     /// Calls of this rank, as the pack kernel counts them.
     fn counter(&self) -> Result<Word<'_, u64>, DeviceError> {
-        self.window.of(self.me).memory.word(self.places.counter().0)
+        self.window[self.me as usize].memory.word(self.places.counter().0)
     }
 
     /// Enqueues a combine: behind it in the stream, `out`, `[tokens, hidden]`, is the sum of each token's partial rows, by
@@ -313,7 +314,7 @@ impl StreamExchange {
     /// # Errors
     /// None in practice: it lies in the window.
     pub fn status_word(&self) -> Result<Word<'_, u32>, DeviceError> {
-        self.window.of(self.me).words.range().word(self.places.status())
+        self.window[self.me as usize].words.range().word(self.places.status())
     }
 
     /// What the calls ask of a stream, and which kernels they use.
@@ -323,7 +324,7 @@ impl StreamExchange {
             dispatch: self.dispatch.counts(),
             combine: self.combine.counts(),
             kernels: KERNELS.to_vec(),
-            same_device: peers.filter(|&peer| self.window.of(peer).same_device).count() as u32,
+            same_device: peers.filter(|&peer| self.window[peer as usize].same_device).count() as u32,
         }
     }
 

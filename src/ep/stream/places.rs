@@ -5,7 +5,7 @@ use crate::error::{DeviceError, Error, PlanError};
 use crate::exec::PeerWindows;
 use crate::plan::{ExpertMap, SlotShape};
 use crate::schedule::stream::Slots;
-use crate::world::DeviceWindow;
+use crate::world::Member;
 
 /// The device window of an exchange: the slots, which peers reach, and behind them what only this rank's kernels use.
 ///
@@ -139,16 +139,16 @@ fn write(stream: &Stream, to: &Range, words: &[u32]) -> Result<PinnedMemory, Dev
     Ok(staged)
 }
 
-impl PeerWindows for DeviceWindow {
+impl PeerWindows for Vec<Member> {
     fn slots(&self, rank: u32) -> &Range {
-        &self.of(rank).memory
+        &self[rank as usize].memory
     }
 
     fn flags(&self, rank: u32) -> &Range {
-        self.of(rank).words.range()
+        self[rank as usize].words.range()
     }
 
     fn same_device(&self, rank: u32) -> bool {
-        self.of(rank).same_device
+        self[rank as usize].same_device
     }
 }

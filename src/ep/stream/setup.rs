@@ -9,11 +9,11 @@ use super::places::{Places, Tables};
 use super::turn::Turn;
 use crate::device::{Context, Kernels, Priority, Stream};
 use crate::ep::guard::Guard;
-use crate::error::Error;
+use crate::error::{Error, LaneError};
 use crate::exec::Lowered;
 use crate::plan::{ExpertMap, SlotShape};
 use crate::schedule::stream::StreamProgram;
-use crate::world::{DeviceWindow, Group};
+use crate::world::{DeviceWindow, Group, Member};
 
 impl StreamExchange {
     /// This rank's. What fails after the windows are mapped fails at this rank alone: whoever calls tells the others.
@@ -30,8 +30,14 @@ impl StreamExchange {
         let loaded = context.driver().require_eager_loading().and_then(|()| Kernels::load(context));
         let sizes = (places.bytes(), places.word_bytes());
         let ready = loaded.as_ref().map(drop).map_err(Clone::clone);
+        let nodes = group.nodes();
+        if let Some(peer) = (0..ranks).find(|&peer| !nodes.same_node(me, peer)) {
+            let missing = "a node in common";
+            return Err(LaneError::NoLane { rank: me, peer, missing }.into());
+        }
         let window = DeviceWindow::new(group, context, sizes, ready)?;
-        let (kernels, own, slots) = (loaded?, window.of(me), *places.slots());
+        let window: Vec<Member> = window.members().into_iter().flatten().collect();
+        let (kernels, own, slots) = (loaded?, &window[me as usize], *places.slots());
         let stream = Stream::new(context, Priority::Usual)?;
         let Tables { rank_of, local_of, packed_at, summed_from } =
             Tables::fill(&places, &own.memory, map, me, &stream)?;

@@ -19,13 +19,13 @@ pub(super) struct Cell {
 
 /// All windows of all ranks.
 pub(super) struct Memory {
-    cells: Vec<[Vec<u64>; 2]>,
+    cells: Vec<[Vec<u64>; 3]>,
 }
 
 impl Memory {
     pub fn new(story: &Story) -> Self {
         let cells = |bytes: u64| vec![0; bytes.div_ceil(PIECE) as usize];
-        let windows = || [cells(story.pool_bytes), cells(story.control_bytes)];
+        let windows = || [story.pool_bytes, story.control_bytes, story.pool_bytes].map(cells);
         Memory { cells: (0..story.ranks).map(|_| windows()).collect() }
     }
 

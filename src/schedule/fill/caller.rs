@@ -1,7 +1,7 @@
 //! Operands of a rank's own part.
 
 use super::Setting;
-use crate::plan::Layout;
+use crate::plan::{Chunk, Forward, Layout};
 use crate::schedule::{Caller, Index, Operand, Place, SpanCopy, Tag, Target, WindowId};
 use crate::topology::{Paths, Route};
 
@@ -18,6 +18,8 @@ pub struct CallerTables {
     pub bases: Vec<u64>,
     /// Per rank: where rows land there. What it hands on it takes behind them.
     pub landing: Vec<u64>,
+    /// Rows of this rank's twin that have landed: first row, and how many.
+    landed: Vec<(u32, u32)>,
 }
 
 /// Which parts of a chunk come home in a return.
@@ -39,6 +41,7 @@ impl CallerTables {
             tags: vec![Tag::default(); ranks],
             bases: vec![0; ranks],
             landing: vec![0; ranks],
+            landed: Vec::new(),
         }
     }
 
@@ -59,13 +62,14 @@ impl CallerTables {
             let runs = layout.runs_to(peer);
             let (first, count) = (runs.start, runs.end - runs.start);
             let base = self.landing[peer as usize];
+            let window = if paths.near(peer) { WindowId::POOL } else { at.far };
             let rows = Operand::Rows {
                 first,
                 count,
                 from: Place::Input,
                 from_offset: 0,
                 index,
-                to: WindowId::POOL,
+                to: window,
                 base,
                 row_bytes: sizing.row_bytes,
             };
@@ -75,7 +79,7 @@ impl CallerTables {
                 from: Place::Notes,
                 from_offset: 0,
                 index: Index::Straight,
-                to: WindowId::POOL,
+                to: window,
                 base: base + sizing.landing(layout.sizes[peer as usize]).notes_at(),
                 row_bytes: sizing.note_bytes(),
             };
@@ -95,7 +99,7 @@ impl CallerTables {
                     from: Place::Input,
                     from_offset: 0,
                     index,
-                    to: WindowId::POOL,
+                    to: at.far,
                     base: self.landing[relay as usize]
                         + sizing.landing(layout.sizes[relay as usize]).bytes()
                         + u64::from(layout.blocks[nth as usize].first) * sizing.row_bytes,
@@ -136,23 +140,76 @@ impl CallerTables {
         }
     }
 
+    /// Stage "in" of a dispatch: what sources of other nodes put into this rank's twin, rows and, with `noted`, what goes
+    /// with them, to where it is to lie. Rows that lie next to each other go as one, whoever sent them.
+    pub fn bring_in(&mut self, at: &Setting, forward: &Forward, landing: Chunk, noted: bool) {
+        self.clear();
+        let (paths, base) = (at.paths, self.landing[at.paths.me() as usize]);
+        if paths.route() == Route::Pxn {
+            return;
+        }
+        let runs = &mut self.landed;
+        runs.clear();
+        let segments = forward.blocks.iter().flat_map(|block| &block.segments);
+        runs.extend(segments.map(|s| (s.to_row, s.count + s.pad)).filter(|&(_, rows)| rows > 0));
+        runs.sort_unstable();
+        runs.dedup_by(|next, run| {
+            let joined = run.0 + run.1 == next.0;
+            run.1 += if joined { next.1 } else { 0 };
+            joined
+        });
+        let notes = (base + landing.notes_at(), at.sizing.note_bytes());
+        for (base, bytes) in [(base, at.sizing.row_bytes)].into_iter().chain(noted.then_some(notes)) {
+            self.spans.extend(runs.iter().map(|&(first, rows)| SpanCopy {
+                from: Place::Window { owner: paths.me(), window: at.far },
+                from_offset: base + u64::from(first) * bytes,
+                to: WindowId::POOL,
+                to_offset: base + u64::from(first) * bytes,
+                len: u64::from(rows) * bytes,
+            }));
+        }
+        let slot = Caller::new(paths, at.chunks).rows(paths.me());
+        self.table[slot.0 as usize] = Operand::Spans { first: 0, count: self.spans.len() as u32 };
+    }
+
+    /// Return, before its entry: cuts `start` and what follows into a place for the rows alone that each relay brings home.
+    pub fn stage_rows(&mut self, paths: &Paths, layout: &Layout, start: u64, row_bytes: u64) {
+        let mut next = start;
+        for (relay, block) in paths.relays().zip(&layout.blocks) {
+            self.bases[relay as usize] = next;
+            next += u64::from(block.entries()) * row_bytes;
+        }
+    }
+
     /// Stage "pull" of a return: from where each owner offers its chunk (`bases`) the rows of this rank, to `home`, where they
-    /// lie as they lay when they went out.
+    /// lie as they lay when they went out. Those of other nodes have come to the twin by then, one behind the other.
     pub fn pull(&mut self, at: &Setting, layout: &Layout, home: u64) {
         self.clear();
         let (caller, row_bytes) = (Caller::new(at.paths, at.chunks), at.sizing.home_bytes);
-        for peer in at.paths.locals().chain([at.paths.me()]) {
-            let (first, runs) = (self.spans.len() as u32, layout.runs_to(peer));
-            let base = self.bases[peer as usize];
-            let runs = layout.runs[runs.start as usize..runs.end as usize].iter().filter(|run| run.count > 0);
-            self.spans.extend(runs.map(|run| SpanCopy {
-                from: Place::Window { owner: peer, window: WindowId::POOL },
-                from_offset: base + u64::from(run.to_row) * row_bytes,
-                to: WindowId::POOL,
-                to_offset: home + u64::from(run.first) * row_bytes,
-                len: u64::from(run.count) * row_bytes,
-            }));
-            let count = self.spans.len() as u32 - first;
+        for peer in at.paths.locals().chain([at.paths.me()]).chain(at.paths.relays()) {
+            let (first, runs) = (self.spans.len(), layout.runs_to(peer));
+            let (base, near) = (self.bases[peer as usize], at.paths.near(peer));
+            let from = match near {
+                true => Place::Window { owner: peer, window: WindowId::POOL },
+                false => Place::Window { owner: at.paths.me(), window: at.far },
+            };
+            let mut entry = 0;
+            for run in layout.runs[runs.start as usize..runs.end as usize].iter().filter(|run| run.count > 0) {
+                let row = if near { run.to_row } else { entry };
+                entry += run.count;
+                let span = SpanCopy {
+                    from,
+                    from_offset: base + u64::from(row) * row_bytes,
+                    to: WindowId::POOL,
+                    to_offset: home + u64::from(run.first) * row_bytes,
+                    len: u64::from(run.count) * row_bytes,
+                };
+                match self.spans[first..].last_mut() {
+                    Some(last) if last.reaches(&span) => last.len += span.len,
+                    _ => self.spans.push(span),
+                }
+            }
+            let (first, count) = (first as u32, (self.spans.len() - first) as u32);
             self.table[caller.rows(peer).0 as usize] = Operand::Spans { first, count };
         }
     }

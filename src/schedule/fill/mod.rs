@@ -11,7 +11,7 @@ mod relay;
 pub use caller::{CallerTables, Parts};
 pub use relay::RelayTables;
 
-use super::Control;
+use super::{Control, WindowId};
 use crate::plan::Sizing;
 
 /// What is the same for all tables of one rank in one call.
@@ -27,4 +27,6 @@ pub struct Setting<'a> {
     pub chunks: u8,
     /// Which of two publications, messages and headers the call takes.
     pub parity: u64,
+    /// The window in which what crosses lands: the pool, or its [twin](crate::schedule::WindowId::TWIN).
+    pub far: WindowId,
 }

@@ -74,7 +74,7 @@ impl RelayTables {
                     let runs = forward.runs_of(nth as usize, chunk, member as usize);
                     let (window, from_offset, index) = match chunk {
                         0 => (WindowId::CONTROL, header + at.control.notes(block.entries()), Index::Straight),
-                        _ => (WindowId::POOL, staging, of_rows),
+                        _ => (at.far, staging, of_rows),
                     };
                     let (behind, row_bytes) = match chunk {
                         0 => (
@@ -133,7 +133,7 @@ impl RelayTables {
                         to: Target::Partials { window: WindowId::POOL, offset: wait_at },
                     };
                     let from = Place::Window { owner: at.paths.me(), window: WindowId::POOL };
-                    let to = WindowId::POOL;
+                    let to = at.far;
                     self.spans.push(SpanCopy { from, from_offset: wait_at, to, to_offset, len });
                     (to_offset, wait_at) = (to_offset + len, wait_at + len);
                 }
@@ -175,7 +175,7 @@ impl RelayTables {
                     self.spans.push(SpanCopy {
                         from: Place::Window { owner, window: WindowId::POOL },
                         from_offset: chunk + from_offset,
-                        to: WindowId::POOL,
+                        to: at.far,
                         to_offset: offer + to_offset,
                         len,
                     });

@@ -134,7 +134,7 @@ pub(super) struct Accesses {
     pub assumed: Vec<(u32, Range<u64>)>,
 }
 
-const WINDOWS: [WindowId; 2] = [WindowId::POOL, WindowId::CONTROL];
+const WINDOWS: [WindowId; 3] = [WindowId::POOL, WindowId::CONTROL, WindowId::TWIN];
 
 /// Collects all accesses, by owner and window.
 pub(super) fn collect(program: &Program, known: &Knowledge) -> Vec<Accesses> {

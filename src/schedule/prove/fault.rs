@@ -161,6 +161,7 @@ fn name(window: WindowId) -> &'static str {
     match window {
         WindowId::POOL => "pool",
         WindowId::CONTROL => "control window",
+        WindowId::TWIN => "twin of the pool",
         _ => "window",
     }
 }

@@ -143,7 +143,21 @@ impl Teller<'_> {
             heard.extend(self.headers_written(me, layout));
         }
         acts.push(act(&skeleton.rows, heard));
+        if self.script.pulls && paths.rails() {
+            acts.push(self.bringer_in(me, call));
+        }
         (acts, self.landed_read(me, layout, &ground[me as usize], self.call, call.noted))
+    }
+
+    /// The stage in which engines bring in what crossed.
+    fn bringer_in(&self, me: u32, call: &Sending) -> Act {
+        let (layout, forward) = (&call.placed.layouts[me as usize], &call.placed.forwards[me as usize]);
+        let (mut tables, _) = self.tables(me);
+        tables.landing = call.ground.iter().map(|extent| extent.start).collect();
+        tables.bring_in(&self.setting(me, 0), forward, self.sizing.landing(layout.landed), call.noted);
+        let (layout, row_bytes) = (Rc::clone(layout), self.script.row_bytes);
+        let filled = self.filled(me, Tables::Caller { tables, layout, row_bytes });
+        self.act(&self.programs(me).0.bring_in(), Vec::new(), &filled)
     }
 
     /// Whether ranks count: they do unless all sizes are fixed.

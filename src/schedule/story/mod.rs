@@ -67,7 +67,8 @@ pub struct Script<'a> {
     /// Every row goes to every rank, in as many segments as a rank has experts; of the routings only the number of tokens
     /// counts, and that they go along.
     pub gathers: bool,
-    /// Copy engines read what is offered in a return, which they cannot add: rows come home first. For one node.
+    /// Copy engines move rows within nodes, and rails reach twins of the pools alone. Engines read what is offered in a
+    /// return, too, which they cannot add: rows come home first.
     pub pulls: bool,
     /// How much a rank receives; what does not fit is dropped.
     pub mode: Mode,

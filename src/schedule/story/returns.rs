@@ -83,7 +83,10 @@ impl Teller<'_> {
         let pulled = if self.script.pulls { layout.terms.len() as u64 * self.sizing.home_bytes } else { 0 };
         let staging = member.pool.take(home + wait + pulled);
         let (mut tables, _) = self.tables(me);
-        tables.stage(&paths, layout, staging.start);
+        match self.script.pulls {
+            true => tables.stage_rows(&paths, layout, staging.start, self.sizing.home_bytes),
+            false => tables.stage(&paths, layout, staging.start),
+        }
         if self.script.slip == Some(Slip::ShareHome) {
             paths.relays().for_each(|relay| tables.bases[relay as usize] = staging.start);
         }

@@ -20,7 +20,9 @@ use super::{Assumed, Call, Part, Role, Script, Story, Touch};
 use crate::error::PlanError;
 use crate::gate::Routing;
 use crate::plan::{Bins, Order, RowLayout, Sizing};
-use crate::schedule::{Caller, CallerTables, Calls, Control, Parts, Relay, RelayTables, Setting, Stage};
+use crate::schedule::{
+    Caller, CallerTables, Calls, Control, Parts, Relay, RelayTables, Setting, Stage, WindowId,
+};
 use crate::topology::{Paths, Route};
 
 /// Epoch of all stories.
@@ -188,6 +190,7 @@ impl<'a> Teller<'a> {
             sizing: self.sizing,
             chunks: self.script.chunks,
             parity,
+            far: if self.script.pulls { WindowId::TWIN } else { WindowId::POOL },
         }
     }
 

@@ -5,7 +5,7 @@ use sidelane::gate::Routing;
 use sidelane::plan::{
     Bins, Everyone, Forward, Frame, Known, Layout, Mode, Notes, Order, RowLayout, Sizing, Spans,
 };
-use sidelane::schedule::{Control, EngineWork, Setting};
+use sidelane::schedule::{Control, EngineWork, Setting, WindowId};
 use sidelane::topology::{Paths, Route};
 
 use super::task::{Conditions, Task};
@@ -53,7 +53,9 @@ pub fn dispatch(
         let mut forward = Forward::default();
         forward.spans = spans;
         forward.know(&frame, false, |source, nth| layouts[source as usize].blocks[nth].clone());
-        let setting = Setting { paths: paths(me), control: &control, sizing, chunks: CHUNKS, parity: 0 };
+        // Cards reach the devices.
+        let (paths, far) = (paths(me), WindowId::POOL);
+        let setting = Setting { paths, control: &control, sizing, chunks: CHUNKS, parity: 0, far };
         EngineWork::of_dispatch(&setting, &layouts[me as usize], &forward)
     };
     Ok((0..nodes.ranks()).map(work).collect())

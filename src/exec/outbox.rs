@@ -1,0 +1,82 @@
+//! What a planner's stepper has yet to put on rails: rows that copy engines bring to the host's memory, and what comes
+//! between and behind them, in order.
+
+use std::collections::VecDeque;
+
+use super::Enqueued;
+use crate::error::Error;
+use crate::lane::{Io, Port, RowSource};
+use crate::plan::RowRun;
+use crate::rows::Stores;
+use crate::schedule::{Flag, Index, Place, SpanCopy, Tag, WindowId};
+
+/// What is to cross.
+#[derive(Debug, Default)]
+pub struct Outbox {
+    /// In order.
+    pub queue: VecDeque<Leaving>,
+    /// Bytes of the outbox that are taken.
+    pub used: u64,
+    /// Something was put since the rails were settled.
+    pub unsettled: bool,
+}
+
+/// One step, and the mark that the stream leaves when what it needs is in the outbox.
+#[derive(Debug)]
+pub struct Leaving {
+    /// The mark; what needs none has that of the step before.
+    pub behind: u64,
+    /// The step.
+    pub step: Step,
+}
+
+/// What a rail is asked.
+#[derive(Clone, Copy, Debug)]
+pub enum Step {
+    /// A span of memory of the host: of the outbox, or of the control window.
+    Span { to: u32, span: SpanCopy },
+    /// A run of rows, to a rank's window at a base; from `at` in the outbox.
+    Rows { target: (u32, WindowId, u64), run: RowRun, at: u64, row_bytes: u64 },
+    /// A run of notes.
+    Notes { target: (u32, WindowId, u64), run: RowRun, row_bytes: u64 },
+    /// A signal behind all that.
+    Signal { to: u32, of: u32, flag: Flag, value: u64, tag: Option<Tag> },
+}
+
+impl Step {
+    /// Puts or signals.
+    pub fn perform(self, port: &Port, notes: &[u8], done: &mut Enqueued) -> Result<(), Error> {
+        let (bytes, signals) = match self {
+            Step::Span { to, span } => {
+                port.put(to, &span, &Io::default(), Stores::Cached)?;
+                (span.len, 0)
+            }
+            Step::Rows { target, run, at, row_bytes } => {
+                let outbox = Place::Window { owner: port.lanes().rank, window: WindowId::TWIN };
+                let len = u64::from(run.count) * row_bytes;
+                let bytes = port.source(outbox, at, Some(len), &Io::default())?;
+                put_run(port, target, run, (bytes, row_bytes))?
+            }
+            Step::Notes { target, run, row_bytes } => put_run(port, target, run, (notes, row_bytes))?,
+            Step::Signal { to, of, flag, value, tag } => {
+                port.signal(to, (of, flag), value, tag.as_ref())?;
+                (0, 1)
+            }
+        };
+        done.rail_bytes += bytes;
+        done.rail_signals += signals;
+        done.rail_puts += 1 - signals;
+        Ok(())
+    }
+}
+
+fn put_run(
+    port: &Port,
+    (to, window, base): (u32, WindowId, u64),
+    run: RowRun,
+    (bytes, row_bytes): (&[u8], u64),
+) -> Result<(u64, u64), Error> {
+    let source = RowSource { bytes, row_bytes, rows: &[], index: Index::Straight };
+    port.put_run(to, (window, base), run, source, Stores::Cached)?;
+    Ok((u64::from(run.count + run.pad) * row_bytes, 0))
+}

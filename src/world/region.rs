@@ -1,0 +1,60 @@
+//! Memory beside the heap that partners on other nodes write to.
+
+use std::sync::Arc;
+
+use super::{Group, Shared};
+use crate::error::{Error, MemoryError};
+use crate::lane::{self, Lanes, Part, Reach, Region};
+use crate::memory::Mapped;
+
+/// This rank's part, which partners may write to as long as this lives.
+#[derive(Debug)]
+pub(super) struct Registered {
+    world: Arc<Shared>,
+    /// None where there are no rails.
+    region: Option<u32>,
+}
+
+impl Registered {
+    /// Registers this rank's segment of a mapping: the member of its position in the group. All are equally long.
+    /// Collective.
+    ///
+    /// # Errors
+    /// [`MemoryError::NotUsable`] if that of another cannot be registered; at that rank, what the lane says.
+    pub fn new(
+        group: &Group,
+        lanes: &Lanes,
+        mapped: Arc<Mapped>,
+    ) -> Result<(Self, lane::Window), Error> {
+        let len = mapped.len_of(group.rank());
+        let region = Region { mapped: Arc::clone(&mapped), member: group.rank() };
+        let registered = group.shared.rails.as_ref().map(|rails| rails.register(region)).transpose();
+        let (number, key) = registered.as_ref().ok().cloned().flatten().unwrap_or_default();
+        let mut said = vec![u8::from(registered.is_ok())];
+        said.extend(number.to_le_bytes());
+        said.extend(key);
+        let heard = group.gather(&said)?;
+        let region = registered?.map(|_| number);
+        let registered = Registered { world: Arc::clone(&group.shared), region };
+        let mut parts = Vec::new();
+        for (blob, member) in heard.iter().zip(0..) {
+            let Some(([1, number @ ..], key)) = blob.split_first_chunk::<5>() else {
+                return Err(MemoryError::NotUsable { rank: member }.into());
+            };
+            let region = u32::from_le_bytes(*number);
+            if let Reach::Rail(rail) = &lanes.reach[member as usize] {
+                rail.learn(region, key)?;
+            }
+            parts.push(Part { member, region, offset: 0, len });
+        }
+        Ok((registered, lane::Window { parts, mapped }))
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        if let (Some(number), Some(rails)) = (self.region, &self.world.rails) {
+            rails.deregister(number);
+        }
+    }
+}

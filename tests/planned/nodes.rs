@@ -1,0 +1,138 @@
+//! Calls across nodes: rows cross by memory of the host, and come out as on the host, to the bit.
+
+use half::bf16;
+use sidelane::exec::Enqueued;
+use sidelane::plan::{ExpertMap, Mode, Overflow};
+use sidelane::world::Detour;
+use stand_in_cuda::StandIn;
+
+use super::calls::{on_each, rounds, some};
+use super::on_devices;
+use super::rank::{Case, Input, stream};
+use super::support::tokens;
+
+/// Two and two, three and five, and nodes whose ranks are anywhere.
+const SHAPES: [&[u32]; 3] = [&[0, 0, 1, 1], &[0, 0, 0, 1, 1, 1, 1, 1], &[0, 1, 2, 0, 1]];
+
+#[test]
+fn two_nodes_of_two_see_what_the_host_sees() {
+    on_devices("nodes::two_nodes_of_two_see_what_the_host_sees", 8, 1, || {
+        let replicated = ExpertMap::from_slots(5, &[vec![4, 0], vec![1], vec![2, 4, 3], vec![0]]).unwrap();
+        for case in [
+            Case::across(SHAPES[0], 6, 3),
+            Case { align: 16, ..Case::across(SHAPES[0], 6, 3) },
+            Case { map: replicated, ..Case::across(SHAPES[0], 6, 3) },
+        ] {
+            rounds(&case, 4, 2);
+        }
+    });
+}
+
+#[test]
+fn uneven_and_interleaved_nodes_see_what_the_host_sees() {
+    on_devices("nodes::uneven_and_interleaved_nodes_see_what_the_host_sees", 8, 2, || {
+        for shape in &SHAPES[1..] {
+            rounds(&Case { hidden: 8, max_tokens: 7, align: 2, ..Case::across(shape, 11, 3) }, 6, 3);
+        }
+    });
+}
+
+#[test]
+fn nodes_go_on_for_hundreds_of_rounds_on_two_queues() {
+    on_devices("nodes::nodes_go_on_for_hundreds_of_rounds_on_two_queues", 2, 4, || {
+        rounds(&Case { hidden: 8, max_tokens: 6, ..Case::across(&[0, 1], 3, 2) }, 300, 4);
+    });
+}
+
+#[test]
+fn no_seed_of_the_driver_is_seen_across_nodes() {
+    // Each process has one seed.
+    let seeds = if std::env::var_os("SIDELANE_STAND_IN_SEED").is_some() { 0..1 } else { 0..8 };
+    for seed in seeds {
+        on_devices("nodes::no_seed_of_the_driver_is_seen_across_nodes", 3 + seed as u32 % 3, seed, || {
+            let seed = std::env::var("SIDELANE_STAND_IN_SEED").unwrap().parse().unwrap();
+            rounds(&Case { align: 2, ..Case::across(&[0, 1, 0], 4, 2) }, 8, seed);
+        });
+    }
+}
+
+#[test]
+fn beyond_a_budget_the_same_rows_are_dropped_across_nodes() {
+    on_devices("nodes::beyond_a_budget_the_same_rows_are_dropped_across_nodes", 8, 6, || {
+        for (rows, align) in [(7, 1), (24, 8), (0, 1)] {
+            let mode = Mode::Budget { rows, overflow: Overflow::Drop };
+            rounds(&Case { mode, align, ..Case::across(SHAPES[0], 5, 3) }, 5, rows.into());
+        }
+    });
+}
+
+#[test]
+fn dispatches_are_alive_side_by_side_across_nodes() {
+    on_devices("nodes::dispatches_are_alive_side_by_side_across_nodes", 8, 7, || {
+        for mode in [Mode::Eager, Mode::Budget { rows: 200, overflow: Overflow::Error }] {
+            let case = Case { seats: 3, mode, ..Case::across(&[0, 1, 1], 5, 3) };
+            on_each(&case, |rank, me| {
+                for round in 0..5 {
+                    let input = |nth: u64| {
+                        tokens(100 * round + 10 * nth + me, some(&case, round + nth + me), 16, 3, 5)
+                    };
+                    rank.all_in_flight(&[input(0), input(1), input(2)]);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_graph_is_replayed_with_other_tokens_across_nodes() {
+    on_devices("nodes::a_graph_is_replayed_with_other_tokens_across_nodes", 8, 8, || {
+        for (overflow, rows) in [(Overflow::Error, 160), (Overflow::Drop, 9)] {
+            let case = Case { mode: Mode::Budget { rows, overflow }, ..Case::across(SHAPES[0], 5, 3) };
+            on_each(&case, |rank, me| {
+                let inputs: Vec<_> =
+                    (0..6).map(|nth| tokens(10 * nth + me, 4 + me as u32, 16, 3, 5)).collect();
+                rank.replayed(&inputs);
+                // A seat is left for calls beside the graph.
+                rank.round(&inputs[0]);
+                rank.replayed(&inputs[1..4]);
+            });
+        }
+    });
+}
+
+#[test]
+fn a_report_says_how_rows_crossed_and_by_how_many_copies() {
+    on_devices("nodes::a_report_says_how_rows_crossed_and_by_how_many_copies", 8, 9, || {
+        // The driver stays until it has been asked.
+        let _driver = stream(0);
+        let case = Case { align: 4, ..Case::across(&[0, 1], 4, 2) };
+        on_each(&case, |rank, me| {
+            let ids = [[0, 3], [1, 2], [0, -1]].concat();
+            let x: Vec<bf16> = (0..48).map(|n| bf16::from_f32(n as f32)).collect();
+            let input = Input { x, ids, weights: vec![0.5; 6] };
+            let (rows, handle) = rank.dispatch(&input).unwrap();
+            let report = handle.report().unwrap();
+            assert_eq!(report.kernels, ["order", "regroup"]);
+            let lanes: Vec<_> = report.lanes.iter().map(|used| (used.lane, used.ranks)).collect();
+            assert_eq!(lanes, [("own", 1), ("loop", 1)]);
+            assert_eq!(report.detour, Some(Detour::NoDmaBuf));
+            // Experts 0 to 3 get 2, 1, 1 and 1 rows from each rank, of 32 bytes and a weight; the last rank pads them to 4,
+            // 4, 4 and 4. Rank 0 has experts 0 and 1.
+            let (rows_out, own, own_pads) = if me == 0 { (2, 3, 0) } else { (3, 2, 4) };
+            let (rows_in, pads_in) = if me == 0 { (3, 2) } else { (2, 0) };
+            let Enqueued { out_bytes, in_bytes, bytes, own_bytes, copies, .. } = report.enqueued;
+            // Weights cross from memory of the host, and come in with the rows, a copy for each expert: its own rows lie
+            // between.
+            assert_eq!((out_bytes, in_bytes), (rows_out * 32, (rows_in + pads_in) * 36));
+            assert_eq!((bytes, own_bytes), ((own + own_pads) * 36, (own + own_pads) * 36));
+            let pads = if own_pads > 0 { 2 } else { 0 };
+            assert_eq!(copies, 2 + 2 * (2 + pads) + 2 * 2 + 2, "out, own rows and pads, in, and two lists");
+            // Entry and message, header and its signal, rows and weights of two experts, landed.
+            assert_eq!((report.enqueued.rail_signals, report.enqueued.rail_puts), (3, 6));
+            assert_eq!(report.enqueued.copies_by_sms, 0);
+            drop((rows, handle));
+        });
+        let counters = StandIn::loaded().unwrap().counters();
+        assert_eq!((counters.copies_by_sms, counters.fills), (0, 0));
+    });
+}
