@@ -4,7 +4,7 @@ mod groups;
 
 use std::collections::BTreeMap;
 
-use groups::{Group, rounds, ways};
+use groups::{Group, engine_rounds, rounds, ways};
 use sidelane::error::CallKind;
 use sidelane::plan::{Mode, Order, RowLayout};
 use sidelane::schedule::check::check;
@@ -174,7 +174,8 @@ struct Tally {
 }
 
 fn survivors(title: &str, group: &Group) -> Vec<String> {
-    let story = group.tell(&rounds(), None);
+    let calls = if group.pulls { engine_rounds() } else { rounds() };
+    let story = group.tell(&calls, None);
     prove(&story).expect("the real schedule has no fault");
     let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
     let mut wrong = Vec::new();
@@ -252,6 +253,12 @@ fn every_mutant_of_all_gather_and_reduce_scatter_is_found() {
     }
     let group = Group::new(&[0, 0, 1, 1], 1, 5).gathering((Route::Direct, Relays::Inline), Order::Expert);
     assert_eq!(survivors("2 x 2 gathered, direct", &group), Vec::<String>::new());
+}
+
+#[test]
+fn every_mutant_of_engines_across_nodes_is_found() {
+    let group = Group::new(&[0, 0, 1, 1], 4, 5).run((Route::Direct, Relays::Inline)).pulling();
+    assert_eq!(survivors("2 x 2 by engines, direct", &group), Vec::<String>::new());
 }
 
 #[test]

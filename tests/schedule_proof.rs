@@ -120,11 +120,12 @@ fn rows_that_copy_engines_bring_home_are_proved_and_run_at_random() {
         ("3 + 5", &[0, 0, 0, 1, 1, 1, 1, 1]),
         ("5, mixed", &[0, 1, 2, 0, 1]),
     ];
-    for (name, labels) in shapes {
+    for ((name, labels), route) in shapes.into_iter().flat_map(|shape| Route::ALL.map(|route| (shape, route)))
+    {
         for align in [1, 4] {
-            let group = Group::new(labels, align, 5).run((Route::Direct, Relays::Inline)).pulling();
+            let group = Group::new(labels, align, 5).run((route, Relays::Inline)).pulling();
             let story = group.tell(&calls, None);
-            let name = format!("{name} by engines, {align}");
+            let name = format!("{name} {} by engines, {align}", route.name());
             let proof = proved(&name, &story);
             assert!(proof.pairs > 20, "{name}: memory is reused, so accesses meet");
             check(&story, 0..3).unwrap_or_else(|fault| panic!("{name}: {fault}"));

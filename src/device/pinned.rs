@@ -50,8 +50,8 @@ impl PinnedMemory {
     /// Pins memory that is there, such as a shared segment.
     ///
     /// # Safety
-    /// While `keep` lives, `len` bytes at `address` are mapped, and nobody holds a reference to them other than to
-    /// atomics.
+    /// While `keep` lives, `len` bytes at `address` are mapped. Nobody holds a reference to any of them, other than to atomics,
+    /// while a device may write it, or whoever has what is returned does.
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`], [`DeviceError::OutOfMemory`], [`DeviceError::Call`].

@@ -262,7 +262,7 @@ impl<'a> Meeting<'a> {
         for (rank, (&rows, &required)) in (0..).zip(sizes.rows.iter().zip(&sizes.required)) {
             let tag = if rank == self.paths().me() { mine } else { self.tag_of(rank)? };
             let staged = sizes.staged_at(rank);
-            let asked = self.setting.sizing.extent_bytes(rows, staged);
+            let asked = self.fixed.extent_bytes(rows, staged);
             if asked > tag.handle || required.max(staged) == u32::MAX {
                 return Err(self.out_of_space(rank, asked, tag.handle));
             }

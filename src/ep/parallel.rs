@@ -16,7 +16,7 @@ use crate::exec::Host;
 use crate::lane::{Lanes, Part, Port, Window};
 use crate::memory::{Extent, Licence, Pool};
 use crate::plan::{
-    Bins, Crossing, ExpertMap, Frame, Layout, Order, Sizes, Sizing, Sorted, Spans, Strategy,
+    Bins, Chunk, Crossing, ExpertMap, Frame, Layout, Order, Sizes, Sizing, Sorted, Spans, Strategy,
 };
 use crate::rows::Stores;
 use crate::schedule::{
@@ -165,6 +165,27 @@ impl Fixed {
         self.spec.sizing(kind, self.partial_bytes())
     }
 
+    /// Whether engines hand rows on: each rank then has [`Arrivals`](crate::plan::Arrivals) behind its rows.
+    pub fn arrives(&self) -> bool {
+        self.far == WindowId::TWIN && self.spec.route == Route::Pxn
+    }
+
+    /// What lands if so many rows do. Where memory is that of a device and there is a budget, notes lie behind all of it.
+    pub fn landing(&self, rows: u32) -> Chunk {
+        let fixed = self.spec.mode.budget().filter(|_| self.far == WindowId::TWIN);
+        self.sizing(CallKind::Dispatch).landing(fixed.unwrap_or(rows))
+    }
+
+    /// Bytes in which `rows` rows can land with all that must lie behind them: `staged` rows to be handed on, or arrivals.
+    pub fn extent_bytes(&self, rows: u32, staged: u32) -> u64 {
+        let sizing = self.sizing(CallKind::Dispatch);
+        if !self.arrives() {
+            return sizing.extent_bytes(rows, staged);
+        }
+        let staged = self.landing(rows).bytes().saturating_add(u64::from(staged) * sizing.row_bytes);
+        staged.max(self.landing(rows).arrivals().1)
+    }
+
     /// What this rank receives at most: as many rows as there are slots (of these `sizes`) or a budget; else, if every token of
     /// every rank chooses as many of its experts as it can. And what it hands on, if all cross that can.
     pub fn most_bytes(&self, sizes: &Sizes) -> u64 {
@@ -179,7 +200,7 @@ impl Fixed {
         let rows = rows.saturating_add(bins.saturating_mul(spec.align - 1));
         let rows = rows.min(spec.mode.budget().unwrap_or(u32::MAX));
         let blocks = if spec.route == Route::Pxn { paths.sources().count() as u32 } else { 0 };
-        sizing.extent_bytes(rows, blocks.saturating_mul(tokens))
+        self.extent_bytes(rows, blocks.saturating_mul(tokens))
     }
 
     /// Bytes of a partial sum, where relays sum: they do where they serve more than themselves.

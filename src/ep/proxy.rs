@@ -111,8 +111,8 @@ impl Drop for Seat {
     }
 }
 
-/// Should the thread panic, its caller must not wait for it.
-struct EndsTheWorld<'a>(&'a Fixed);
+/// Should a thread panic, its caller must not wait for it.
+pub(super) struct EndsTheWorld<'a>(pub &'a Fixed);
 
 impl Drop for EndsTheWorld<'_> {
     fn drop(&mut self) {

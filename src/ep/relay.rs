@@ -8,7 +8,7 @@ use super::meeting::Numbers;
 use super::parallel::Fixed;
 use crate::error::{CallKind, Cause, Error};
 use crate::exec::Moved;
-use crate::plan::{Chunk, Forward};
+use crate::plan::{Arrivals, Chunk, Forward};
 use crate::rows::Stores;
 use crate::schedule::{
     Calls, Flag, Item, Operands, Parts, Refusal, RelaySkeleton, RelayTables, Stage, Sum, WindowId,
@@ -61,6 +61,7 @@ pub(super) struct Relay {
     skeleton: RelaySkeleton,
     tables: RelayTables,
     numbers: Numbers,
+    arrivals: Arrivals,
     /// Whose pool holds the chunk of each rank: its own.
     everybody: Vec<u32>,
     /// The chunks of this node's ranks in a return.
@@ -76,6 +77,7 @@ impl Relay {
                 .skeleton(),
             tables: RelayTables::new(paths, fixed.chunks),
             numbers: Numbers::new(&fixed),
+            arrivals: Arrivals::default(),
             everybody: (0..paths.ranks()).collect(),
             chunks: vec![Chunk::default(); paths.ranks() as usize],
             fixed,
@@ -126,7 +128,10 @@ impl Relay {
                 if noted {
                     self.learn(errand)?;
                 }
-                self.tables.forward(&setting, &errand.forward, noted);
+                match fixed.arrives() {
+                    true => self.hand_on(errand),
+                    false => self.tables.forward(&setting, &errand.forward, noted),
+                }
                 self.run(errand, run, |s| &s.forward)?;
             }
             CallKind::ExpertMap | CallKind::Unknown => {}
@@ -185,7 +190,7 @@ impl Relay {
                 }
                 Route::Direct => (0..).zip(&mut block.index).for_each(|(row, entry)| *entry = row),
             }
-            if !bound || !block.is_sound(entries) {
+            if !bound || !block.is_sound(entries, !fixed.arrives()) {
                 return Err(Cause::Protocol { rank: fixed.lanes.world_ranks[source as usize] }.into());
             }
             if fixed.spec.weighted && setting.sizing.partial_bytes.is_some() {
@@ -196,8 +201,21 @@ impl Relay {
                 forward.weights.extend(notes.iter().step_by(words).map(|&word| f32::from_bits(word)));
             }
         }
-        forward.fill(&fixed.bins, served, fixed.chunks, setting.sizing.partial_bytes.is_some());
+        if !fixed.arrives() {
+            forward.fill(&fixed.bins, served, fixed.chunks, setting.sizing.partial_bytes.is_some());
+        }
         Ok(())
+    }
+
+    /// Finds the runs in which engines hand on, and fills in the operands.
+    fn hand_on(&mut self, errand: &mut Errand) {
+        let fixed = Arc::clone(&self.fixed);
+        let setting = fixed.meeting(errand.calls, errand.kind).setting;
+        let Numbers { counts, sizes, .. } = &self.numbers;
+        if let Some(forward) = Arc::get_mut(&mut errand.forward) {
+            let rows = (forward, &mut self.arrivals);
+            self.tables.hand_on(&setting, &fixed.frame(), rows, (counts, sizes), |rows| fixed.landing(rows));
+        }
     }
 
     fn run(

@@ -24,11 +24,10 @@
 
 use std::sync::Arc;
 
+use super::outbox::{Outbox, Step};
 use crate::device::{Context, CopyBatch, MemoryOperations, PinnedMemory, Range, Span, Stream, Version, Word};
 use crate::error::{DeviceError, Error};
-use super::outbox::{Leaving, Outbox, Step};
 use crate::lane::Port;
-use crate::plan::RowRun;
 use crate::schedule::{Control, Flag, Index, Item, Op, Operand, Operands, Place, SpanCopy, WindowId};
 use crate::topology::Route;
 
@@ -98,25 +97,25 @@ pub struct Packed<'a> {
 /// Steps programs for one owner, on a stream of its own.
 #[derive(Debug)]
 pub struct Engine {
-    port: Arc<Port>,
-    ground: Ground,
-    stream: Stream,
-    batched: bool,
+    pub(super) port: Arc<Port>,
+    pub(super) ground: Ground,
+    pub(super) stream: Stream,
+    pub(super) batched: bool,
     copies: CopyBatch,
     operations: MemoryOperations,
     /// Copies to the outbox, collected.
-    leaving: CopyBatch,
-    outbox: Outbox,
+    pub(super) leaving: CopyBatch,
+    pub(super) outbox: Outbox,
     /// Marks that the stream was asked to leave, each a number.
-    marks: u64,
-    enqueued: Enqueued,
+    pub(super) marks: u64,
+    pub(super) enqueued: Enqueued,
 }
 
 /// Looks at a word between two questions to the driver whether the stream has failed.
 const LOOKS: u32 = 4096;
 
 /// Nothing crosses where there is one node.
-const NO_TWIN: DeviceError = DeviceError::NoEngine { operation: "cross to other nodes" };
+pub(super) const NO_TWIN: DeviceError = DeviceError::NoEngine { operation: "cross to other nodes" };
 
 impl Engine {
     /// An executor on this stream. Its lists grow with the first calls, and never again.
@@ -188,7 +187,7 @@ impl Engine {
         self.ground.ranks.get(rank as usize)?.as_ref()
     }
 
-    fn at(ground: &Ground, rank: u32) -> Result<&Near, DeviceError> {
+    pub(super) fn at(ground: &Ground, rank: u32) -> Result<&Near, DeviceError> {
         let nowhere = DeviceError::NoEngine { operation: "reach other nodes" };
         ground.ranks.get(rank as usize).and_then(Option::as_ref).ok_or(nowhere)
     }
@@ -240,30 +239,6 @@ impl Engine {
         Ok(())
     }
 
-    /// From memory of this node to the twin of another, by the outbox; as much at once as that holds.
-    fn put_across(
-        &mut self,
-        to: u32,
-        owner: u32,
-        span: &SpanCopy,
-        packed: Option<Packed<'_>>,
-    ) -> Result<(), Error> {
-        let mut done = 0;
-        while done < span.len {
-            let (at, len) = self.room(span.len - done, 1, packed)?;
-            let source = Self::at(&self.ground, owner)?.memory.span(span.from_offset + done, len)?;
-            let twin = self.ground.twin.as_ref().ok_or(NO_TWIN)?;
-            self.leaving.push(twin.0.span(at, len)?, source)?;
-            self.enqueued.out_bytes += len;
-            let from = Place::Window { owner: self.port.lanes().rank, window: WindowId::TWIN };
-            let to_offset = span.to_offset + done;
-            let span = SpanCopy { from, from_offset: at, to: span.to, to_offset, len };
-            self.leave(Step::Span { to, span }, packed)?;
-            done += len;
-        }
-        Ok(())
-    }
-
     fn put_rows(
         &mut self,
         to: u32,
@@ -275,9 +250,11 @@ impl Engine {
         else {
             return Ok(());
         };
-        let source = match (from, packed) {
-            (Place::Input, Some(packed)) => packed.rows,
-            (Place::Notes, Some(packed)) => packed.notes,
+        let me = self.port.lanes().rank;
+        let source = match (from, packed, &self.ground.twin) {
+            (Place::Input, Some(packed), _) => packed.rows.clone(),
+            (Place::Notes, Some(packed), _) => packed.notes.clone(),
+            (Place::Window { owner, window: WindowId::TWIN }, _, Some(twin)) if owner == me => twin.0.clone(),
             _ => return Err(DeviceError::NoEngine { operation: "move memory of the host" }.into()),
         };
         if index != Index::Straight {
@@ -288,7 +265,7 @@ impl Engine {
                 let target = (to, window, base);
                 match from {
                     Place::Notes => self.leave(Step::Notes { target, run: *run, row_bytes }, packed)?,
-                    _ => self.rows_across(target, (source, from_offset), (*run, row_bytes), packed)?,
+                    _ => self.rows_across(target, (&source, from_offset), (*run, row_bytes), packed)?,
                 }
                 continue;
             }
@@ -297,96 +274,13 @@ impl Engine {
             let rows = source.span(from_offset + u64::from(run.first) * row_bytes, len)?;
             self.copies.push(memory.span(base + place, len)?, rows)?;
             self.copies.push(memory.span(base + place + len, pad)?, self.ground.zeros.span(0, pad)?)?;
-            self.count(to, len, from == Place::Input);
+            match from {
+                Place::Window { .. } => self.enqueued.in_bytes += len,
+                _ => self.count(to, len, from == Place::Input),
+            }
             self.count(to, pad, true);
         }
         Ok(())
-    }
-
-    /// Rows of a run to the twin of another node, by the outbox.
-    fn rows_across(
-        &mut self,
-        target: (u32, WindowId, u64),
-        (source, from): (&Range, u64),
-        (run, row_bytes): (RowRun, u64),
-        packed: Option<Packed<'_>>,
-    ) -> Result<(), Error> {
-        let mut done = 0;
-        loop {
-            let left = run.count - done;
-            let (at, len) = self.room(u64::from(left) * row_bytes, row_bytes, packed)?;
-            let twin = self.ground.twin.as_ref().ok_or(NO_TWIN)?;
-            let rows = source.span(from + u64::from(run.first + done) * row_bytes, len)?;
-            self.leaving.push(twin.0.span(at, len)?, rows)?;
-            self.enqueued.out_bytes += len;
-            let count = (len / row_bytes) as u32;
-            let pad = if count == left { run.pad } else { 0 };
-            let piece = RowRun { to_row: run.to_row + done, first: 0, count, pad };
-            self.leave(Step::Rows { target, run: piece, at, row_bytes }, packed)?;
-            done += count;
-            if done == run.count {
-                return Ok(());
-            }
-        }
-    }
-
-    /// Room in the outbox for `len` bytes, or as many as there are, in whole pieces of `grain`: first byte in the twin, and
-    /// length. Waits until all that is in there is gone if there is none.
-    fn room(&mut self, len: u64, grain: u64, packed: Option<Packed<'_>>) -> Result<(u64, u64), Error> {
-        let (start, size) = self.ground.twin.as_ref().ok_or(NO_TWIN)?.1;
-        if size < grain {
-            return Err(DeviceError::OutOfRange { offset: start, len: grain, size }.into());
-        }
-        if len > 0 && size - self.outbox.used < grain {
-            self.drain(packed)?;
-        }
-        let at = self.outbox.used;
-        let len = len.min((size - at) / grain * grain);
-        self.outbox.used += len;
-        Ok((start + at, len))
-    }
-
-    /// What crosses next. At once, if nothing is before it and it needs no copy.
-    fn leave(&mut self, step: Step, packed: Option<Packed<'_>>) -> Result<(), Error> {
-        if self.outbox.queue.is_empty() && self.leaving.is_empty() {
-            return self.perform(step, packed);
-        }
-        let behind = self.marks + u64::from(!self.leaving.is_empty());
-        self.outbox.queue.push_back(Leaving { behind, step });
-        Ok(())
-    }
-
-    /// Enqueues the copies to the outbox, and a mark behind them.
-    fn cut(&mut self) -> Result<(), Error> {
-        let copies = self.leaving.len() as u64;
-        if copies > 0 {
-            Self::copy_all(&self.stream, self.batched, &mut self.leaving, &mut self.enqueued)?;
-            self.marks += 1;
-            self.stream.write(Self::mark(&self.ground, &self.port)?, self.marks)?;
-            self.enqueued.memory_operations += 1;
-        }
-        Ok(())
-    }
-
-    /// Puts and signals all that is to cross, as soon as it is in the outbox, which is empty afterwards.
-    fn drain(&mut self, packed: Option<Packed<'_>>) -> Result<(), Error> {
-        self.cut()?;
-        while let Some(Leaving { behind, step }) = self.outbox.queue.pop_front() {
-            self.reached(behind)?;
-            self.perform(step, packed)?;
-        }
-        // Cards read where rows lie.
-        if std::mem::take(&mut self.outbox.unsettled) {
-            self.port.settle()?;
-        }
-        self.outbox.used = 0;
-        Ok(())
-    }
-
-    fn perform(&mut self, step: Step, packed: Option<Packed<'_>>) -> Result<(), Error> {
-        let notes = packed.map_or(&[][..], |packed| packed.notes_of_host);
-        self.outbox.unsettled = true;
-        step.perform(&self.port, notes, &mut self.enqueued)
     }
 
     /// Enqueues what is collected, then sees to what crosses.
@@ -436,14 +330,14 @@ impl Engine {
     }
 
     /// The word in which the stream leaves its marks: this rank's own, which no program raises.
-    fn mark<'g>(ground: &'g Ground, port: &Port) -> Result<Word<'g, u64>, DeviceError> {
+    pub(super) fn mark<'g>(ground: &'g Ground, port: &Port) -> Result<Word<'g, u64>, DeviceError> {
         let lanes = port.lanes();
         let at = Control::flag(lanes.rank, Flag::Home, lanes.ranks());
         Self::at(ground, lanes.rank)?.words.range().word(at)
     }
 
     /// Waits until the stream has left a mark.
-    fn reached(&self, mark: u64) -> Result<(), Error> {
+    pub(super) fn reached(&self, mark: u64) -> Result<(), Error> {
         if mark == 0 { Ok(()) } else { self.wait((self.port.lanes().rank, Flag::Home), mark) }
     }
 
@@ -471,7 +365,7 @@ impl Engine {
         Ok(())
     }
 
-    fn copy_all(
+    pub(super) fn copy_all(
         stream: &Stream,
         batched: bool,
         list: &mut CopyBatch,

@@ -5,6 +5,7 @@
 //! `Lowered` once and enqueued as a whole. A [`Recorder`] can watch the host stepper (or any other executor), and
 //! [`write_chrome_trace`] writes what the ranks' recorders saw as one timeline.
 
+mod across;
 mod chrome;
 mod engine;
 mod host;

@@ -8,13 +8,15 @@ use crate::device::{Context, PinnedMemory};
 use crate::error::Error;
 
 /// Pins the whole segment of a member, and holds the mapping as long as anybody claims it. Everybody who maps the
-/// segment reads and writes it by atomic accesses alone.
+/// segment reads and writes it by atomic accesses alone, or, as a port does, between two signals: the device has written, and
+/// may write again.
 ///
 /// # Errors
 /// [`DeviceError`](crate::error::DeviceError) if it cannot be pinned.
 pub fn pin(context: &Arc<Context>, mapped: &Arc<Mapped>, member: u32) -> Result<PinnedMemory, Error> {
     let len = mapped.len_of(member);
     let at: NonNull<u8> = mapped.at(member, 0, len)?;
-    // SAFETY: checked by `at`, and mapped as long as the value that is kept; no references are handed out.
+    // SAFETY: checked by `at`, and mapped as long as the value that is kept; ports refer to bytes of it only while, by
+    // signals and licences, no device writes them.
     Ok(unsafe { PinnedMemory::register(context, at, len as usize, mapped.clone()) }?)
 }

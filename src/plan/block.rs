@@ -96,8 +96,9 @@ impl Block {
         }
     }
 
-    /// Whether the header of a source makes sense: `entries` of them, each of a row that exists, those of a bin in order.
-    pub fn is_sound(&self, entries: u32) -> bool {
+    /// Whether the header of a source makes sense: `entries` of them, each of a row that exists, those of a bin in the order of
+    /// the block if they are to be `ordered`.
+    pub fn is_sound(&self, entries: u32, ordered: bool) -> bool {
         let counted: u64 = self.segments.iter().map(|segment| u64::from(segment.count)).sum();
         if counted != u64::from(entries) || self.index.len() != entries as usize {
             return false;
@@ -106,7 +107,8 @@ impl Block {
         self.segments.iter().all(|segment| {
             let listed = &self.index[first..][..segment.count as usize];
             first += listed.len();
-            listed.is_sorted_by(|a, b| a < b) && listed.last().is_none_or(|&row| row < self.rows)
+            let in_order = !ordered || listed.is_sorted_by(|a, b| a < b);
+            in_order && listed.iter().all(|&row| row < self.rows)
         })
     }
 }
@@ -159,10 +161,13 @@ mod tests {
     #[test]
     fn a_header_that_lists_other_rows_than_there_are_is_not_sound() {
         let (_, block) = block();
-        assert!(block.is_sound(5));
-        assert!(!block.is_sound(6), "as many entries as the header says");
-        assert!(!Block { rows: 2, ..block.clone() }.is_sound(5), "a row that does not exist");
-        assert!(!Block { index: vec![0, 2, 1, 0, 2], ..block.clone() }.is_sound(5), "rows out of order");
-        assert!(!Block { index: vec![0; 4], ..block }.is_sound(5), "an entry without a row");
+        assert!(block.is_sound(5, true));
+        assert!(!block.is_sound(6, true), "as many entries as the header says");
+        assert!(!Block { rows: 2, ..block.clone() }.is_sound(5, true), "a row that does not exist");
+        assert!(
+            !Block { index: vec![0, 2, 1, 0, 2], ..block.clone() }.is_sound(5, true),
+            "rows out of order"
+        );
+        assert!(!Block { index: vec![0; 4], ..block }.is_sound(5, true), "an entry without a row");
     }
 }

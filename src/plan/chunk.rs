@@ -26,6 +26,14 @@ impl Chunk {
         (u64::from(self.rows) * self.row_bytes).next_multiple_of(64)
     }
 
+    /// Where engines relay, behind what lands: as many arrivals as rows, then for each row which of them it is. From the start of
+    /// the chunk to that index, and to its end.
+    pub fn arrivals(&self) -> (u64, u64) {
+        let rows = u64::from(self.rows);
+        let index = self.bytes().saturating_add(rows.saturating_mul(self.row_bytes)).next_multiple_of(64);
+        (index, index.saturating_add(rows * 4))
+    }
+
     /// Size of the chunk.
     pub fn bytes(&self) -> u64 {
         (self.notes_at() + self.notes * 4).next_multiple_of(64)

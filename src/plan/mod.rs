@@ -11,6 +11,7 @@
 //! are numbered rank by rank. What a sender needs of the others is two numbers per bin: the rows that lower ranks send there, and the rows of
 //! all. The visible order of rows at a rank is (local expert, source rank, token) or (source rank, token), on every route.
 
+mod arrivals;
 mod bins;
 mod block;
 mod chunk;
@@ -30,6 +31,8 @@ mod sorted;
 mod spans;
 mod traffic;
 
+pub use arrivals::Arrivals;
+pub(crate) use arrivals::first_of;
 pub use bins::Bins;
 pub use block::{Block, Segment};
 pub use chunk::Chunk;

@@ -21,11 +21,7 @@ impl Registered {
     ///
     /// # Errors
     /// [`MemoryError::NotUsable`] if that of another cannot be registered; at that rank, what the lane says.
-    pub fn new(
-        group: &Group,
-        lanes: &Lanes,
-        mapped: Arc<Mapped>,
-    ) -> Result<(Self, lane::Window), Error> {
+    pub fn new(group: &Group, lanes: &Lanes, mapped: Arc<Mapped>) -> Result<(Self, lane::Window), Error> {
         let len = mapped.len_of(group.rank());
         let region = Region { mapped: Arc::clone(&mapped), member: group.rank() };
         let registered = group.shared.rails.as_ref().map(|rails| rails.register(region)).transpose();

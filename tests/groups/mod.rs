@@ -211,6 +211,17 @@ pub fn pairs(n: usize) -> Vec<Call> {
     (0..n).flat_map(|round| [dispatch(0), ret(round, ROWS)]).collect()
 }
 
+/// Of those rounds what planners make: no cached dispatches, rows alone come home, and none are kept.
+pub fn engine_rounds() -> Vec<Call> {
+    let made = rounds().into_iter().filter(|call| !matches!(call, Call::Cached { .. }));
+    let made = made.map(|call| match call {
+        Call::Dispatch { routing, .. } => dispatch(routing),
+        Call::Return { handle, copied, .. } => Call::Return { handle, parts: ROWS, copied },
+        other => other,
+    });
+    made.collect()
+}
+
 /// Four rounds with all kinds of calls after all kinds, several handles alive, refusals, ranks that disagree,
 /// and kept rows.
 pub fn rounds() -> Vec<Call> {

@@ -119,7 +119,7 @@ impl Placed {
                 if play.case.route == Route::Direct {
                     block.index.extend(0..block.entries());
                 }
-                assert!(block.is_sound(block.entries()));
+                assert!(block.is_sound(block.entries(), true));
                 forward.blocks.push(block);
             }
             let sums = self.sizing.partial_bytes.is_some();

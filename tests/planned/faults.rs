@@ -205,23 +205,23 @@ fn a_cancelled_world_ends_all_waits_of_streams() {
 }
 
 fn cancelled(nodes: &[u32; 3]) {
-        on_ranks(nodes, &small(), |world| {
-            let group = world.all().unwrap();
-            let mut rank = Rank::<bf16>::new(&group, &Case::across(nodes, 4, 2));
-            rank.round(&input(world.rank()));
-            let cause = Cause::Cancelled { by: 1 };
-            if world.rank() == 1 {
-                world.cancel();
-            } else {
-                assert_eq!(rank.dispatch(&input(world.rank())).map(drop).unwrap_err(), cause.clone().into());
-            }
-            drained(&rank);
-            let mine = input(world.rank());
-            let stream = rank.stream.clone();
-            let experts = rank.experts.fill(&stream, &mine.ids);
-            let refused = rank.planned.dispatch(Tokens { x: &experts, experts: &experts, weights: &experts });
-            assert_eq!(refused.map(drop).unwrap_err(), cause.into(), "new calls are refused");
-        });
+    on_ranks(nodes, &small(), |world| {
+        let group = world.all().unwrap();
+        let mut rank = Rank::<bf16>::new(&group, &Case::across(nodes, 4, 2));
+        rank.round(&input(world.rank()));
+        let cause = Cause::Cancelled { by: 1 };
+        if world.rank() == 1 {
+            world.cancel();
+        } else {
+            assert_eq!(rank.dispatch(&input(world.rank())).map(drop).unwrap_err(), cause.clone().into());
+        }
+        drained(&rank);
+        let mine = input(world.rank());
+        let stream = rank.stream.clone();
+        let experts = rank.experts.fill(&stream, &mine.ids);
+        let refused = rank.planned.dispatch(Tokens { x: &experts, experts: &experts, weights: &experts });
+        assert_eq!(refused.map(drop).unwrap_err(), cause.into(), "new calls are refused");
+    });
 }
 
 #[test]

@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 
 use half::bf16;
 use rustix::process::{Signal, getpid, kill_process};
-use sidelane::error::Cause;
 use sidelane::ep::planned::PlannedReport;
+use sidelane::error::Cause;
+use sidelane::topology::Route;
 use sidelane::{Error, World};
 
 use super::calls::some;
@@ -20,7 +21,9 @@ const LAST: u64 = 20;
 const RANKS: u32 = 4;
 
 fn case() -> Case {
-    Case { hidden: 8, max_tokens: 8, align: 2, ..Case::across(&[0, 0, 1, 1], 6, 3) }
+    let pxn = std::env::var("SIDELANE_TEST_ROUTE").is_ok_and(|route| route == Route::Pxn.name());
+    let route = if pxn { Route::Pxn } else { Route::Direct };
+    Case { hidden: 8, max_tokens: 8, align: 2, route, ..Case::across(&[0, 0, 1, 1], 6, 3) }
 }
 
 #[test]
@@ -78,18 +81,22 @@ fn launched(variables: &[(&str, &str)]) -> Output {
 #[test]
 fn processes_of_two_nodes_go_on_for_hundreds_of_rounds_to_the_bit() {
     on_devices("processes::processes_of_two_nodes_go_on_for_hundreds_of_rounds_to_the_bit", 8, 1, || {
-        let job = launched(&[]);
-        let text = String::from_utf8_lossy(&job.stdout);
-        let right = text.matches(&format!("{ROUNDS} rounds are right to the bit")).count();
-        assert!(job.status.success() && right == RANKS as usize, "{job:?}");
+        for route in Route::ALL {
+            let job = launched(&[("SIDELANE_TEST_ROUTE", route.name())]);
+            let text = String::from_utf8_lossy(&job.stdout);
+            let right = text.matches(&format!("{ROUNDS} rounds are right to the bit")).count();
+            assert!(job.status.success() && right == RANKS as usize, "{job:?}");
+        }
     });
 }
 
 #[test]
 fn a_killed_rank_of_another_node_ends_all_waits_with_its_name() {
     on_devices("processes::a_killed_rank_of_another_node_ends_all_waits_with_its_name", 8, 2, || {
-        for victim in [0, 3] {
-            let job = launched(&[("SIDELANE_TEST_VICTIM", &victim.to_string())]);
+        for (victim, route) in [(0, Route::Direct), (3, Route::Direct), (3, Route::Pxn)] {
+            let victim_named = victim.to_string();
+            let variables = [("SIDELANE_TEST_VICTIM", &*victim_named), ("SIDELANE_TEST_ROUTE", route.name())];
+            let job = launched(&variables);
             let text = String::from_utf8_lossy(&job.stdout);
             for rank in (0..RANKS).filter(|&rank| rank != victim) {
                 assert!(text.contains(&format!("rank {rank} knows that rank {victim} is lost")), "{job:?}");

@@ -8,6 +8,7 @@ use sidelane::ep::ExpertParallelBuilder;
 use sidelane::ep::planned::{PlannedBuilder, PlannedExchange, PlannedHandle, PlannedRows, Status, Tokens};
 use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, Mode};
+use sidelane::topology::Route;
 use sidelane::{Element, Error, ExpertParallel, Group};
 
 use super::memory::Tensor;
@@ -18,6 +19,7 @@ use super::support::{self, To};
 pub struct Case {
     /// The node of each rank.
     pub nodes: Vec<u32>,
+    pub route: Route,
     pub map: ExpertMap,
     pub top_k: u32,
     pub hidden: usize,
@@ -35,13 +37,23 @@ impl Case {
     /// One in which rank r is on node `nodes[r]`.
     pub fn across(nodes: &[u32], experts: u32, top_k: u32) -> Case {
         let map = ExpertMap::contiguous(experts, nodes.len() as u32).unwrap();
-        Case { nodes: nodes.to_vec(), map, top_k, hidden: 16, align: 1, max_tokens: 12, mode: Mode::Eager, seats: 2 }
+        Case {
+            nodes: nodes.to_vec(),
+            route: Route::Direct,
+            map,
+            top_k,
+            hidden: 16,
+            align: 1,
+            max_tokens: 12,
+            mode: Mode::Eager,
+            seats: 2,
+        }
     }
 
     pub fn settings<'g, E: Element>(&self, group: &'g Group) -> ExpertParallelBuilder<'g> {
         let builder = ExpertParallel::builder(group).unwrap().expert_map(self.map.clone()).top_k(self.top_k);
         let builder = builder.hidden(self.hidden).dtype(E::DTYPE).align(self.align);
-        builder.max_tokens(self.max_tokens).mode(self.mode)
+        builder.max_tokens(self.max_tokens).mode(self.mode).route(self.route)
     }
 
     /// Rows of a rank's, at most.
@@ -96,7 +108,7 @@ where
         let row = (case.hidden * E::DTYPE.size()) as u64;
         let (tokens, choices) = (u64::from(case.max_tokens), u64::from(case.max_tokens * case.top_k));
         let builder = PlannedExchange::builder(case.settings::<E>(group), Arc::clone(&stream));
-        let builder = builder.seats(case.seats).pool(8 * case.most_rows() * (row + 64));
+        let builder = builder.seats(case.seats).pool(16 * case.most_rows() * (row + 64));
         Rank {
             case: case.clone(),
             host: case.settings::<E>(group).build().unwrap(),

@@ -19,9 +19,9 @@ use crate::ep::parallel::{Fixed, Room};
 use crate::ep::relay::Relay;
 use crate::error::{Error, MemoryError, PlanError};
 use crate::exec::{Engine, Ground, Near};
-use crate::plan::{Crossing, Order, RowLayout, Sorted, Strategy};
+use crate::plan::{Arrivals, Crossing, Order, RowLayout, Sorted, Strategy};
 use crate::schedule::{Caller, CallerTables, Calls, Control, Flag};
-use crate::topology::Route;
+use crate::topology::{Paths, Route};
 use crate::world::{DeviceWindow, Member, Twin};
 
 /// Settings of a [`PlannedExchange`] beside those of an [`ExpertParallel`](crate::ExpertParallel). All ranks must choose
@@ -45,7 +45,9 @@ impl<'g> PlannedBuilder<'g> {
         self
     }
 
-    /// Bytes of the device's memory in which eager dispatches receive and experts write. Default: 256 MiB.
+    /// Bytes of the device's memory in which eager dispatches receive and experts write. Default: 256 MiB. In a group of several
+    /// nodes as much memory of the host is pinned beside it, and beside what seats have; over `pxn` a dispatch takes room for
+    /// its rows twice.
     pub fn pool(mut self, bytes: u64) -> Self {
         self.pool = bytes;
         self
@@ -62,7 +64,9 @@ impl<'g> PlannedBuilder<'g> {
         let PlannedBuilder { settings, stream, seats, pool } = self;
         let context = Arc::clone(stream.context());
         let (group, spec) = settings.agreed()?;
-        let shape = Shape::new(&spec, seats, pool);
+        let lanes = group.lanes(spec.route)?;
+        let staged = most_staged(&lanes.paths(), spec.max_tokens);
+        let shape = Shape::new(&spec, seats, pool, staged);
         let usable = check(&spec, seats).and_then(|()| prepare(&context, &stream));
         let usable_here = [("whether their streams can be used (1: yes)", usable.is_ok().into())];
         let settings = [("seats", seats.into()), ("bytes of the pool", pool)];
@@ -101,11 +105,10 @@ impl<'g> PlannedBuilder<'g> {
             let of = |seat| bells.iter().map(move |&bell| shape.bell(seat, bell) as usize);
             (0..shape.seats()).flat_map(of).collect()
         };
-        let awaited = bells(&[Bell::Packed, Bell::Dispatched, Bell::Combined]);
+        let awaited = bells(&[Bell::Listed, Bell::Packed, Bell::Dispatched, Bell::Combined]);
         let status = (bells(&[Bell::Status]), Status::DEAD.0.into());
         let guard = Guard::new(fixed.shared.hub.health(), &common.host, awaited, status)?;
-        let near =
-            |Member { memory, words, same_device }: Member| Near { memory, words, same_device };
+        let near = |Member { memory, words, same_device }: Member| Near { memory, words, same_device };
         let ranks = members.into_iter().map(|member| member.map(near)).collect();
         let (zeros_at, zeros_len) = shape.zeros();
         let zeros = common.memory.part(zeros_at, zeros_len)?;
@@ -119,6 +122,13 @@ impl<'g> PlannedBuilder<'g> {
     }
 }
 
+/// Rows that a rank hands on at most, if there are relays.
+fn most_staged(paths: &Paths<'_>, max_tokens: u32) -> Option<u64> {
+    let sources = |rank| paths.of(rank).sources().count() as u64;
+    let most = || (0..paths.ranks()).map(sources).max().unwrap_or(0) * u64::from(max_tokens);
+    (paths.route() == Route::Pxn && paths.rails()).then(most)
+}
+
 /// Refuses what has no planner yet.
 fn check(spec: &Spec, seats: u32) -> Result<(), Error> {
     let bad =
@@ -129,7 +139,6 @@ fn check(spec: &Spec, seats: u32) -> Result<(), Error> {
     let refused = [
         ("layout", spec.layout != RowLayout::ExpertMajor, "expert-major"),
         ("order", spec.order != Order::Expert, "by expert"),
-        ("route", spec.route != Route::Direct, "direct"),
         ("strategy", spec.strategy != Strategy::Exchange, "exchange"),
         ("mode", spec.mode.slots().is_some(), "eager or a budget"),
         ("weighted", spec.weighted, "off"),
@@ -184,6 +193,7 @@ fn start(
         tables: CallerTables::new(fixed.paths(), fixed.chunks),
         sorted: Sorted::default(),
         crossing: Crossing::default(),
+        arrivals: Arrivals::default(),
         numbers: Numbers::new(fixed),
         kept: (0..common.shape.seats()).map(|_| Kept::default()).collect(),
         scratch: Scratch::default(),

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use super::seat::Seat;
 use super::shape::{Bell, Piece, Shape};
 use super::space::Space;
-use crate::device::{PinnedMemory, Range, Word};
+use crate::device::{Kernels, PinnedMemory, Range, Regroup, Stream, Word};
 use crate::ep::parallel::Fixed;
-use crate::error::DeviceError;
+use crate::error::{DeviceError, Error};
 use crate::world::Detour;
 
 /// Both know this of an exchange.
@@ -53,6 +53,34 @@ impl Common {
     /// A piece of the host's memory, as the device sees it.
     pub fn host_piece(&self, (offset, len): Piece) -> Result<Range, DeviceError> {
         self.host.range().part(offset, len)
+    }
+
+    /// Enqueues that `rows` rows that landed at `base` are put into visible order, where engines relay.
+    pub fn regroup(
+        &self,
+        stream: &Stream,
+        kernels: &Kernels,
+        (seat, base, rows): (u32, u64, u32),
+    ) -> Result<(), Error> {
+        let (shape, row_bytes) = (&self.shape, self.shape.row_bytes());
+        if rows == 0 {
+            return Ok(());
+        }
+        let (bytes, (index, end)) = (u64::from(rows) * row_bytes, shape.landing(rows).arrivals());
+        let from = self.piece((base + shape.landing(rows).bytes(), bytes))?;
+        let (out, index) = (self.piece((base, bytes))?, self.piece((base + index, end - index))?);
+        Ok(kernels.regroup(
+            stream,
+            &Regroup {
+                row_bytes,
+                sources: rows,
+                rows,
+                from: from.span(0, from.len())?,
+                index: index.span(0, index.len())?,
+                out: out.span(0, out.len())?,
+                status: self.word(seat, Bell::Status)?,
+            },
+        )?)
     }
 
     /// Rings for the caller's stream: it goes on.

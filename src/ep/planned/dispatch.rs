@@ -63,6 +63,9 @@ impl Planner {
             Ok(landing)
         });
         self.kept[seat as usize].number = if placed.is_ok() { self.calls.number() } else { 0 };
+        if common.shape.arrives() {
+            self.list(seat, tokens, placed.is_ok())?;
+        }
         // Whatever becomes of the call, the stream packs, and its word is taken.
         self.engine.take(common.word(seat, Bell::Packed)?)?;
         let status = match placed {
@@ -149,12 +152,26 @@ impl Planner {
         fixed.meeting(self.calls, CallKind::Dispatch).judge(tag, &mut self.numbers)?;
         let (counts, sizes) = (&self.numbers.counts, &self.numbers.sizes);
         self.tables.landing.clone_from(&self.numbers.landing);
-        if fixed.spec.mode.budget().is_some() {
-            self.sorted.keep(top_k, |bin| sizes.room(&fixed.bins, counts, bin));
+        let clipped = fixed.spec.mode.budget().is_some();
+        let dropped = clipped && self.sorted.keep(top_k, |bin| sizes.room(&fixed.bins, counts, bin));
+        if dropped && fixed.arrives() {
+            self.crossing.fill(&fixed.bins, &fixed.paths(), &self.sorted);
         }
+        let frame = fixed.frame();
+        if fixed.arrives() {
+            self.arrivals.arrange(&frame, &self.sorted, &mut self.crossing);
+            self.arrivals.pack(&frame, &self.sorted, &self.crossing);
+            self.rewrite_notes(seat)?;
+        }
+        let (counts, sizes) = (&self.numbers.counts, &self.numbers.sizes);
         let layout = &mut self.kept[seat as usize].layout;
-        layout.fill(&fixed.frame(), (&self.sorted, &self.crossing), top_k, counts, sizes);
-        layout.pack(&self.sorted, &self.scratch.starts);
+        layout.fill(&frame, (&self.sorted, &self.crossing), top_k, counts, sizes);
+        if fixed.arrives() {
+            self.arrivals.add_runs(&frame, &self.sorted, layout, (counts, sizes));
+            self.scratch.starts.clone_from(&self.arrivals.starts);
+        } else {
+            layout.pack(&self.sorted, &self.scratch.starts);
+        }
         fixed.describe_blocks(self.calls, layout, &self.sorted)
     }
 
@@ -162,7 +179,13 @@ impl Planner {
         let common = Arc::clone(&self.common);
         let (layout, number) = (&self.kept[seat as usize].layout, self.calls.number());
         let extent = landing.extent.map(|mut extent| {
-            extent.trim(common.shape.landing(layout.landed).bytes());
+            let landing = common.shape.landing(layout.landed).bytes();
+            let kept = if common.shape.arrives() {
+                common.shape.landing(layout.landed).arrivals().1
+            } else {
+                landing
+            };
+            extent.trim(kept);
             extent
         });
         common.seats[seat as usize].tell(|told| {
@@ -193,6 +216,11 @@ impl Planner {
                 }
             }
         }
+        if shape.arrives() {
+            let setting = fixed.meeting(self.calls, CallKind::Dispatch).setting;
+            let first = self.arrivals.first_run;
+            self.tables.to_arrivals(&setting, &layout, first, |rows| shape.landing(rows));
+        }
         let rows = common.piece(shape.staging(seat))?;
         let notes = common.host_piece(shape.host_notes(seat))?;
         let words = std::mem::take(&mut self.scratch.notes);
@@ -205,7 +233,13 @@ impl Planner {
         if let Some(errand) = errand {
             let landing = shape.landing(layout.landed);
             let setting = common.fixed.meeting(self.calls, CallKind::Dispatch).setting;
-            self.tables.bring_in(&setting, &errand.forward, landing, true);
+            if shape.arrives() {
+                self.find_arrivals(landing)?;
+                let (at, end) = shape.landing(layout.landed).arrivals();
+                self.tables.bring_notes_in(&setting, &self.scratch.landed, landing, (at, end - at));
+            } else {
+                self.tables.bring_in(&setting, &errand.forward, landing, true);
+            }
             self.run(&programs.bring_in.items, None, None)?;
         }
         self.kept[seat as usize].layout = layout;

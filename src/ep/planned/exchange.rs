@@ -54,7 +54,9 @@ pub struct Tokens<'a> {
 pub struct PlannedExchange {
     common: Arc<Common>,
     stream: Arc<Stream>,
-    kernels: Kernels,
+    kernels: Arc<Kernels>,
+    /// Per seat, where engines relay: what comes before the packing.
+    listed: Vec<MemoryOperations>,
     /// Per seat: what follows the packing, and what follows the bell of a combine.
     packed: Vec<MemoryOperations>,
     offered: Vec<MemoryOperations>,
@@ -92,8 +94,12 @@ impl PlannedExchange {
     pub(super) fn new(parts: Parts) -> Result<Self, Error> {
         let Parts { common, stream, kernels, planner, guard, twin, control } = parts;
         let context = stream.context();
-        let (mut packed, mut offered) = (Vec::new(), Vec::new());
+        let (mut listed, mut packed, mut offered) = (Vec::new(), Vec::new(), Vec::new());
         for seat in 0..common.shape.seats() {
+            let mut list = MemoryOperations::with_capacity(context, 2);
+            list.wait(common.word(seat, Bell::Listed)?, 1)?;
+            list.write(common.word(seat, Bell::Listed)?, 0)?;
+            listed.push(list);
             let mut list = MemoryOperations::with_capacity(context, 3);
             list.write(common.word(seat, Bell::Packed)?, 1)?;
             list.wait(common.word(seat, Bell::Dispatched)?, 1)?;
@@ -109,7 +115,8 @@ impl PlannedExchange {
         Ok(PlannedExchange {
             common,
             stream,
-            kernels,
+            kernels: Arc::new(kernels),
+            listed,
             packed,
             offered,
             calls,
@@ -170,7 +177,10 @@ impl PlannedExchange {
         self.begin(seat, captured);
         let rung = if refused.is_some() { REFUSED } else { count };
         self.enqueue_dispatch(seat, tokens, count, rung).map_err(|error| self.common.fixed.fail(error))?;
-        Ok(PlannedDispatch { lease, refused })
+        let shape = &self.common.shape;
+        let late = shape.arrives() && shape.budget().is_none();
+        let regroups = late.then(|| (Arc::clone(&self.stream), Arc::clone(&self.kernels)));
+        Ok(PlannedDispatch { lease, refused, regroups })
     }
 
     /// Enqueues that expert outputs come back to their tokens and are summed into `out`, `[tokens, hidden]`. Collective.
@@ -235,22 +245,28 @@ impl PlannedExchange {
             stream.copy(common.host.range().span(to.0, choices)?, from.span(0, choices)?)?;
         }
         stream.write(common.word(seat, Bell::Dispatch)?, rung + 1)?;
+        if shape.arrives() {
+            stream.operate(&mut self.listed[seat as usize])?;
+        }
         if count > 0 {
             let order = common.piece(shape.order(seat))?;
             let (map, rows) = (common.piece(shape.map())?, common.piece(shape.staging(seat))?);
             let entries = count * spec.top_k;
-            self.kernels.order(
-                stream,
-                &Order {
-                    experts: tokens.experts.span(0, choices)?,
-                    choices: entries,
-                    top_k: spec.top_k,
-                    bin_of: map.span(0, map.len())?,
-                    n_experts: spec.map.experts(),
-                    bins: common.fixed.bins.count(),
-                    order: order.span(0, order.len())?,
-                },
-            )?;
+            // Where engines relay, the planner has said it.
+            if !shape.arrives() {
+                self.kernels.order(
+                    stream,
+                    &Order {
+                        experts: tokens.experts.span(0, choices)?,
+                        choices: entries,
+                        top_k: spec.top_k,
+                        bin_of: map.span(0, map.len())?,
+                        n_experts: spec.map.experts(),
+                        bins: common.fixed.bins.count(),
+                        order: order.span(0, order.len())?,
+                    },
+                )?;
+            }
             self.kernels.regroup(
                 stream,
                 &Regroup {
@@ -264,7 +280,13 @@ impl PlannedExchange {
                 },
             )?;
         }
-        Ok(stream.operate(&mut self.packed[seat as usize])?)
+        stream.operate(&mut self.packed[seat as usize])?;
+        match shape.budget() {
+            Some(landing) if shape.arrives() => {
+                common.regroup(stream, &self.kernels, (seat, shape.rows(seat).0, landing.rows))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn enqueue_combine(

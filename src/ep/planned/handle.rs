@@ -7,7 +7,7 @@ use super::seat::{Placement, Told};
 use super::shape::Bell;
 use super::space::Extent;
 use super::status::Status;
-use crate::device::Range;
+use crate::device::{Kernels, Range, Stream};
 use crate::ep::LaneUse;
 use crate::error::{Error, PlanError};
 use crate::exec::Enqueued;
@@ -57,10 +57,13 @@ pub struct PlannedDispatch {
     pub(super) lease: Arc<Lease>,
     /// What is wrong with this rank's input.
     pub(super) refused: Option<Error>,
+    /// What puts rows into visible order, once it is known where they are.
+    pub(super) regroups: Option<(Arc<Stream>, Arc<Kernels>)>,
 }
 
 impl PlannedDispatch {
-    /// Waits until all ranks have said how many rows they have: not for the rows. Work on them can be enqueued then.
+    /// Waits until all ranks have said how many rows they have: not for the rows. Work on them can be enqueued then; where
+    /// engines relay, behind the kernel that puts them into visible order, which this enqueues.
     ///
     /// # Errors
     /// As [`ExpertParallel::dispatch`](crate::ExpertParallel::dispatch). After those that leave the world usable the stream
@@ -77,6 +80,10 @@ impl PlannedDispatch {
             (Err(Error::Plan(PlanError::RefusedHere)), Some(own)) => return Err(own),
             (told, _) => told?,
         };
+        if let (Some((stream, kernels)), Some(extent)) = (self.regroups, &extent) {
+            let (common, place) = (&self.lease.common, (self.lease.seat, extent.offset(), placement.rows));
+            common.regroup(&stream, &kernels, place).map_err(|error| common.fixed.fail(error))?;
+        }
         Self::land(self.lease, Some(placement), extent)
     }
 
@@ -109,7 +116,16 @@ impl PlannedDispatch {
         let base = extent.as_ref().map_or(shape.rows(seat).0, Extent::offset);
         let counts = common.piece(shape.counts(seat))?;
         let memory = common.piece((base, landing.bytes()))?;
-        let rows = PlannedRows { memory, counts, landing, _extent: extent, _lease: Arc::clone(&lease) };
+        let arrived = match shape.arrives() {
+            true => {
+                let (index, end) = shape.landing(landed).arrivals();
+                let at = landing.bytes();
+                Some((common.piece((base + at, index - at))?, common.piece((base + index, end - index))?))
+            }
+            false => None,
+        };
+        let lease_of_rows = Arc::clone(&lease);
+        let rows = PlannedRows { memory, counts, landing, arrived, _extent: extent, _lease: lease_of_rows };
         Ok((rows, PlannedHandle { placement: placement.unwrap_or_default(), lease }))
     }
 }
@@ -121,6 +137,8 @@ pub struct PlannedRows {
     memory: Range,
     counts: Range,
     landing: Chunk,
+    /// Where engines relay: rows as they arrived, and which is which.
+    arrived: Option<(Range, Range)>,
     _extent: Option<Extent>,
     _lease: Arc<Lease>,
 }
@@ -140,6 +158,12 @@ impl PlannedRows {
     /// None in practice: they lie inside their memory.
     pub fn weights(&self) -> Result<Range, Error> {
         Ok(self.memory.part(self.landing.notes_at(), self.landing.notes * 4)?)
+    }
+
+    /// Where engines relay: rows as they arrived, and for each visible row which of them it is, `i32 [rows]`, -1 of pads. A
+    /// grouped matrix product that takes an index can read them as they are; [`PlannedRows::rows`] are made of them.
+    pub fn index(&self) -> Option<(&Range, &Range)> {
+        self.arrived.as_ref().map(|(rows, index)| (rows, index))
     }
 
     /// Rows of each local expert, then the same with pads: `i64 [2, local experts]`.
@@ -233,7 +257,9 @@ impl PlannedHandle {
     pub fn report(&self) -> Result<PlannedReport, Error> {
         let nth = self.lease.nth;
         let enqueued = self.lease.told(|told| (told.landed >= nth).then_some(told.dispatched))?;
-        Ok(PlannedReport::new(&self.lease.common, enqueued, &["order", "regroup"]))
+        let relayed = self.lease.common.shape.arrives();
+        let kernels = if relayed { &["regroup", "regroup"] } else { &["order", "regroup"] };
+        Ok(PlannedReport::new(&self.lease.common, enqueued, kernels))
     }
 }
 
@@ -307,7 +333,7 @@ impl PlannedReport {
         for used in lanes.iter_mut().filter(|used| used.lane == "shm") {
             used.lane = COPY_ENGINE;
         }
-        lanes.sort_by_key(|used| used.lane != "own");
+        lanes.sort_by_key(|used| (used.lane != "own", used.lane != COPY_ENGINE, used.lane));
         PlannedReport { lanes, detour: common.detour, enqueued, kernels }
     }
 }

@@ -15,6 +15,7 @@
 //! |---|---|
 //! | `exchange` | what the caller's thread enqueues |
 //! | `planner`, `dispatch`, `combine` | what the planner does of it: the programs of [`schedule`](crate::schedule), by [`exec`](crate::exec)'s engine |
+//! | `arrivals` | what else the planner does where engines relay |
 //! | `shape`, `space`, `seat` | where things lie, what is free, what the planner tells |
 //! | `guard` | what ends the waits of streams when the world dies |
 //! | `apart` | a stream that the caller's cannot hold up |
@@ -28,17 +29,21 @@
 //! the device to pinned memory, over the rail by the planner as proxy, to pinned memory there, to the device. The planner
 //! plays this rank's relay, too. How often a row is copied, by engines `e` and rails `r`, in a dispatch and in a combine:
 //!
-//! | | own, same node | another node | floor |
-//! |---|---|---|---|
-//! | direct | e | e r e | the bytes by the rail's bandwidth, or twice by the bus |
+//! | | own, same node | another node, a dispatch | home | floor |
+//! |---|---|---|---|---|
+//! | direct | e | e r e | e r e | the bytes by the rail's bandwidth, or twice by the bus |
+//! | pxn | e k | e r e k, `e r` once for each token and node | e r e, the first from whoever has it to the relay's outbox | the same, of fewer bytes out |
 //!
-//! Copies out are a batch for each rank of another node; copies in are one for each expert and each row of neighbours in the
-//! order of ranks, at most, and a combine's are one for each node. [`Enqueued`](crate::exec::Enqueued) counts them.
+//! Copies out are a batch for each signal that crosses. Under `direct` copies in are one for each stretch of visible rows that
+//! no neighbour interrupts. Under `pxn` the relay's are the runs of a block in relay order, a few for each rank, cut by
+//! chunks; and a kernel `k` puts what arrived into visible order ([`PlannedRows::index`] serves who needs none).
+//! [`Enqueued`](crate::exec::Enqueued) counts all of them.
 //!
-//! **What is there**: expert-major, sums in order of experts, eager and budget, route direct. Rank-major rows, fp8,
-//! gradients and cached dispatches are not.
+//! **What is there**: expert-major, sums in order of experts, eager and budget. Rank-major rows, fp8, gradients and cached
+//! dispatches are not.
 
 mod apart;
+mod arrivals;
 mod builder;
 mod combine;
 mod common;

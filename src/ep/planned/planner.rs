@@ -16,10 +16,11 @@ use super::shape::{Bell, Piece};
 use super::status::Status;
 use crate::device::Range;
 use crate::ep::meeting::Numbers;
+use crate::ep::proxy::EndsTheWorld;
 use crate::ep::relay::{Errand, Relay};
 use crate::error::{CallKind, Error};
 use crate::exec::{Engine, Packed};
-use crate::plan::{Crossing, Forward, Layout, Sorted};
+use crate::plan::{Arrivals, Crossing, Forward, Layout, Segment, Sorted};
 use crate::schedule::{
     CallerTables, Calls, DispatchSkeleton, Item, Operands, Parts, ReturnSkeleton, Stage, Sum,
 };
@@ -62,6 +63,7 @@ pub(super) struct Planner {
     pub tables: CallerTables,
     pub sorted: Sorted,
     pub crossing: Crossing,
+    pub arrivals: Arrivals,
     pub numbers: Numbers,
     pub kept: Vec<Kept>,
     pub scratch: Scratch,
@@ -78,11 +80,29 @@ pub(super) struct Scratch {
     pub notes: Vec<u32>,
     pub summands: Vec<i32>,
     pub counts: Vec<i64>,
+    /// Rows that came from other nodes: first row, and how many.
+    pub landed: Vec<(u32, u32)>,
+    /// Words of a header.
+    pub header: Header,
+}
+
+/// What a header says of the rows for this rank.
+#[derive(Debug, Default)]
+pub(super) struct Header {
+    pub segments: Vec<Segment>,
+    pub listed: Vec<u32>,
+    pub weights: Vec<u32>,
+    /// Zeros.
+    pub pads: Vec<u32>,
+    /// What a neighbour counts.
+    pub counted: Vec<u32>,
 }
 
 impl Planner {
     /// Serves until the caller has closed and all is served, or the world is dead.
     pub fn serve(mut self) {
+        let fixed = Arc::clone(&self.common.fixed);
+        let _end = EndsTheWorld(&fixed);
         if let Err(error) = self.listen() {
             let _ = self.common.fixed.fail(error);
         }

@@ -6,7 +6,7 @@
 //!                                                             * with a budget: rows that land, and outputs
 //!
 //!   memory of the host     | seat 0 | seat 1 | ...
-//!   a seat                 | bells, a line each | experts | weights | notes | summands | counts |
+//!   a seat                 | bells, a line each | experts | weights | notes | summands | counts | order |
 //!
 //!   the device's twin      | as memory of the device | outbox: rows on their way to other nodes |      with several nodes
 //! ```
@@ -25,6 +25,8 @@ const LINE: u64 = 64;
 pub(super) enum Bell {
     /// The stream: ids and weights are here. The number of tokens, plus one.
     Dispatch,
+    /// The planner, where engines relay: it is known how rows are to be packed.
+    Listed,
     /// The stream: rows lie packed.
     Packed,
     /// The planner: rows have landed, and memory that was read is free.
@@ -38,7 +40,7 @@ pub(super) enum Bell {
 }
 
 impl Bell {
-    pub const COUNT: u64 = 6;
+    pub const COUNT: u64 = 7;
 }
 
 /// Sizes that all ranks have in common.
@@ -54,6 +56,8 @@ pub(super) struct Shape {
     sizing: Sizing,
     budget: Option<u32>,
     pool: u64,
+    /// Where engines relay: most rows that a rank stages.
+    staged: Option<u64>,
 }
 
 /// A piece of memory: offset and length in bytes.
@@ -63,7 +67,8 @@ impl Shape {
     /// What a bell's value counts in.
     pub const STEP: u64 = 64;
 
-    pub fn new(spec: &Spec, seats: u32, pool: u64) -> Self {
+    /// `staged`: where engines relay, most rows that a rank hands on.
+    pub fn new(spec: &Spec, seats: u32, pool: u64, staged: Option<u64>) -> Self {
         let slots = |rank| spec.map.slots_of(rank).len() as u64;
         Shape {
             seats,
@@ -75,6 +80,7 @@ impl Shape {
             sizing: spec.sizing(CallKind::Dispatch, None),
             budget: spec.mode.budget(),
             pool: if spec.mode.budget().is_some() { 0 } else { pool },
+            staged,
         }
     }
 
@@ -100,6 +106,18 @@ impl Shape {
     /// What lands if so many rows do. With a budget, notes lie behind all of it, however many rows come.
     pub fn landing(&self, rows: u32) -> Chunk {
         self.budget().unwrap_or_else(|| self.sizing.landing(rows))
+    }
+
+    /// Bytes that must lie where `rows` rows land, and behind them: what is staged in the twin, or arrivals and their index.
+    pub fn extent(&self, rows: u32) -> u64 {
+        let landing = self.landing(rows);
+        let staged = |staged| landing.bytes() + staged * self.row_bytes();
+        self.staged.map_or(landing.bytes(), |most| staged(most).max(landing.arrivals().1))
+    }
+
+    /// Whether engines relay.
+    pub fn arrives(&self) -> bool {
+        self.staged.is_some()
     }
 
     /// What a rank offers in a combine, for so many rows.
@@ -137,7 +155,7 @@ impl Shape {
 
     /// With a budget: where rows land.
     pub fn rows(&self, seat: u32) -> Piece {
-        (behind(self.counts(seat)), self.budget().map_or(0, |landing| landing.bytes()))
+        (behind(self.counts(seat)), self.budget.map_or(0, |rows| self.extent(rows)))
     }
 
     /// With a budget: where experts write.
@@ -190,20 +208,25 @@ impl Shape {
         (behind(self.host_summands(seat)), 2 * self.experts * 8)
     }
 
+    /// Where engines relay: the token of each packed row.
+    pub fn host_order(&self, seat: u32) -> Piece {
+        (behind(self.host_counts(seat)), self.entries() * 4)
+    }
+
     /// Size of the host's memory.
     pub fn host_bytes(&self) -> u64 {
         u64::from(self.seats) * self.host_seat_bytes()
     }
 
     fn seat_bytes(&self) -> u64 {
-        let landing = self.budget().map_or(0, |landing| round(landing.bytes()));
+        let landing = self.budget.map_or(0, |rows| round(self.extent(rows)));
         let output = self.budget.map_or(0, |rows| round(self.sizing.offer(rows).bytes()));
         let rows = round(self.entries() * self.row_bytes());
         rows + 2 * round(self.entries() * 4) + round(2 * self.experts * 8) + landing + output
     }
 
     fn host_seat_bytes(&self) -> u64 {
-        let arrays = 3 * round(self.entries() * 4) + round(self.entries() * self.sizing.note_bytes());
+        let arrays = 4 * round(self.entries() * 4) + round(self.entries() * self.sizing.note_bytes());
         round(Bell::COUNT * LINE) + arrays + round(2 * self.experts * 8)
     }
 }

@@ -144,32 +144,86 @@ impl CallerTables {
     /// with them, to where it is to lie. Rows that lie next to each other go as one, whoever sent them.
     pub fn bring_in(&mut self, at: &Setting, forward: &Forward, landing: Chunk, noted: bool) {
         self.clear();
-        let (paths, base) = (at.paths, self.landing[at.paths.me() as usize]);
-        if paths.route() == Route::Pxn {
-            return;
-        }
-        let runs = &mut self.landed;
-        runs.clear();
+        self.landed.clear();
         let segments = forward.blocks.iter().flat_map(|block| &block.segments);
-        runs.extend(segments.map(|s| (s.to_row, s.count + s.pad)).filter(|&(_, rows)| rows > 0));
-        runs.sort_unstable();
-        runs.dedup_by(|next, run| {
+        self.landed.extend(segments.map(|s| (s.to_row, s.count + s.pad)));
+        let base = self.landing[at.paths.me() as usize];
+        self.join();
+        self.bring(at, base, at.sizing.row_bytes);
+        if noted {
+            self.bring(at, base + landing.notes_at(), at.sizing.note_bytes());
+        }
+        self.brought(at);
+    }
+
+    /// The same where rows go to arrivals: of `landed`, first rows and how many follow, what goes with them; and the index,
+    /// which lies at the start of the twin, to where it has its place.
+    pub fn bring_notes_in(
+        &mut self,
+        at: &Setting,
+        landed: &[(u32, u32)],
+        landing: Chunk,
+        (index, len): (u64, u64),
+    ) {
+        self.clear();
+        self.landed.clear();
+        self.landed.extend_from_slice(landed);
+        let base = self.landing[at.paths.me() as usize];
+        self.join();
+        self.bring(at, base + landing.notes_at(), at.sizing.note_bytes());
+        let from = Place::Window { owner: at.paths.me(), window: at.far };
+        let (to, to_offset) = (WindowId::POOL, base + index);
+        self.spans.push(SpanCopy { from, from_offset: base, to, to_offset, len });
+        self.brought(at);
+    }
+
+    /// Rows that lie next to each other become one run.
+    fn join(&mut self) {
+        self.landed.retain(|&(_, rows)| rows > 0);
+        self.landed.sort_unstable();
+        self.landed.dedup_by(|next, run| {
             let joined = run.0 + run.1 == next.0;
             run.1 += if joined { next.1 } else { 0 };
             joined
         });
-        let notes = (base + landing.notes_at(), at.sizing.note_bytes());
-        for (base, bytes) in [(base, at.sizing.row_bytes)].into_iter().chain(noted.then_some(notes)) {
-            self.spans.extend(runs.iter().map(|&(first, rows)| SpanCopy {
-                from: Place::Window { owner: paths.me(), window: at.far },
-                from_offset: base + u64::from(first) * bytes,
-                to: WindowId::POOL,
-                to_offset: base + u64::from(first) * bytes,
-                len: u64::from(rows) * bytes,
-            }));
-        }
-        let slot = Caller::new(paths, at.chunks).rows(paths.me());
+    }
+
+    fn bring(&mut self, at: &Setting, base: u64, bytes: u64) {
+        self.spans.extend(self.landed.iter().map(|&(first, rows)| SpanCopy {
+            from: Place::Window { owner: at.paths.me(), window: at.far },
+            from_offset: base + u64::from(first) * bytes,
+            to: WindowId::POOL,
+            to_offset: base + u64::from(first) * bytes,
+            len: u64::from(rows) * bytes,
+        }));
+    }
+
+    fn brought(&mut self, at: &Setting) {
+        let slot = Caller::new(at.paths, at.chunks).rows(at.paths.me());
         self.table[slot.0 as usize] = Operand::Spans { first: 0, count: self.spans.len() as u32 };
+    }
+
+    /// Dispatch where engines relay, behind [`CallerTables::rows`]: rows for neighbours go to their arrivals, one run each, the
+    /// first of which is run `first` of the layout. `landing` says how much lies before arrivals, and before what is staged.
+    pub fn to_arrivals(&mut self, at: &Setting, layout: &Layout, first: u32, landing: impl Fn(u32) -> Chunk) {
+        let (paths, caller) = (at.paths, Caller::new(at.paths, at.chunks));
+        let behind = |tables: &Self, rank: u32| {
+            tables.landing[rank as usize] + landing(layout.sizes[rank as usize]).bytes()
+        };
+        for (run, peer) in (first..).zip((0..paths.ranks()).filter(|&peer| paths.near(peer))) {
+            let to = behind(self, peer);
+            if let Operand::Rows { first, count, base, .. } = &mut self.table[caller.rows(peer).0 as usize] {
+                (*first, *count, *base) = (run, 1, to);
+            }
+        }
+        for (relay, block) in paths.relays().zip(&layout.blocks) {
+            let to = behind(self, relay) + u64::from(block.first) * at.sizing.row_bytes;
+            for chunk in 1..=at.chunks {
+                if let Operand::Rows { base, .. } = &mut self.table[caller.block(relay, chunk).0 as usize] {
+                    *base = to;
+                }
+            }
+        }
     }
 
     /// Return, before its entry: cuts `start` and what follows into a place for the rows alone that each relay brings home.
@@ -186,7 +240,9 @@ impl CallerTables {
     pub fn pull(&mut self, at: &Setting, layout: &Layout, home: u64) {
         self.clear();
         let (caller, row_bytes) = (Caller::new(at.paths, at.chunks), at.sizing.home_bytes);
-        for peer in at.paths.locals().chain([at.paths.me()]).chain(at.paths.relays()) {
+        let straight = at.paths.relays().filter(|_| at.paths.route() == Route::Direct);
+        let mut near_rows = 0;
+        for peer in at.paths.locals().chain([at.paths.me()]).chain(straight) {
             let (first, runs) = (self.spans.len(), layout.runs_to(peer));
             let (base, near) = (self.bases[peer as usize], at.paths.near(peer));
             let from = match near {
@@ -194,9 +250,11 @@ impl CallerTables {
                 false => Place::Window { owner: at.paths.me(), window: at.far },
             };
             let mut entry = 0;
-            for run in layout.runs[runs.start as usize..runs.end as usize].iter().filter(|run| run.count > 0) {
+            for run in layout.runs[runs.start as usize..runs.end as usize].iter().filter(|run| run.count > 0)
+            {
                 let row = if near { run.to_row } else { entry };
                 entry += run.count;
+                near_rows += if near { u64::from(run.count) } else { 0 };
                 let span = SpanCopy {
                     from,
                     from_offset: base + u64::from(row) * row_bytes,
@@ -211,6 +269,17 @@ impl CallerTables {
             }
             let (first, count) = (first as u32, (self.spans.len() - first) as u32);
             self.table[caller.rows(peer).0 as usize] = Operand::Spans { first, count };
+        }
+        // Blocks come home as they are, behind the rows of neighbours.
+        let mut to_offset = home + near_rows * row_bytes;
+        let blocks = at.paths.relays().zip(&layout.blocks);
+        for (relay, block) in blocks.filter(|_| at.paths.route() == Route::Pxn) {
+            let (first, from_offset) = (self.spans.len() as u32, self.bases[relay as usize]);
+            let (from, to) = (Place::Window { owner: at.paths.me(), window: at.far }, WindowId::POOL);
+            let len = u64::from(block.entries()) * row_bytes;
+            self.spans.push(SpanCopy { from, from_offset, to, to_offset, len });
+            to_offset += len;
+            self.table[caller.rows(relay).0 as usize] = Operand::Spans { first, count: 1 };
         }
     }
 

@@ -1,7 +1,7 @@
 //! Operands of what a rank relays.
 
 use super::{Parts, Setting};
-use crate::plan::{Bins, Block, Chunk, Forward};
+use crate::plan::{Arrivals, Bins, Block, Chunk, Counts, Forward, Frame, Sizes};
 use crate::schedule::{Index, Operand, Place, Relay, SpanCopy, Target, WindowId};
 use crate::topology::{Paths, Route};
 
@@ -91,6 +91,44 @@ impl RelayTables {
                         index,
                         to: WindowId::POOL,
                         base: self.bases[to as usize] + behind,
+                        row_bytes,
+                    };
+                }
+            }
+        }
+    }
+
+    /// Stage "forward" where engines hand on: rows of all blocks, in runs, to the arrivals of all ranks served. `landing` says
+    /// how much lies before those. What goes with the rows is read where the headers are.
+    pub fn hand_on(
+        &mut self,
+        at: &Setting,
+        frame: &Frame,
+        (forward, arrivals): (&mut Forward, &mut Arrivals),
+        numbers: (&Counts, &Sizes),
+        landing: impl Fn(u32) -> Chunk,
+    ) {
+        self.clear();
+        let (paths, row_bytes) = (at.paths, at.sizing.row_bytes);
+        let (relay, served, me) = (Relay::new(paths, at.chunks), paths.served_by(paths.me()), paths.me());
+        let Forward { blocks, runs, .. } = forward;
+        runs.clear();
+        for ((nth, _), block) in (0..).zip(paths.sources()).zip(blocks) {
+            let landed = served.iter().position(|&rank| rank == me).map_or(0, |at| block.landed[at]);
+            let staging =
+                self.bases[me as usize] + landing(landed).bytes() + u64::from(block.first) * row_bytes;
+            for chunk in 1..=at.chunks {
+                for (member, &to) in (0..).zip(served) {
+                    let first = runs.len() as u32;
+                    arrivals.hand_on(frame, block, (served, member as usize), chunk, numbers, runs);
+                    self.table[relay.rows(nth, chunk, member).0 as usize] = Operand::Rows {
+                        first,
+                        count: runs.len() as u32 - first,
+                        from: Place::Window { owner: me, window: at.far },
+                        from_offset: staging,
+                        index: Index::Straight,
+                        to: WindowId::POOL,
+                        base: self.bases[to as usize] + landing(block.landed[member as usize]).bytes(),
                         row_bytes,
                     };
                 }

@@ -2,14 +2,14 @@
 
 use std::rc::Rc;
 
-use super::Slip;
 use super::filled::Tables;
 use super::place::Placed;
 use super::sample::Told;
 use super::tell::{Extent, Handle, Member, Teller, Until, bad};
 use super::weave::{Act, Acts};
+use super::{Script, Slip};
 use crate::error::{CallKind, PlanError};
-use crate::plan::{Chunk, Forward};
+use crate::plan::{Arrivals, Chunk, Forward, Frame};
 use crate::schedule::{Flag, Parts, RelayTables};
 
 /// A dispatch, or one along a known layout.
@@ -63,7 +63,8 @@ impl Teller<'_> {
     pub(super) fn agree(&mut self) -> Vec<Told> {
         self.members.iter_mut().for_each(Member::licensed);
         let ranks = self.members.len();
-        let placed = Placed { layouts: vec![Rc::default(); ranks], forwards: Vec::new() };
+        let (layouts, forwards, arrivals) = (vec![Rc::default(); ranks], Vec::new(), Vec::new());
+        let placed = Placed { layouts, forwards, arrivals, numbers: Default::default() };
         let (kind, until, ground) = (CallKind::ExpertMap, Until::Tags, vec![0..0; ranks]);
         let (placed, ground) = (&placed, &ground[..]);
         let sending = Sending { kind, handle: 0, noted: false, until, placed, ground, odd: None };
@@ -120,7 +121,12 @@ impl Teller<'_> {
         tables.tags.fill(self.tag(call.kind, call.handle, ground[me as usize].start));
         tables.landing = ground.iter().map(|extent| extent.start).collect();
         if call.until == Until::End {
-            tables.rows(&self.setting(me, self.parity(me, Slip::OneHeader)), layout, call.noted);
+            let setting = self.setting(me, self.parity(me, Slip::OneHeader));
+            tables.rows(&setting, layout, call.noted);
+            if self.arrives() {
+                let first = call.placed.arrivals[me as usize];
+                tables.to_arrivals(&setting, layout, first, |rows| self.sizing.landing(rows));
+            }
         }
         let filled = self.filled(
             me,
@@ -146,7 +152,11 @@ impl Teller<'_> {
         if self.script.pulls && paths.rails() {
             acts.push(self.bringer_in(me, call));
         }
-        (acts, self.landed_read(me, layout, &ground[me as usize], self.call, call.noted))
+        let end = match self.arrives() {
+            true => self.arrivals_regrouped(me, call.placed, &ground[me as usize]),
+            false => self.landed_read(me, layout, &ground[me as usize], self.call, call.noted),
+        };
+        (acts, end)
     }
 
     /// The stage in which engines bring in what crossed.
@@ -154,10 +164,19 @@ impl Teller<'_> {
         let (layout, forward) = (&call.placed.layouts[me as usize], &call.placed.forwards[me as usize]);
         let (mut tables, _) = self.tables(me);
         tables.landing = call.ground.iter().map(|extent| extent.start).collect();
-        tables.bring_in(&self.setting(me, 0), forward, self.sizing.landing(layout.landed), call.noted);
+        let (setting, landing) = (self.setting(me, 0), self.sizing.landing(layout.landed));
+        let mut touches = Vec::new();
+        if self.arrives() {
+            let landed: Vec<_> = self.far_segments(me, call.placed);
+            let (index, end) = landing.arrivals();
+            tables.bring_notes_in(&setting, &landed, landing, (index, end - index));
+            touches = self.arrivals_found(me, call.placed, &landed, &call.ground[me as usize]);
+        } else {
+            tables.bring_in(&setting, forward, landing, call.noted);
+        }
         let (layout, row_bytes) = (Rc::clone(layout), self.script.row_bytes);
         let filled = self.filled(me, Tables::Caller { tables, layout, row_bytes });
-        self.act(&self.programs(me).0.bring_in(), Vec::new(), &filled)
+        self.act(&self.programs(me).0.bring_in(), touches, &filled)
     }
 
     /// Whether ranks count: they do unless all sizes are fixed.
@@ -169,10 +188,22 @@ impl Teller<'_> {
         let alike = call.odd.is_none_or(|odd| !self.paths(me).near(odd));
         let mut acts = self.meeting(me, self.counted(call), alike, call.until >= Until::Counts);
         if call.until == Until::End {
-            let forward = &call.placed.forwards[me as usize];
+            let mut forward = Rc::clone(&call.placed.forwards[me as usize]);
             let (_, mut tables) = self.tables(me);
             tables.bases = call.ground.iter().map(|extent| extent.start).collect();
-            tables.forward(&self.setting(me, self.parity(me, Slip::OneHeader)), forward, call.noted);
+            let setting = self.setting(me, self.parity(me, Slip::OneHeader));
+            if self.arrives() {
+                let Script { align, chunks, mode, .. } = *self.script;
+                let (bins, sizing, paths) = (&self.bins, self.sizing, self.paths(me));
+                let frame = Frame { bins, paths, align, chunks, sizing, mode };
+                let (counts, sizes) = &call.placed.numbers;
+                let mut runs = Arrivals::default();
+                let own = (Rc::make_mut(&mut forward), &mut runs);
+                tables.hand_on(&setting, &frame, own, (counts, sizes), |rows| sizing.landing(rows));
+            } else {
+                tables.forward(&setting, &forward, call.noted);
+            }
+            let forward = &forward;
             let filled = self.filled(me, self.relayed(me, tables, forward));
             let skeleton = self.programs(me).1.skeleton();
             let read = if call.noted { self.headers_read(me, forward) } else { Vec::new() };
@@ -197,24 +228,29 @@ impl Teller<'_> {
     fn land(&mut self, placed: &Placed) -> Vec<Extent> {
         let held = self.handles.iter().rev().find_map(|handle| handle.kept.clone());
         let held = held.filter(|_| self.script.slip == Some(Slip::AnnounceHeld));
-        let mut all = Vec::new();
+        let (mut all, arrives) = (Vec::new(), self.arrives());
         for (me, (member, layout)) in self.members.iter_mut().zip(&placed.layouts).enumerate() {
             member.licensed();
             if let Some(held) = &held {
                 member.pool.give(&held[me]);
             }
             let staged = if self.script.slip == Some(Slip::StageUnasked) { 0 } else { layout.staged };
-            all.push(member.pool.take(self.sizing.extent_bytes(layout.landed, staged)));
+            let behind = if arrives { self.sizing.landing(layout.landed).arrivals().1 } else { 0 };
+            all.push(member.pool.take(self.sizing.extent_bytes(layout.landed, staged).max(behind)));
         }
         all
     }
 
     /// What was staged is free again. The caller gives the landed rows back, or keeps them.
     fn leave(&mut self, ground: Vec<Extent>, placed: &Placed, keep: bool) -> Option<Vec<Extent>> {
-        let mut kept = Vec::new();
+        let (mut kept, arrives) = (Vec::new(), self.arrives());
         for ((member, extent), layout) in self.members.iter_mut().zip(ground).zip(&placed.layouts) {
             match keep {
-                true => kept.push(member.pool.trim(&extent, self.sizing.landing(layout.landed).bytes())),
+                true => {
+                    let landing = self.sizing.landing(layout.landed);
+                    let len = if arrives { landing.arrivals().1 } else { landing.bytes() };
+                    kept.push(member.pool.trim(&extent, len));
+                }
                 false => member.pool.give(&extent),
             }
         }

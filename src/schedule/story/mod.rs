@@ -15,6 +15,7 @@
 //! relay's, which know each other only through flags. Slots on [streams](StreamScript) have stories of their own kind: there an
 //! actor is a stream.
 
+mod arrivals;
 mod calls;
 mod effect;
 mod filled;

@@ -6,12 +6,16 @@ use super::tell::{Teller, bad};
 use super::{Script, Slip};
 use crate::error::PlanError;
 use crate::gate::Routing;
-use crate::plan::{Everyone, Forward, Frame, Known, Layout, Spans};
+use crate::plan::{Arrivals, Counts, Everyone, Forward, Frame, Known, Layout, Sizes, Spans};
 
 /// Where the rows of one dispatch go.
 pub(super) struct Placed {
     pub layouts: Vec<Rc<Layout>>,
     pub forwards: Vec<Rc<Forward>>,
+    /// Where engines relay, per rank: the first of its layout's runs to arrivals.
+    pub arrivals: Vec<u32>,
+    /// What everybody counts, as one rank sees it.
+    pub numbers: (Counts, Sizes),
 }
 
 impl Teller<'_> {
@@ -36,7 +40,7 @@ impl Teller<'_> {
             sorted.fill(map, bins, self.script.notes(), me, routing)
         })?;
         let max_tokens = routings.iter().flatten().map(|routing| routing.tokens()).max().unwrap_or(0);
-        let mut layouts = Vec::new();
+        let (mut layouts, mut arrivals, mut numbers) = (Vec::new(), Vec::new(), Default::default());
         everyone.each(&frame, (top_k, max_tokens), |frame, known, _| {
             let Known { sorted, crossing, counts, sizes } = known;
             if self.script.slip == Some(Slip::ShareStaging) {
@@ -47,17 +51,32 @@ impl Teller<'_> {
             }
             let top_k = set[frame.paths.me() as usize].top_k();
             let mut layout = Layout::default();
-            layout.fill(frame, (sorted, crossing), top_k, counts, sizes);
+            let mut own = Arrivals::default();
+            if self.arrives() {
+                own.arrange(frame, sorted, crossing);
+                own.pack(frame, sorted, crossing);
+            }
+            layout.fill(frame, (&*sorted, &*crossing), top_k, counts, sizes);
+            if self.arrives() {
+                own.add_runs(frame, sorted, &mut layout, (counts, sizes));
+            }
+            arrivals.push(own.first_run);
+            numbers = (counts.clone(), sizes.clone());
             layouts.push(Rc::new(layout));
         });
         let forwards = self.ranks().map(|me| Rc::new(self.forward(me, &layouts))).collect();
-        Ok(Placed { layouts, forwards })
+        Ok(Placed { layouts, forwards, arrivals, numbers })
     }
 
     /// Rows that a rank gathers: as many of its tokens as make equal segments.
     fn gathered(&self, routing: &Routing) -> u32 {
         let segments = self.bins.count() / self.bins.ranks();
         routing.tokens() / segments * segments
+    }
+
+    /// Which of a source's relays this one is.
+    pub(super) fn nth_relay(&self, source: u32, relay: u32) -> usize {
+        self.paths(source).relays().take_while(|&other| other != relay).count()
     }
 
     /// What the relay of a rank knows when it has read its headers.
@@ -68,6 +87,11 @@ impl Teller<'_> {
         let mut forward = Forward::default();
         forward.spans = spans || gathers;
         let sums = self.sizing.partial_bytes.is_some();
+        if self.arrives() {
+            let of = |source| &layouts[source as usize].blocks[self.nth_relay(source, me)];
+            forward.blocks = paths.sources().map(|source| of(source).clone()).collect();
+            return forward;
+        }
         forward.know(&frame, sums, |source, nth| layouts[source as usize].blocks[nth].clone());
         forward
     }

@@ -194,6 +194,11 @@ impl<'a> Teller<'a> {
         }
     }
 
+    /// Whether engines relay.
+    pub(super) fn arrives(&self) -> bool {
+        self.script.pulls && self.script.route == Route::Pxn && self.paths(0).rails()
+    }
+
     pub(super) fn handle(&mut self, handle: usize) -> Result<&mut Handle, PlanError> {
         self.handles.get_mut(handle).ok_or(bad("handle", handle, "one of an earlier dispatch"))
     }

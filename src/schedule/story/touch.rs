@@ -97,11 +97,11 @@ impl Teller<'_> {
         control(owner, self.control.publication(parity), u64::from(self.control.words()) * 4)
     }
 
-    fn read(&self, what: &'static str, bytes: Bytes) -> Touch {
+    pub(super) fn read(&self, what: &'static str, bytes: Bytes) -> Touch {
         Touch { what, bytes, write: false, of: self.call }
     }
 
-    fn write(&self, what: &'static str, bytes: Bytes) -> Touch {
+    pub(super) fn write(&self, what: &'static str, bytes: Bytes) -> Touch {
         Touch { what, bytes, write: true, of: self.call }
     }
 

@@ -1,0 +1,110 @@
+//! A dispatch where engines relay: what the planner does beside.
+//!
+//! ```text
+//!   caller's stream    ids, weights -> host | bell |   wait   | regroup: rows packed | packed |   wait    | regroup: visible rows
+//!   planner              ... counts, placement: list, ring      | enqueue ..                index, ring
+//!   its stream                          list -> device            wait packed | runs to arrivals, blocks out | runs handed on
+//! ```
+//!
+//! Which tokens cross, and in which order, only the planner knows: so it says how rows are packed. They lie by bin for
+//! neighbours, then block by block, each token once. What has arrived the caller's stream puts into visible order, by an index
+//! that every planner finds from what all have said already: the counts of its neighbours, and the headers of their blocks.
+
+use super::REFUSED;
+use std::sync::Arc;
+
+use super::planner::{Header, Planner};
+use super::shape::Bell;
+use crate::error::{CallKind, Error};
+use crate::plan::{Chunk, Segment};
+use crate::schedule::WindowId;
+
+impl Planner {
+    /// Tells the caller's stream how to pack: which token's row is where; of a call that is refused, none.
+    pub fn list(&mut self, seat: u32, tokens: u32, placed: bool) -> Result<(), Error> {
+        let shape = self.common.shape;
+        let tokens = if tokens == REFUSED { 0 } else { tokens.min(self.common.fixed.spec.max_tokens) };
+        let entries = tokens as usize * self.common.fixed.spec.top_k as usize;
+        if !placed {
+            self.arrivals.packed.clear();
+        }
+        self.arrivals.packed.resize(entries, -1);
+        let words = bytemuck::cast_slice(&self.arrivals.packed);
+        self.common.host.write_words(shape.host_order(seat).0 as usize, words)?;
+        self.send(shape.host_order(seat), shape.order(seat), entries as u64 * 4)?;
+        self.engine.settle()?;
+        Ok(self.common.ring(seat, Bell::Listed)?)
+    }
+
+    /// What goes with the rows for neighbours lies as they do.
+    pub fn rewrite_notes(&mut self, seat: u32) -> Result<(), Error> {
+        let (fixed, (at, _)) = (&self.common.fixed, self.common.shape.host_notes(seat));
+        let bytes = fixed.sizing(CallKind::Dispatch).note_bytes();
+        for rank in (0..fixed.lanes.ranks()).filter(|&rank| fixed.paths().near(rank)) {
+            for bin in fixed.bins.of(rank) {
+                let to = at + u64::from(self.arrivals.starts[bin as usize]) * bytes;
+                self.common.host.write_words(to as usize, self.sorted.notes_of(bin..bin + 1))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Finds where every visible row has arrived, and writes that to the start of this rank's twin; and what goes with rows
+    /// of other nodes to where it is to lie.
+    pub fn find_arrivals(&mut self, landing: Chunk) -> Result<(), Error> {
+        let common = Arc::clone(&self.common);
+        let fixed = &common.fixed;
+        let (paths, me, control, parity) =
+            (fixed.paths(), fixed.lanes.rank, &fixed.control, self.calls.parity());
+        let (bins, own) = (&fixed.bins, fixed.bins.of(me));
+        let base = self.tables.landing[me as usize];
+        let Planner { arrivals, numbers, scratch, .. } = self;
+        let (counts, sizes) = (&numbers.counts, &numbers.sizes);
+        let (landed, Header { segments, listed, weights, pads, counted }) =
+            (&mut scratch.landed, &mut scratch.header);
+        landed.clear();
+        arrivals.begin(bins, me, landing.rows);
+        counted.resize(own.len(), 0);
+        for source in 0..paths.ranks() {
+            if paths.near(source) {
+                let at = control.publication(parity) + u64::from(own.start) * 4;
+                fixed.port.read(source, WindowId::CONTROL, at, counted)?;
+                arrivals.from_neighbour(bins, me, counted, (counts, sizes));
+                continue;
+            }
+            let relay = paths.of(source).relay_to(me);
+            let at = control.header_in(paths.of(source).place_at(relay), parity);
+            let mut head = [0u32; 3];
+            fixed.port.read(relay, WindowId::CONTROL, at, &mut head)?;
+            let [rows, entries, _] = head;
+            let before: usize = paths
+                .served_by(relay)
+                .iter()
+                .take_while(|&&rank| rank != me)
+                .map(|&rank| bins.of(rank).len())
+                .sum();
+            segments.resize(before + own.len(), Default::default());
+            fixed.port.read(relay, WindowId::CONTROL, at + control.segments(), segments)?;
+            let count = |segments: &[Segment]| -> u32 { segments.iter().map(|s| s.count).sum() };
+            let (skip, mine) = (count(&segments[..before]), count(&segments[before..]));
+            listed.resize(mine as usize, 0);
+            weights.resize(mine as usize, 0);
+            fixed.port.read(relay, WindowId::CONTROL, at + control.index() + u64::from(skip) * 4, listed)?;
+            let notes = at + control.notes(entries) + u64::from(skip) * control.note_bytes();
+            fixed.port.read(relay, WindowId::CONTROL, notes, weights)?;
+            arrivals.from_far(rows, listed, &segments[before..]);
+            let mut rest = &weights[..];
+            for &Segment { to_row, count, pad } in &segments[before..] {
+                let notes = rest.split_off(..count as usize).unwrap_or_default();
+                let at = base + landing.notes_at() + u64::from(to_row) * control.note_bytes();
+                if count + pad > 0 {
+                    fixed.port.write(WindowId::TWIN, at, notes)?;
+                    pads.resize(pad as usize, 0);
+                    fixed.port.write(WindowId::TWIN, at + u64::from(count) * control.note_bytes(), pads)?;
+                }
+                landed.push((to_row, count + pad));
+            }
+        }
+        Ok(fixed.port.write(WindowId::TWIN, base, &arrivals.index)?)
+    }
+}

@@ -1,0 +1,120 @@
+//! What crosses, as the planner's stepper sees to it: by the outbox, in order.
+
+use super::engine::{Engine, NO_TWIN, Packed};
+use super::outbox::{Leaving, Step};
+use crate::device::Range;
+use crate::error::{DeviceError, Error};
+use crate::plan::RowRun;
+use crate::schedule::{Place, SpanCopy, WindowId};
+
+impl Engine {
+    /// From memory of this node to the twin of another, by the outbox; as much at once as that holds.
+    pub(super) fn put_across(
+        &mut self,
+        to: u32,
+        owner: u32,
+        span: &SpanCopy,
+        packed: Option<Packed<'_>>,
+    ) -> Result<(), Error> {
+        let mut done = 0;
+        while done < span.len {
+            let (at, len) = self.room(span.len - done, 1, packed)?;
+            let source = Self::at(&self.ground, owner)?.memory.span(span.from_offset + done, len)?;
+            let twin = self.ground.twin.as_ref().ok_or(NO_TWIN)?;
+            self.leaving.push(twin.0.span(at, len)?, source)?;
+            self.enqueued.out_bytes += len;
+            let from = Place::Window { owner: self.port.lanes().rank, window: WindowId::TWIN };
+            let to_offset = span.to_offset + done;
+            let span = SpanCopy { from, from_offset: at, to: span.to, to_offset, len };
+            self.leave(Step::Span { to, span }, packed)?;
+            done += len;
+        }
+        Ok(())
+    }
+
+    /// Rows of a run to the twin of another node, by the outbox.
+    pub(super) fn rows_across(
+        &mut self,
+        target: (u32, WindowId, u64),
+        (source, from): (&Range, u64),
+        (run, row_bytes): (RowRun, u64),
+        packed: Option<Packed<'_>>,
+    ) -> Result<(), Error> {
+        let mut done = 0;
+        loop {
+            let left = run.count - done;
+            let (at, len) = self.room(u64::from(left) * row_bytes, row_bytes, packed)?;
+            let twin = self.ground.twin.as_ref().ok_or(NO_TWIN)?;
+            let rows = source.span(from + u64::from(run.first + done) * row_bytes, len)?;
+            self.leaving.push(twin.0.span(at, len)?, rows)?;
+            self.enqueued.out_bytes += len;
+            let count = (len / row_bytes) as u32;
+            let pad = if count == left { run.pad } else { 0 };
+            let piece = RowRun { to_row: run.to_row + done, first: 0, count, pad };
+            self.leave(Step::Rows { target, run: piece, at, row_bytes }, packed)?;
+            done += count;
+            if done == run.count {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Room in the outbox for `len` bytes, or as many as there are, in whole pieces of `grain`: first byte in the twin, and
+    /// length. Waits until all that is in there is gone if there is none.
+    fn room(&mut self, len: u64, grain: u64, packed: Option<Packed<'_>>) -> Result<(u64, u64), Error> {
+        let (start, size) = self.ground.twin.as_ref().ok_or(NO_TWIN)?.1;
+        if size < grain {
+            return Err(DeviceError::OutOfRange { offset: start, len: grain, size }.into());
+        }
+        if len > 0 && size - self.outbox.used < grain {
+            self.drain(packed)?;
+        }
+        let at = self.outbox.used;
+        let len = len.min((size - at) / grain * grain);
+        self.outbox.used += len;
+        Ok((start + at, len))
+    }
+
+    /// What crosses next. At once, if nothing is before it and it needs no copy.
+    pub(super) fn leave(&mut self, step: Step, packed: Option<Packed<'_>>) -> Result<(), Error> {
+        if self.outbox.queue.is_empty() && self.leaving.is_empty() {
+            return self.perform(step, packed);
+        }
+        let behind = self.marks + u64::from(!self.leaving.is_empty());
+        self.outbox.queue.push_back(Leaving { behind, step });
+        Ok(())
+    }
+
+    /// Enqueues the copies to the outbox, and a mark behind them.
+    pub(super) fn cut(&mut self) -> Result<(), Error> {
+        let copies = self.leaving.len() as u64;
+        if copies > 0 {
+            Self::copy_all(&self.stream, self.batched, &mut self.leaving, &mut self.enqueued)?;
+            self.marks += 1;
+            self.stream.write(Self::mark(&self.ground, &self.port)?, self.marks)?;
+            self.enqueued.memory_operations += 1;
+        }
+        Ok(())
+    }
+
+    /// Puts and signals all that is to cross, as soon as it is in the outbox, which is empty afterwards.
+    pub(super) fn drain(&mut self, packed: Option<Packed<'_>>) -> Result<(), Error> {
+        self.cut()?;
+        while let Some(Leaving { behind, step }) = self.outbox.queue.pop_front() {
+            self.reached(behind)?;
+            self.perform(step, packed)?;
+        }
+        // Cards read where rows lie.
+        if std::mem::take(&mut self.outbox.unsettled) {
+            self.port.settle()?;
+        }
+        self.outbox.used = 0;
+        Ok(())
+    }
+
+    fn perform(&mut self, step: Step, packed: Option<Packed<'_>>) -> Result<(), Error> {
+        let notes = packed.map_or(&[][..], |packed| packed.notes_of_host);
+        self.outbox.unsettled = true;
+        step.perform(&self.port, notes, &mut self.enqueued)
+    }
+}
