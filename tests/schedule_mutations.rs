@@ -22,12 +22,15 @@ struct Mutant<'a> {
     inline: bool,
     /// The operation moves bytes in such calls.
     moves: bool,
+    /// Engines move rows.
+    engines: bool,
 }
 
 impl<'a> Mutant<'a> {
     fn new(mutation: Mutation, group: &'a Group, story: &Story) -> Self {
         let paths = Paths::new(&group.nodes, group.route, mutation.rank);
-        Mutant { moves: mutation.moves(story), mutation, paths, inline: group.relays == Relays::Inline }
+        let (moves, engines) = (mutation.moves(story), group.pulls);
+        Mutant { moves, engines, mutation, paths, inline: group.relays == Relays::Inline }
     }
 
     /// Why it changes nothing that anybody can see; `None` if it must be found.
@@ -76,6 +79,9 @@ impl<'a> Mutant<'a> {
                 Some("nobody waits for a part behind the last")
             }
             (Flag::Landed, Change::First) if to == me => Some(ITS_RELAY_SAYS_SO),
+            (Flag::Landed, Change::Raise | Change::Retrack) if to == me && self.engines => {
+                Some(ITS_RELAY_SAYS_SO)
+            }
             _ => None,
         }
     }
@@ -259,6 +265,12 @@ fn every_mutant_of_all_gather_and_reduce_scatter_is_found() {
 fn every_mutant_of_engines_across_nodes_is_found() {
     let group = Group::new(&[0, 0, 1, 1], 4, 5).run((Route::Direct, Relays::Inline)).pulling();
     assert_eq!(survivors("2 x 2 by engines, direct", &group), Vec::<String>::new());
+}
+
+#[test]
+fn every_mutant_of_engines_that_relay_is_found() {
+    let group = Group::dense(&[0, 0, 1, 1], 4, 5).run((Route::Pxn, Relays::Inline)).pulling();
+    assert_eq!(survivors("2 x 2 by engines, pxn", &group), Vec::<String>::new());
 }
 
 #[test]
