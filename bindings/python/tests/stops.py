@@ -37,6 +37,8 @@ def tokens(world):
 def interrupt_when_in(name: str) -> None:
     """A thread that presses Ctrl-C once the main thread is in a function; that it runs shows that the GIL is free."""
     main = threading.main_thread().ident
+    # Whoever runs tests in the background may have had it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def inside() -> bool:
         frame = sys._current_frames()[main]
