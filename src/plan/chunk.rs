@@ -20,22 +20,27 @@ pub struct Chunk {
     pub row_bytes: u64,
 }
 
+/// In whole lines. What is more than can be is as much as can be: it fits nowhere.
+fn lines(bytes: u64) -> u64 {
+    bytes.checked_next_multiple_of(64).unwrap_or(u64::MAX - 63)
+}
+
 impl Chunk {
     /// From the start of the chunk to its words.
     pub fn notes_at(&self) -> u64 {
-        (u64::from(self.rows) * self.row_bytes).next_multiple_of(64)
+        lines(u64::from(self.rows).saturating_mul(self.row_bytes))
     }
 
     /// Where engines relay, behind what lands: as many arrivals as rows, then for each row which of them it is. From the start of
     /// the chunk to that index, and to its end.
     pub fn arrivals(&self) -> (u64, u64) {
         let rows = u64::from(self.rows);
-        let index = self.bytes().saturating_add(rows.saturating_mul(self.row_bytes)).next_multiple_of(64);
+        let index = lines(self.bytes().saturating_add(rows.saturating_mul(self.row_bytes)));
         (index, index.saturating_add(rows * 4))
     }
 
     /// Size of the chunk.
     pub fn bytes(&self) -> u64 {
-        (self.notes_at() + self.notes * 4).next_multiple_of(64)
+        lines(self.notes_at().saturating_add(self.notes.saturating_mul(4)))
     }
 }
