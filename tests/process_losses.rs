@@ -289,7 +289,7 @@ fn a_rank_with_the_wrong_secret_is_refused_and_the_others_name_it() {
     for (rank, heard) in job.hear(0..8) {
         let expected = if rank == 5 { Failure::WrongSecret } else { Failure::Missing(vec![5]) };
         assert_eq!(heard.said, Report::Failed(expected), "rank {rank}");
-        assert!(heard.at - began < 4 * PATIENCE, "rank {rank}: {:?}", heard.at - began);
+        assert!(heard.at - began < 10 * PATIENCE, "rank {rank}: {:?}", heard.at - began);
     }
     (0..8).for_each(|rank| assert_eq!(job.ended(rank), Some(0)));
 }
@@ -298,7 +298,7 @@ fn a_rank_with_the_wrong_secret_is_refused_and_the_others_name_it() {
 fn nobody_at_the_rendezvous_is_an_error_in_good_time() {
     let began = Instant::now();
     let mut job = Setup::new(8).only(&[3]).var("SIDELANE_RENDEZVOUS_MS", 500).start();
-    let took = job.demand([3], began, SOON + SOON, &Report::Failed(Failure::NoRendezvous));
+    let took = job.demand([3], began, 10 * SOON, &Report::Failed(Failure::NoRendezvous));
     assert!(took >= Duration::from_millis(400), "{took:?}");
     assert_eq!(job.ended(3), Some(0));
 }

@@ -205,10 +205,13 @@ fn a_cancelled_world_ends_all_waits_of_streams() {
 }
 
 fn cancelled(nodes: &[u32; 3]) {
+    let all = std::sync::Barrier::new(nodes.len());
     on_ranks(nodes, &small(), |world| {
         let group = world.all().unwrap();
         let mut rank = Rank::<bf16>::new(&group, &Case::across(nodes, 4, 2));
         rank.round(&input(world.rank()));
+        // Nobody is still in the round when the world ends.
+        all.wait();
         let cause = Cause::Cancelled { by: 1 };
         if world.rank() == 1 {
             world.cancel();
