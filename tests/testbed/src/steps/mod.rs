@@ -53,13 +53,13 @@ impl From<String> for Findings {
 pub const STEPS: [Step; 9] = [
     step("cards", "cards active, wire and clocks right", 30, cards::run),
     step("conformance", "the contract of a lane, for each way to signal", 120, conformance::run),
-    step("bench", "2 x 2 ranks, pxn and direct: every row verified, every packet counted", 300, bench::run),
+    step("bench", "2 x 2 ranks, pxn and direct: every row verified, every packet counted", 500, bench::run),
     step("compare", "sidelane perf beside perftest, interleaved", 600, compare::run),
-    step("cut", "wire cut in mid-dispatch: every rank names a lost one", 120, loss::cut),
-    step("mended", "wire whole again: verified", 200, bench::again),
-    step("rebuilt", "rebuilt in mid-dispatch: old packets come late and touch nothing", 180, rebuilt::run),
-    step("killed", "machine off in mid-dispatch: every rank left names a lost one", 180, loss::killed),
-    step("booted", "machine on again: verified", 200, bench::again),
+    step("cut", "wire cut in mid-dispatch: every rank names a lost one", 240, loss::cut),
+    step("mended", "wire whole again: verified", 400, bench::again),
+    step("rebuilt", "rebuilt in mid-dispatch: old packets come late and touch nothing", 360, rebuilt::run),
+    step("killed", "machine off in mid-dispatch: every rank left names a lost one", 300, loss::killed),
+    step("booted", "machine on again: verified", 400, bench::again),
 ];
 
 const fn step(
