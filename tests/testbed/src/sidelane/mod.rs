@@ -19,8 +19,8 @@ use crate::error::{Error, Result};
 /// The lane that is here to be tested.
 pub const LANE: &str = "verbs";
 
-/// The cards' patience in a run that nothing disturbs: longer than any step. Soft-RoCE's timer runs from a request that may
-/// have been answered long ago, and sends again whatever is under way when it ends.
+/// The cards' patience in a run that nothing disturbs: 275 seconds, longer than any such run. Soft-RoCE's timer runs from a
+/// request that may have been answered long ago, and sends again whatever is under way when it ends.
 const CALM: &str = "SIDELANE_VERBS_TIMEOUT=26 SIDELANE_VERBS_RETRIES=6";
 
 /// In a run whose wire is held: 17 seconds, so that nothing is sent again meanwhile.
