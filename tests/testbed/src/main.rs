@@ -64,7 +64,7 @@ struct Options {
     #[arg(long)]
     strict: bool,
     /// How often to alternate between Sidelane and perftest
-    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
     /// Cargo's profile for the programs under test
     #[arg(long, default_value = "test")]

@@ -40,7 +40,7 @@ pub fn run(options: &Options) -> Result<bool> {
         return command_on_both(&bed, command);
     }
 
-    let asked = Asked { rounds: options.rounds as usize };
+    let asked = Asked { rounds: options.rounds };
     let wanted = |step: &&Step| options.only.is_empty() || options.only.iter().any(|name| name == step.name);
     let mut report = Report {
         accelerator: bed.accelerator().name(),
@@ -81,7 +81,7 @@ fn take(step: &Step, bed: &mut Bed, asked: &Asked) -> (Row, Vec<Comparison>) {
         Err(error) => return (Row { note: error.to_string(), ..row }, Vec::new()),
     };
     let begin = Instant::now();
-    let seen = (step.run)(bed, asked, Deadline::after(step.within));
+    let seen = (step.run)(bed, asked, Deadline::after(step.within(asked)));
     row.seconds = seconds(begin.elapsed());
     for (machine, before) in before.iter().enumerate() {
         // A machine that the step left switched off has nothing to tell.

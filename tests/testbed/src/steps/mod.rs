@@ -23,15 +23,29 @@ pub struct Step {
     /// What is seen when it passes.
     pub about: &'static str,
     /// How long it may take.
-    pub within: Duration,
+    within: Duration,
+    /// And for each round of what alternates.
+    each: Duration,
     /// Does it.
     pub run: fn(&mut Bed, &Asked, Deadline) -> Result<Findings>,
+}
+
+impl Step {
+    const fn each(mut self, seconds: u64) -> Self {
+        self.each = Duration::from_secs(seconds);
+        self
+    }
+
+    /// How long it may take, if so much is asked for.
+    pub fn within(&self, asked: &Asked) -> Duration {
+        self.within + self.each * asked.rounds
+    }
 }
 
 /// What the caller asked for.
 pub struct Asked {
     /// How often to alternate between ours and the yardstick.
-    pub rounds: usize,
+    pub rounds: u32,
 }
 
 /// What a step has seen.
@@ -54,7 +68,7 @@ pub const STEPS: [Step; 9] = [
     step("cards", "cards active, wire and clocks right", 30, cards::run),
     step("conformance", "the contract of a lane, for each way to signal", 120, conformance::run),
     step("bench", "2 x 2 ranks, pxn and direct: every row verified, every packet counted", 500, bench::run),
-    step("compare", "sidelane perf beside perftest, interleaved", 600, compare::run),
+    step("compare", "sidelane perf beside perftest, interleaved", 120, compare::run).each(90),
     step("cut", "wire cut in mid-dispatch: every rank names a lost one", 240, loss::cut),
     step("mended", "wire whole again: verified", 400, bench::again),
     step("rebuilt", "rebuilt in mid-dispatch: old packets come late and touch nothing", 360, rebuilt::run),
@@ -68,5 +82,5 @@ const fn step(
     seconds: u64,
     run: fn(&mut Bed, &Asked, Deadline) -> Result<Findings>,
 ) -> Step {
-    Step { name, about, within: Duration::from_secs(seconds), run }
+    Step { name, about, within: Duration::from_secs(seconds), each: Duration::ZERO, run }
 }
