@@ -80,11 +80,22 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
     assert_eq!(kernels.iter().filter(|row| row["what"].as_str().unwrap().starts_with("sum ")).count(), 5);
     assert_eq!((state(&kernels, "product"), state(&kernels, "copy by SMs")), ("right", "right"));
     let exchange = rows(&report, "exchange");
-    for what in ["2 ranks", "4 ranks", "8 ranks", "8 ranks in a graph", "two exchanges in turns"] {
+    for what in [
+        "2 ranks",
+        "4 ranks",
+        "8 ranks",
+        "8 ranks in a graph",
+        "two exchanges in turns",
+        "planned, eager, 8 ranks",
+        "planned, budget, 8 ranks",
+        "planned, 4 ranks in a graph",
+    ] {
         assert_eq!(state(&exchange, what), "right", "{what}");
     }
     let processes = rows(&report, "processes");
-    assert_eq!((state(&processes, "2 ranks"), state(&processes, "4 ranks")), ("right", "right"));
+    for what in ["2 ranks", "4 ranks", "planned, eager, 4 ranks", "planned, budget, 4 ranks"] {
+        assert_eq!(state(&processes, what), "right", "{what}");
+    }
 
     let audit = rows(&report, "audit");
     for what in [
@@ -102,7 +113,7 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
     }
     let activity = rows(&report, "activity");
     assert_eq!(activity.iter().map(|row| &row["state"]).collect::<Vec<_>>(), ["right"; 3], "{activity:#?}");
-    for part in ["interference", "costs"] {
+    for part in ["interference", "planner", "costs"] {
         let rows = rows(&report, part);
         assert!(rows.len() >= 3, "{part}: {rows:#?}");
         for row in rows {

@@ -33,6 +33,7 @@ pub(crate) use heap::{Heap, HeapSizes};
 pub(crate) use mapped::Mapped;
 pub(crate) use pages::shared_huge_bytes;
 pub use pages::{PageReport, huge_pages_granted};
+pub use pinned::SharedPinned;
 pub(crate) use pinned::pin;
 pub(crate) use pool::Licence;
 pub use pool::{Extent, Pool, PoolReport};

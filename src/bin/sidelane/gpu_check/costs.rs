@@ -224,7 +224,7 @@ fn layer(task: &Task, checks: &mut Checks, stand_in: bool) -> Result<(), CheckEr
 }
 
 /// Microseconds of dispatch, of combine, and of a launch of a graph with both.
-fn rounds(task: &Task, case: Case, world: World) -> Result<[Vec<f64>; 3], CheckError> {
+fn rounds(task: &Task, case: Case, world: &World) -> Result<[Vec<f64>; 3], CheckError> {
     let mut rank = Rank::new(case, Dtype::Bf16, world, task.device)?;
     let me = u64::from(rank.exchange.rank());
     let tensors = OnDevice::new(&rank, &case.input(Dtype::Bf16, me, case.max_tokens))?;

@@ -11,6 +11,7 @@
 //!               +-- part audit           transfers while a kernel holds every multiprocessor
 //!               +-- part activity        every kernel between packed and landed, by CUPTI's list
 //!               +-- part interference    matrix products alone, beside copy engines, beside a copying kernel
+//!               +-- part planner         a planner in the process against one in a helper process
 //!               +-- part costs           copies, memory operations, graphs, slots
 //!                      | rows, a line of JSON each
 //!                      v
@@ -34,6 +35,7 @@ mod kernels;
 mod listed;
 mod memory;
 mod parts;
+mod planner;
 mod report;
 mod row;
 mod table;
@@ -79,6 +81,8 @@ pub fn part(args: &RankArgs) -> Result<ExitCode, CliError> {
         Part::Audit => audit::run(&task, &mut checks),
         Part::Activity => activity::run(&task, &mut checks),
         Part::Interference => interference::run(&task, &mut checks),
+        Part::Planner => planner::run(&task, &mut checks),
+        Part::Helper => planner::help(&task),
         Part::Costs => costs::run(&task, &mut checks),
     };
     if let Err(error) = done {

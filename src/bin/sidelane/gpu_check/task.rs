@@ -19,12 +19,15 @@ pub enum Part {
     Audit,
     Activity,
     Interference,
+    Planner,
+    /// A process that the part before starts.
+    Helper,
     Costs,
 }
 
 impl Part {
     /// Those that are run.
-    pub const ALL: [Part; 8] = [
+    pub const ALL: [Part; 9] = [
         Part::Driver,
         Part::Kernels,
         Part::Exchange,
@@ -32,6 +35,7 @@ impl Part {
         Part::Audit,
         Part::Activity,
         Part::Interference,
+        Part::Planner,
         Part::Costs,
     ];
 
@@ -45,6 +49,7 @@ impl Part {
             Part::Audit => "audit",
             Part::Activity => "activity",
             Part::Interference => "interference",
+            Part::Planner | Part::Helper => "planner",
             Part::Costs => "costs",
         }
     }

@@ -56,7 +56,7 @@ impl Host {
 }
 
 /// Plain calls, any partial rows.
-pub fn plain<E: Element>(task: &Task, case: Case, world: World) -> Result<String, CheckError> {
+pub fn plain<E: Element>(task: &Task, case: Case, world: &World) -> Result<String, CheckError> {
     let mut rank = Rank::new(case, E::DTYPE, world, task.device)?;
     let mut host = Host::new(&rank)?;
     let mut tensors = rank.tensors()?;
@@ -109,7 +109,7 @@ fn compare(rank: &Rank, received: &[u8], answer: &Answer) -> Result<(), CheckErr
 }
 
 /// A layer that was captured once, replayed with other tokens.
-pub fn graph(task: &Task, case: Case, world: World) -> Result<String, CheckError> {
+pub fn graph(task: &Task, case: Case, world: &World) -> Result<String, CheckError> {
     let mut rank = Rank::new(case, Dtype::Bf16, world, task.device)?;
     let mut host = Host::new(&rank)?;
     let me = u64::from(rank.exchange.rank());
@@ -138,7 +138,7 @@ pub fn graph(task: &Task, case: Case, world: World) -> Result<String, CheckError
 }
 
 /// Two exchanges whose halves overlap.
-pub fn turns(task: &Task, case: Case, world: World) -> Result<String, CheckError> {
+pub fn turns(task: &Task, case: Case, world: &World) -> Result<String, CheckError> {
     let mut rank = Rank::new(case, Dtype::Bf16, world, task.device)?;
     let mut other = case.builder(&rank.group, &rank.context).build()?;
     let mut host = Host::new(&rank)?;

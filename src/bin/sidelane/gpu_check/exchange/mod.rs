@@ -1,7 +1,8 @@
-//! The stream exchange on one GPU, its ranks as threads or as processes, against the host's `ExpertParallel`: rows, choices,
-//! weights and sums to the bit.
+//! The exchanges on one GPU, their ranks as threads or as processes, against the host's `ExpertParallel`: rows, choices, weights,
+//! counts and sums to the bit.
 
 mod both;
+mod planned;
 mod rank;
 
 use std::time::Duration;
@@ -41,7 +42,18 @@ pub fn threads(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
             on_ranks(task, ranks, |world| both::graph(task, case, world)),
         )?;
     }
-    tell("two exchanges in turns".to_owned(), on_ranks(task, 4, |world| both::turns(task, case, world)))
+    tell("two exchanges in turns".to_owned(), on_ranks(task, 4, |world| both::turns(task, case, world)))?;
+    for ranks in [2, 4, 8] {
+        let case = self::case(task, ranks);
+        for (mode, what) in [(planned::EAGER, "eager"), (planned::half(case), "budget")] {
+            let found = on_ranks(task, ranks, |world| planned::plain(task, case, mode, world));
+            tell(format!("planned, {what}, {ranks} ranks"), found)?;
+        }
+    }
+    tell(
+        "planned, 4 ranks in a graph".to_owned(),
+        on_ranks(task, 4, |world| planned::graph(task, case, world)),
+    )
 }
 
 /// The same, with ranks as processes that this one starts.
@@ -82,17 +94,24 @@ pub fn processes(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
 pub fn rank(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
     let world = World::from_env_with(options(task))?;
     let (me, ranks) = (world.rank(), world.size());
-    let found = plain::<bf16>(task, case(task, ranks), world);
+    let case = case(task, ranks);
     // One speaks for all, unless another has something to say.
-    if me == 0 || found.is_err() {
-        let what = format!("{ranks} ranks as processes");
+    let mut tell = |what: String, found: Result<String, CheckError>| {
         let shows = "memory and words go from one to the other as descriptors; to the bit";
-        checks.check(About { what: &what, shows, open: Some(ONE_GPU) }, || found)?;
+        let about = About { what: &what, shows, open: Some(ONE_GPU) };
+        if me == 0 || found.is_err() { checks.check(about, || found).map(drop) } else { Ok(()) }
+    };
+    tell(format!("{ranks} ranks as processes"), plain::<bf16>(task, case, &world))?;
+    for (mode, what) in [(planned::EAGER, "eager"), (planned::half(case), "budget")] {
+        tell(
+            format!("planned, {what}, {ranks} ranks as processes"),
+            planned::plain(task, case, mode, &world),
+        )?;
     }
     Ok(())
 }
 
-fn plain<E: Element>(task: &Task, case: Case, world: World) -> Result<String, CheckError> {
+fn plain<E: Element>(task: &Task, case: Case, world: &World) -> Result<String, CheckError> {
     both::plain::<E>(task, case, world)
 }
 
@@ -106,11 +125,11 @@ fn case(task: &Task, ranks: u32) -> Case {
 pub fn on_ranks<T: Send>(
     task: &Task,
     ranks: u32,
-    body: impl Fn(World) -> Result<T, CheckError> + Sync,
+    body: impl Fn(&World) -> Result<T, CheckError> + Sync,
 ) -> Result<T, CheckError> {
     let worlds = World::threads_with(&vec![0; ranks as usize], &options(task))?;
     let results: Vec<Result<T, CheckError>> = std::thread::scope(|scope| {
-        let threads: Vec<_> = worlds.into_iter().map(|world| scope.spawn(|| body(world))).collect();
+        let threads: Vec<_> = worlds.iter().map(|world| scope.spawn(|| body(world))).collect();
         let panicked = || CheckError::Ranks("a rank panicked".to_owned());
         threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked()))).collect()
     });

@@ -77,18 +77,16 @@ pub struct Rank {
     pub stream: Stream,
     /// Through which memory of the device is read and written.
     staging: PinnedMemory,
-    /// Last: it outlives what was made of it.
-    _world: World,
 }
 
 impl Rank {
-    pub fn new(case: Case, dtype: Dtype, world: World, device: u32) -> Result<Self, CheckError> {
+    pub fn new(case: Case, dtype: Dtype, world: &World, device: u32) -> Result<Self, CheckError> {
         let group = world.all()?;
         let context = Driver::open().and_then(|driver| driver.context(device))?;
         let exchange = case.builder(&group, &context).dtype(dtype).build()?;
         let stream = stream(&context)?;
         let staging = PinnedMemory::new(&context, exchange.received().len() as usize)?;
-        Ok(Rank { case, dtype, group, context, exchange, stream, staging, _world: world })
+        Ok(Rank { case, dtype, group, context, exchange, stream, staging })
     }
 
     /// Memory for the tensors of a call, with no tokens in it.
