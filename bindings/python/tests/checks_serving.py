@@ -1,0 +1,157 @@
+"""Callers in the shapes of vLLM's modular kernel and of SGLang's dispatchers."""
+
+from abc import ABC, abstractmethod
+from types import SimpleNamespace
+
+import pytest
+import torch
+from routing import case, same
+
+import sidelane
+from sidelane.serving import CombineInput, Dispatcher, PrepareFinalize
+
+
+class Modular(ABC):
+    """Names that vLLM's class leaves to whoever derives from it."""
+
+    @property
+    @abstractmethod
+    def activation_format(self): ...
+    @abstractmethod
+    def topk_indices_dtype(self): ...
+    @abstractmethod
+    def max_num_tokens_per_rank(self): ...
+    @abstractmethod
+    def num_dispatchers(self): ...
+    @abstractmethod
+    def output_is_reduced(self): ...
+    @abstractmethod
+    def prepare(self, *arguments): ...
+    @abstractmethod
+    def finalize(self, *arguments): ...
+
+
+class Ours(PrepareFinalize, Modular):
+    pass
+
+
+class TopKWeightAndReduceDelegate:
+    """Whoever finalizes applies weights."""
+
+
+class TopKWeightAndReduceNoOP:
+    """The experts have done it."""
+
+    def apply(self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input):
+        assert output is None and topk_weights.shape == topk_ids.shape
+        return fused_expert_output
+
+
+def built(world, of):
+    return sidelane.ExpertParallel(world, experts=of.experts, top_k=of.top_k, hidden=of.hidden, dtype=of.x[0].dtype)
+
+
+def factor(expert):
+    return 2.0 ** (expert % 3 - 1)
+
+
+def layer(rows, ids):
+    """Experts that multiply by a power of two of their own; each row has one."""
+    assert ids.shape == (len(rows), 1)
+    return rows * torch.tensor([factor(int(expert)) for expert in ids], dtype=rows.dtype).reshape(-1, 1)
+
+
+def sums(of, rank, weighted=True):
+    row_of = {}
+    for holder in range(of.ranks):
+        for expert, source, token, k in of.rows(holder):
+            weight = of.weights[source][token, k] if weighted else 1
+            row_of[expert, source, token] = of.x[source][token] * factor(expert) * weight
+    return of.summed(rank, row_of)
+
+
+def prepared(kernel, of, me):
+    return kernel.prepare_async(of.x[me], of.weights[me], of.ids[me].long(), of.experts, None, False, None, False)
+
+
+def check_vllm_s_halves_give_the_layer_s_sums(world):
+    of, me = case(world.size), world.rank
+    kernel = Ours(built(world, of), activation_format="standard")
+    assert kernel.supports_async() and kernel.output_is_reduced()
+    assert (kernel.num_dispatchers(), kernel.max_num_tokens_per_rank()) == (world.size, None)
+    for impl in (TopKWeightAndReduceDelegate(), TopKWeightAndReduceNoOP()):
+        rows, scales, meta, ids, weights = prepared(kernel, of, me)()
+        same(rows, of.rows_of(me, of.x))
+        assert scales is None
+        assert ids.flatten().tolist() == [expert for expert, *_ in of.rows(me)]
+        assert meta.expert_num_tokens.tolist() == [sum(row[0] == expert for row in of.rows(me)) for expert in of.held(me)]
+        made = layer(rows, ids)
+        if isinstance(impl, TopKWeightAndReduceNoOP):
+            made = made * weights
+        out = torch.full_like(of.x[me], torch.nan)
+        receive = kernel.finalize_async(out, made, weights, ids, False, impl)
+        receive()
+        same(out, sums(of, me))
+
+
+def check_microbatches_have_handles_of_their_own(world):
+    batches, me = [case(world.size), case(world.size, tokens=4)], world.rank
+    now = [0]
+    kernel = Ours(built(world, batches[0]), microbatch=lambda: now[0])
+    received = []
+    for now[0], of in enumerate(batches):
+        received.append(prepared(kernel, of, me)())
+    outs = [torch.full_like(of.x[me], torch.nan) for of in batches]
+    for now[0] in (1, 0):
+        rows, _, _, ids, weights = received[now[0]]
+        kernel.finalize(outs[now[0]], layer(rows, ids), weights, ids, False, TopKWeightAndReduceDelegate())
+    for of, out in zip(batches, outs):
+        same(out, sums(of, me))
+
+
+def check_weights_on_the_input_are_not_applied_again(world):
+    of, me = case(world.size, top_k=1), world.rank
+    kernel = Ours(built(world, of))
+    rows, _, _, ids, weights = kernel.prepare(of.x[me], of.weights[me], of.ids[me].long(), of.experts, None, True, None, False)
+    out = torch.full_like(of.x[me], torch.nan)
+    kernel.finalize(out, layer(rows, ids), weights, ids, True, TopKWeightAndReduceDelegate())
+    same(out, sums(of, me))
+
+
+def check_what_vllm_may_ask_and_is_not_there_is_refused(world):
+    of, me = case(world.size), world.rank
+    kernel = Ours(built(world, of))
+    ids, weights = of.ids[me].long(), of.weights[me]
+    with pytest.raises(ValueError, match="not of 3"):
+        kernel.prepare(of.x[me], weights, ids, of.experts, None, True, None, False)
+    with pytest.raises(ValueError, match="11 experts where 10 are held"):
+        kernel.prepare(of.x[me], weights, ids, 11, None, False, None, False)
+    with pytest.raises(ValueError, match="quantised by the experts"):
+        kernel.prepare(of.x[me], weights, ids, of.experts, None, False, SimpleNamespace(quant_dtype=torch.int8), False)
+
+
+def check_sglang_s_stages_give_the_layer_s_sums(world):
+    of, me = case(world.size), world.rank
+    ep = built(world, of)
+    first, second = Dispatcher(ep), Dispatcher(ep)
+    chosen = SimpleNamespace(topk_ids=of.ids[me].long(), topk_weights=of.weights[me])
+    # Two batches whose stages take turns.
+    first.dispatch_a(of.x[me], chosen)
+    one = first.dispatch_b()
+    second.dispatch_a(of.x[me], chosen)
+    made = layer(one.hidden_states, one.topk_ids) * one.topk_weights
+    two = second.dispatch_b()
+    first.combine_a(CombineInput(made, one.topk_ids, one.topk_weights))
+    out = first.combine_b()
+    same(out, sums(of, me))
+    same(second.combine(CombineInput(layer(two.hidden_states, two.topk_ids))), sums(of, me, weighted=False))
+    assert one.num_recv_tokens_per_expert == [sum(row[0] == expert for row in of.rows(me)) for expert in of.held(me)]
+
+
+def check_sglang_s_stages_come_in_order(world):
+    of, me = case(world.size), world.rank
+    dispatcher = Dispatcher(built(world, of))
+    with pytest.raises(RuntimeError, match="after 'dispatching'"):
+        dispatcher.dispatch_b()
+    with pytest.raises(RuntimeError, match="after 'dispatched'"):
+        dispatcher.combine(CombineInput(of.x[me]))
