@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 # A rank that waits in vain shall say so within the patience of whoever runs this.
 os.environ.setdefault("SIDELANE_DEADLINE_MS", "120000")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Megatron compiles small functions when they are first called, for longer than all checks take.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 def checks_of(module: str) -> list[str]:

@@ -1,19 +1,19 @@
-"""Runs the code of docs/from-python.md."""
+"""Runs the code of a page of docs/."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[3] / "docs" / "from-python.md"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
-def blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
 
 
-def run() -> int:
-    """At this rank, one block after another, as one program."""
-    code = blocks()
-    exec(compile("\n".join(code), str(PAGE), "exec"), {})
+def run(page: str) -> int:
+    """At this rank, one block after another, as one program: how many there were."""
+    code = blocks(page)
+    exec(compile("\n".join(code), str(DOCS / page), "exec"), {})
     return len(code)

@@ -6,5 +6,6 @@ import sidelane
 
 
 def test_the_page_s_code_runs_on_two_ranks():
-    assert sidelane.launch(document.run, 2) == [len(document.blocks())] * 2
-    assert len(document.blocks()) >= 5
+    page = "from-python.md"
+    assert sidelane.launch(document.run, 2, page) == [len(document.blocks(page))] * 2
+    assert len(document.blocks(page)) >= 5

@@ -1,10 +1,11 @@
-"""Megatron-core 0.16.1 on four CPU processes: forward and all gradients, bit for bit in float32."""
+"""Megatron-core 0.16.1 in CPU processes: forward and all gradients against its own all-to-all."""
 
 import importlib.metadata
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
-from test_joins import free_port
 
 import sidelane
 
@@ -15,24 +16,32 @@ except importlib.metadata.PackageNotFoundError:
     assert "SIDELANE_NEED_MEGATRON" not in os.environ
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
-
-def test_rows_sums_and_gradients_are_megatron_s_own():
-    import megatron_ranks
-
-    cases = [f"{who} {k} {capacity}" for k in (1, 2, 8) for capacity in (None, 1.0) for who in ("all-to-all", "flex")]
-    assert sidelane.launch(megatron_ranks.judged, 4, free_port(), 1) == [cases] * 4
+SHAPES = [(4, 1), (8, 1)]
 
 
-def test_tensor_parallel_ranks_share_their_experts_rows():
-    import megatron_ranks
-
-    cases = [f"tensor parallel 2 {capacity}" for capacity in (None, 1.0)]
-    assert sidelane.launch(megatron_ranks.judged, 4, free_port(), 2) == [cases] * 4
+def test_megatron(checked, hold):
+    hold(checked)
 
 
-def test_install_is_refused_where_it_would_come_too_late():
-    import megatron_ranks
+@pytest.mark.parametrize(
+    "module, kind, message",
+    [
+        ("deep_ep", "Loaded", "before it is imported"),
+        ("megatron.core.transformer.moe.fused_a2a", "TooLate", "before importing megatron.core"),
+    ],
+)
+def test_install_is_refused_where_it_would_come_too_late(monkeypatch, module, kind, message):
+    import sidelane.megatron
 
-    [said] = sidelane.launch(megatron_ranks.refused, 1)
-    assert [kind for kind, _ in said] == ["Loaded", "TooLate", "ValueError"]
-    assert "before it is imported" in said[0][1] and "before importing megatron.core" in said[1][1]
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace())
+    with pytest.raises(sidelane.Error, match=message) as refused:
+        sidelane.megatron.install()
+    assert refused.value.kind == kind
+
+
+def test_a_dispatcher_refuses_rows_that_are_padded_for_quantisation():
+    import sidelane.megatron
+
+    config = SimpleNamespace(moe_router_padding_for_quantization=True)
+    with pytest.raises(ValueError, match="moe_router_padding_for_quantization"):
+        sidelane.megatron.TokenDispatcher(4, [0, 1, 2, 3], config, None)

@@ -15,7 +15,7 @@ that goes from one to the other, so that no gradient is left out because nothing
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,10 @@ class Routed:
         it after combine: the memory is others' then, and a backward pass that had saved it is told so.
         """
         return self.handle.output()
+
+    def detach(self) -> Routed:
+        """The same for a combine whose backward pass is started apart from that of the dispatch, and does not go on to it."""
+        return replace(self, ticket=self.ticket.detach(), routing_weights=self.routing_weights.detach())
 
 
 def dispatch(ep: ExpertParallel, x: Tensor, experts: Tensor, weights: Tensor) -> Routed:

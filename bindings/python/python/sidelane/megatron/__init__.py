@@ -1,0 +1,32 @@
+"""Megatron-core on Sidelane.
+
+*Our own* dispatcher, recommended: one call before layers are built, and nothing is permuted before or after::
+
+    import sidelane.megatron
+    sidelane.megatron.enable()           # --moe-token-dispatcher-type alltoall
+
+*Unchanged*: a module in place of ``deep_ep``, put there before Megatron looks for it, so that its flex dispatcher sends by
+Sidelane with the backends ``deepep`` and ``hybridep``::
+
+    import sidelane.megatron
+    sidelane.megatron.install()
+    import megatron.core                 # --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep
+
+Newer Megatrons have a backend ``ncclep``: :func:`sidelane.megatron.nccl.install` puts ours under it.
+
+| | rows | sums | sizes |
+|---|---|---|---|
+| :class:`TokenDispatcher` | expert-major | by expert: those of Megatron's all-to-all to the bit, in float32 | exact |
+| :class:`HybridEPBuffer` | expert-major | the same | exact, or a budget |
+| :mod:`.nccl` | expert-major | the same | exact, or a budget |
+| :class:`Buffer` | one per token and rank, permuted by Megatron | by rank | exact |
+
+Worlds and layers are made at the first call that needs them, all ranks of the group together, and kept.
+"""
+
+from .buffer import Buffer, Config, EventHandle, EventOverlap
+from .dispatcher import TokenDispatcher, enable
+from .hybrid import HybridEPBuffer
+from .install import install
+
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "HybridEPBuffer", "TokenDispatcher", "enable", "install"]

@@ -1,0 +1,104 @@
+"""A dispatcher with the calls of Megatron's own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import autograd
+from .layers import layer
+
+
+def enable() -> None:
+    """Makes :class:`TokenDispatcher` that of all MoE layers that are built from now on, of types ``alltoall`` and ``flex``."""
+    from megatron.core.transformer.moe import moe_layer
+
+    moe_layer.MoEAlltoAllTokenDispatcher = TokenDispatcher
+    moe_layer.MoEFlexTokenDispatcher = TokenDispatcher
+
+
+class TokenDispatcher:
+    """A dispatcher of Megatron's, expert-major: `MoETokenDispatcher`'s calls, and nothing permuted.
+
+    Tensor-parallel ranks are treated as the flex dispatcher does: each gets all tokens of its experts and returns a partial
+    sum, which combine adds up. What combine does hangs on what experts return, not on the dispatch: Megatron starts backward
+    passes of the two apart when it overlaps microbatches.
+    """
+
+    def __init__(self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any) -> None:
+        if config.moe_router_padding_for_quantization:
+            raise ValueError("rows are not padded for quantisation yet: set moe_router_padding_for_quantization=False")
+        self.config, self.shared_experts = config, None
+        self.ep_group, self.tp_group, self.tp_ep_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.tp_ep
+        self.ep_size, self.tp_size, self.tp_rank = self.ep_group.size(), self.tp_group.size(), self.tp_group.rank()
+        self.num_local_experts, self.local_expert_indices = num_local_experts, local_expert_indices
+        experts = num_local_experts * self.ep_size
+        # A capacity that is padded gives experts tokens that have not chosen them.
+        self.choices = experts if config.moe_pad_expert_input_to_capacity else config.moe_router_topk
+        self.cudagraph_attrs: list[str] = []
+        self.valid_cudagraph_attrs = None
+        # Where the schedule that overlaps microbatches leaves the weights that it detached, which token_dispatch gets as well.
+        self._comm_manager = SimpleNamespace()
+        self.ids: Tensor | None = None
+        self.routed: autograd.Routed | None = None
+
+    def set_shared_experts(self, _shared_experts: Any) -> None:
+        raise NotImplementedError("the overlap of shared experts is not open to this dispatcher")
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """From the map [tokens, experts] to choices [tokens, top_k] by ascending expert."""
+        self.hidden_shape, self.probs_dtype = hidden_states.shape, probs.dtype
+        experts = routing_map.shape[1]
+        if (routing_map.sum(dim=1) > self.choices).any():
+            raise ValueError(f"a token has more than {self.choices} experts: is the routing map padded?")
+        numbers = torch.arange(experts).expand_as(routing_map)
+        ids = torch.where(routing_map, numbers, experts).sort(dim=1).values[:, : self.choices]
+        dropped = ids == experts
+        weights = probs.gather(1, ids.masked_fill(dropped, 0)).masked_fill(dropped, 0.0)
+        if self.tp_size > 1:
+            # Expert e of expert-parallel rank r is one expert at each of its tensor-parallel ranks.
+            n = self.num_local_experts
+            ids = torch.cat([(ids // n * self.tp_size + tp) * n + ids % n for tp in range(self.tp_size)], dim=1)
+            dropped, weights = dropped.repeat(1, self.tp_size), weights.repeat(1, self.tp_size)
+        self.ids = ids.masked_fill(dropped, -1)
+        return hidden_states.reshape(-1, self.hidden_shape[-1]), weights
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        """Sends tokens and weights."""
+        if self.ids is None:
+            raise RuntimeError("token_dispatch comes after dispatch_preprocess")
+        ep = layer(
+            self.tp_ep_group,
+            experts=self.num_local_experts * self.tp_size * self.ep_size,
+            top_k=self.ids.shape[1],
+            hidden=hidden_states.shape[1],
+            dtype=hidden_states.dtype,
+        )
+        self.ep, self.routed = ep, autograd.dispatch(ep, hidden_states, self.ids, probs)
+        return self.routed.rows, self.routed.weights
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows are as experts take them."""
+        if self.routed is None:
+            raise RuntimeError("dispatch_postprocess comes after token_dispatch")
+        counts = torch.tensor(self.routed.tokens_per_expert, dtype=torch.int64)
+        return hidden_states, counts, probs.to(self.probs_dtype)
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Nothing is put back: combine reads rows where they lie."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        """Sums the rows of each token, by ascending expert."""
+        if self.routed is None:
+            raise RuntimeError("token_combine comes after token_dispatch")
+        tokens = autograd.combine(self.ep, hidden_states, self.routed.detach())
+        self.ids = self.routed = None
+        return tokens
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """In the shape that came."""
+        return hidden_states.view(self.hidden_shape)

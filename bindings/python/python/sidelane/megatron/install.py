@@ -1,0 +1,33 @@
+"""Our module in place of ``deep_ep``."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from ..errors import Error
+from .buffer import Buffer, Config, EventHandle, EventOverlap
+from .hybrid import HybridEPBuffer
+
+
+def install() -> None:
+    """Puts :class:`Buffer` and :class:`HybridEPBuffer` where Megatron looks for DeepEP's.
+
+    Refused once a real ``deep_ep`` is loaded, or Megatron has looked for one and found none.
+    """
+    loaded = sys.modules.get("deep_ep")
+    if loaded is not None:
+        if getattr(loaded, "Buffer", None) is Buffer:
+            return
+        raise Error("a deep_ep is loaded already: call sidelane.megatron.install() before it is imported", "Loaded")
+    if "megatron.core.transformer.moe.fused_a2a" in sys.modules:
+        message = "Megatron has looked for deep_ep already: call sidelane.megatron.install() before importing megatron.core"
+        raise Error(message, "TooLate")
+    package, utils = ModuleType("deep_ep", __doc__), ModuleType("deep_ep.utils", __doc__)
+    for thing in (Buffer, Config, EventOverlap, HybridEPBuffer):
+        setattr(package, thing.__name__, thing)
+    for thing in (EventHandle, EventOverlap):
+        setattr(utils, thing.__name__, thing)
+    package.utils = utils
+    package.__path__ = []
+    sys.modules |= {"deep_ep": package, "deep_ep.utils": utils}

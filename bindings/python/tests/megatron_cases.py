@@ -1,0 +1,184 @@
+"""Cases for Megatron's dispatchers: routed tokens, experts that differ, and how far results may lie apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+HIDDEN = 8
+EXPERTS = 16
+
+
+@dataclass(frozen=True, order=True)
+class Case:
+    """One configuration."""
+
+    tensor_parallel: int
+    top_k: int
+    capacity: str
+    """``none``, ``drop``, or ``pad``: a factor of 1, rows beyond it dropped; missing ones filled up, too."""
+    exact: bool
+    """Small integers and linear experts, whose sums are exact in any order; else random numbers and tanh."""
+
+    def config(self, backend: str = "hybridep") -> SimpleNamespace:
+        """What Megatron's dispatchers read of a configuration."""
+        return SimpleNamespace(
+            add_bias_linear=False,
+            batch_invariant_mode=False,
+            cuda_graph_impl="none",
+            cuda_graph_scope=[],
+            fp4=None,
+            fp8=None,
+            moe_deepep_num_sms=20,
+            moe_hybridep_num_sms=16,
+            moe_expert_capacity_factor=None if self.capacity == "none" else 1.0,
+            moe_flex_dispatcher_backend=backend,
+            moe_pad_expert_input_to_capacity=self.capacity == "pad",
+            moe_permute_fusion=False,
+            moe_router_dtype="fp32",
+            moe_router_padding_for_quantization=False,
+            moe_router_topk=self.top_k,
+            moe_shared_expert_overlap=False,
+            moe_token_dispatcher_type="flex",
+            num_moe_experts=EXPERTS,
+        )
+
+    def scales(self) -> Tensor:
+        """The factor of each expert at each of its tensor-parallel ranks, [ranks, experts]."""
+        if self.exact:
+            return torch.stack([(torch.arange(EXPERTS) % 3 + 1.0) * (1 - 2 * (tp % 2)) for tp in range(self.tensor_parallel)])
+        return torch.stack([torch.linspace(0.5, 2.0, EXPERTS) + 0.125 * tp for tp in range(self.tensor_parallel)])
+
+    def expert(self, rows: Tensor, factors: Tensor, weights: Tensor) -> Tensor:
+        """What an expert makes of its rows."""
+        y = rows * factors.unsqueeze(1)
+        return (y if self.exact else torch.tanh(y)) * weights.unsqueeze(1)
+
+
+def cases() -> list[Case]:
+    """All; a capacity that is padded for one tensor-parallel rank only, as Megatron's hybridep counts it wrongly for more."""
+    return [
+        Case(tp, top_k, capacity, exact)
+        for tp in (1, 2)
+        for top_k in (1, 2, 8)
+        for capacity in (("none", "drop", "pad") if tp == 1 else ("none", "drop"))
+        for exact in (True, False)
+    ]
+
+
+class Inputs(NamedTuple):
+    """A rank's part."""
+
+    x: Tensor
+    chosen: Tensor
+    probs: Tensor
+    gradient: Tensor
+
+
+def inputs(case: Case, rank: int, batch: int = 0, hidden: int = HIDDEN) -> Inputs:
+    """What Megatron's own router makes of random logits; as many tokens at all ranks only where they must."""
+    from megatron.core.transformer.moe import moe_utils
+
+    draw = torch.Generator().manual_seed(10000 * batch + 100 * case.top_k + rank)
+    tokens = 12 if case.capacity == "pad" else 2 * (5 + rank)
+    logits = torch.randn(tokens, EXPERTS, generator=draw)
+    probs, chosen = moe_utils.topk_routing_with_score_function(logits, case.top_k)
+    if case.capacity != "none":
+        pad = case.capacity == "pad"
+        probs, chosen = moe_utils.apply_router_token_dropping(probs, chosen, case.top_k, 1.0, "probs", pad)
+    shape = (tokens // 2, 2, hidden)
+    if not case.exact:
+        x, gradient = torch.randn(shape, generator=draw), torch.randn(shape, generator=draw)
+        return Inputs(x, chosen, probs.detach(), gradient)
+    x, gradient = (torch.randint(-4, 5, shape, generator=draw).float() for _ in range(2))
+    return Inputs(x, chosen, (probs > 0) * torch.randint(1, 4, probs.shape, generator=draw).float(), gradient)
+
+
+@cache
+def groups(tensor_parallel: int) -> SimpleNamespace:
+    """This rank's process groups; tensor-parallel ranks are neighbours."""
+    rank, tp = dist.get_rank(), tensor_parallel
+    ep = dist.get_world_size() // tp
+    tps = [dist.new_group([e * tp + t for t in range(tp)]) for e in range(ep)]
+    eps = [dist.new_group([e * tp + t for e in range(ep)]) for t in range(tp)]
+    return SimpleNamespace(ep=eps[rank % tp], expt_tp=tps[rank // tp], tp_ep=dist.group.WORLD)
+
+
+def held(tensor_parallel: int, rank: int) -> list[int]:
+    """The experts of a rank."""
+    n = EXPERTS * tensor_parallel // dist.get_world_size()
+    return list(range(rank // tensor_parallel * n, (rank // tensor_parallel + 1) * n))
+
+
+def factors_of(case: Case, counts: Tensor, rows: int) -> Tensor:
+    """The factor of each of this rank's rows; 1 for those that fill a budget."""
+    rank = dist.get_rank()
+    mine = case.scales()[rank % case.tensor_parallel, held(case.tensor_parallel, rank)]
+    factors = mine.repeat_interleave(counts)
+    return torch.cat([factors, factors.new_ones(rows - factors.numel())])
+
+
+class Results(NamedTuple):
+    """What a layer did: rows, counts and weights as experts got them; tokens, and gradients of tokens and weights."""
+
+    rows: Tensor
+    counts: Tensor
+    weights: Tensor
+    out: Tensor
+    tokens_gradient: Tensor
+    probs_gradient: Tensor
+
+
+def layer(dispatcher: Any, case: Case, of: Inputs) -> Results:
+    """A layer around a dispatcher."""
+    x, probs = of.x.clone().requires_grad_(), of.probs.clone().requires_grad_()
+    rows, weights = dispatcher.dispatch_preprocess(x, of.chosen, probs)
+    rows, weights = dispatcher.token_dispatch(rows, weights)
+    rows, counts, weights = dispatcher.dispatch_postprocess(rows, weights)
+    seen = rows.detach().clone(), counts.clone(), weights.detach().clone()
+    y = case.expert(rows, factors_of(case, counts, rows.shape[0]), weights)
+    out = dispatcher.combine_preprocess(y)
+    out = dispatcher.combine_postprocess(dispatcher.token_combine(out))
+    out.backward(of.gradient)
+    return Results(*seen, out.detach(), x.grad, probs.grad)
+
+
+def absolute_terms(case: Case, of: Inputs) -> list[Tensor]:
+    """Sums of the absolute values of what is summed in each result."""
+    tokens, g = of.x.reshape(-1, HIDDEN), of.gradient.reshape(-1, HIDDEN)
+    out, dx, dp = torch.zeros_like(tokens), torch.zeros_like(tokens), torch.zeros_like(of.probs)
+    for scales in case.scales():
+        for expert in range(EXPERTS):
+            hit = of.chosen[:, expert].nonzero().flatten()
+            rows, weights = tokens[hit].clone().requires_grad_(), of.probs[hit, expert].clone().requires_grad_()
+            y = case.expert(rows, scales[expert].expand(hit.numel()), weights)
+            y.backward(g[hit])
+            out[hit] += y.detach().abs()
+            dx[hit] += rows.grad.abs()
+            dp[hit, expert] += weights.grad.abs()
+    return [out.view(of.x.shape), dx.view(of.x.shape), dp]
+
+
+class Apart(NamedTuple):
+    """The largest difference of a result, as it is and in last places of the sum of absolute terms."""
+
+    difference: float
+    places: float
+
+
+def apart(case: Case, of: Inputs, one: Results, other: Results) -> list[Apart]:
+    """Of tokens, their gradients, and those of weights."""
+    found = []
+    for a, b, terms in zip(one[3:], other[3:], absolute_terms(case, of), strict=True):
+        difference = (a - b).abs()
+        assert not difference[terms == 0].any()
+        last = torch.ldexp(torch.ones_like(terms), torch.frexp(terms).exponent - 24)
+        places = torch.where(difference > 0, difference / last, 0.0)
+        found.append(Apart(difference.max().item(), places.max().item()))
+    return found
