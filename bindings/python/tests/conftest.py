@@ -11,6 +11,7 @@ import sys
 import traceback
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -48,16 +49,16 @@ def make_checks(module: str) -> dict[str, str | None]:
 
 
 @cache
-def world_of(module: str, ranks: int, nodes: int) -> list[dict[str, str | None]]:
-    return sidelane.launch(make_checks, ranks, module, nodes=nodes)
+def world_of(module: str, ranks: int, nodes: int, start: Literal["spawn", "forkserver"]) -> list[dict[str, str | None]]:
+    return sidelane.launch(make_checks, ranks, module, nodes=nodes, start=start)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "checked" in metafunc.fixturenames:
         module = metafunc.module.__name__.replace("test_", "checks_")
-        shapes = getattr(metafunc.module, "SHAPES")
-        cases = [(module, check, ranks, nodes) for ranks, nodes in shapes for check in checks_of(module)]
-        ids = [f"{check[6:]}-{ranks}x{nodes}" for _, check, ranks, nodes in cases]
+        shapes, start = getattr(metafunc.module, "SHAPES"), getattr(metafunc.module, "START", "spawn")
+        cases = [(module, check, ranks, nodes, start) for ranks, nodes in shapes for check in checks_of(module)]
+        ids = [f"{check[6:]}-{ranks}x{nodes}" for _, check, ranks, nodes, _ in cases]
         metafunc.parametrize("checked", cases, ids=ids)
 
 
@@ -65,9 +66,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def hold() -> object:
     """Holds the outcome of one check at all ranks against what it should be."""
 
-    def judge(checked: tuple[str, str, int, int]) -> None:
-        module, check, ranks, nodes = checked
-        said = world_of(module, ranks, nodes)
+    def judge(checked: tuple[str, str, int, int, Literal["spawn", "forkserver"]]) -> None:
+        module, check, ranks, nodes, start = checked
+        said = world_of(module, ranks, nodes, start)
         assert len(said) == ranks
         wrong = [f"rank {rank}: {of.get(check, 'not made')}" for rank, of in enumerate(said) if of.get(check, "") is not None]
         assert not wrong, "\n".join(wrong)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import sidelane
 import sidelane.megatron
-import sidelane.megatron.nccl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import megatron_on_cpu

@@ -1,6 +1,7 @@
 """Megatron-core 0.16.1 in CPU processes: forward and all gradients against its own all-to-all."""
 
 import importlib.metadata
+import multiprocessing
 import os
 import sys
 from types import SimpleNamespace
@@ -17,6 +18,9 @@ except importlib.metadata.PackageNotFoundError:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 SHAPES = [(4, 1), (8, 1)]
+# Megatron takes each process as long to import as all checks take.
+START = "forkserver"
+multiprocessing.set_forkserver_preload(["checks_megatron"])
 
 
 def test_megatron(checked, hold):

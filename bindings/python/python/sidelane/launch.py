@@ -9,25 +9,35 @@ import secrets
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+from ._native import close_all
 from .errors import Error, RankError, WorldError
 
 T = TypeVar("T")
 
 
-def launch(function: Callable[..., T], ranks: int, *args: Any, nodes: int = 1, env: dict[str, str] | None = None) -> list[T]:
+def launch(
+    function: Callable[..., T],
+    ranks: int,
+    *args: Any,
+    nodes: int = 1,
+    env: dict[str, str] | None = None,
+    start: Literal["spawn", "forkserver"] = "spawn",
+) -> list[T]:
     """Calls ``function(*args)`` in ``ranks`` new processes, as ranks of one job, and returns what each says, by rank.
 
     ``sidelane.init()`` in them finds that job. With ``nodes``, equal parts of the ranks act as nodes of their own, joined by
-    the loop lane. ``env`` are further variables. Processes are spawned, never forked, so the function and its arguments must
-    be importable. If ranks fail, the first that failed by itself is raised, its traceback as a note; that of a process that
-    ended without a word is a :class:`RankError`, which has what the others returned as ``results``.
+    the loop lane. ``env`` are further variables. Processes are spawned, so the function and its arguments must be importable;
+    ``start="forkserver"`` forks them from multiprocessing's server, which never joins a world: sooner where
+    ``multiprocessing.set_forkserver_preload`` names what takes seconds to import. If ranks fail, the first that failed by
+    itself is raised, its traceback as a note; that of a process that ended without a word is a :class:`RankError`, which has
+    what the others returned as ``results``.
     """
     if ranks % nodes:
         raise ValueError(f"{ranks} ranks cannot be divided into {nodes} equal nodes")
     port, job, secret = 20000 + secrets.randbelow(20000), f"py-{secrets.token_hex(8)}", secrets.token_hex(32)
-    spawn = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(start)
     seats = []
     for rank in range(ranks):
         variables = {
@@ -41,8 +51,8 @@ def launch(function: Callable[..., T], ranks: int, *args: Any, nodes: int = 1, e
             "SIDELANE_SECRET": secret,
             "SIDELANE_NODE": f"node {rank * nodes // ranks}" if nodes > 1 else "",
         }
-        ours, theirs = spawn.Pipe(duplex=False)
-        process = spawn.Process(
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
             target=_rank, args=(theirs, variables | (env or {}), function, args), name=f"rank {rank}"
         )
         process.start()
@@ -102,3 +112,5 @@ def _rank(connection: Connection, variables: dict[str, str], function: Callable[
         why = f"rank {rank}: what it returned or raised cannot be sent: {unsaid}\n{answer[0] or ''}"
         connection.send((Error(why, "Unsaid", {"rank": rank}), None))
     connection.close()
+    # A forked process ends without what was to be done at its exit.
+    close_all()

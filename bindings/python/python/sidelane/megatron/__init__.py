@@ -24,9 +24,20 @@ Newer Megatrons have a backend ``ncclep``: :func:`sidelane.megatron.nccl.install
 Worlds and layers are made at the first call that needs them, all ranks of the group together, and kept.
 """
 
+from . import nccl
 from .buffer import Buffer, Config, EventHandle, EventOverlap
+from .deep_ep import install
 from .dispatcher import TokenDispatcher, enable
 from .hybrid import HybridEPBuffer
-from .install import install
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "HybridEPBuffer", "TokenDispatcher", "enable", "install"]
+__all__ = [
+    "Buffer",
+    "Config",
+    "EventHandle",
+    "EventOverlap",
+    "HybridEPBuffer",
+    "TokenDispatcher",
+    "enable",
+    "install",
+    "nccl",
+]
