@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -52,7 +53,8 @@ def rows(of_ranks: list[Measured]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    said = [rank for ranks in RANKS for rank in sidelane.launch(measure, ranks)]
+    multiprocessing.set_forkserver_preload(["megatron_ranks"])
+    said = [rank for ranks in RANKS for rank in sidelane.launch(measure, ranks, start="forkserver")]
     head = r"(\| dispatcher .*\n\|[-| ]+\n)(?:\|.*\n)*"
     lines = "".join(f"{line}\n" for line in rows(said))
     text = re.sub(head, lambda found: found[1] + lines, PAGE.read_text(encoding="utf-8"))
