@@ -45,3 +45,8 @@ pub use world::{Group, Options, Window, World};
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// The code of the page for Rust runs.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/from-rust.md")]
+struct FromRust;
