@@ -20,6 +20,10 @@
 //! | [`world`] | worlds, groups, windows |
 //! | [`ep`] | dispatch, combine, gradients |
 
+// Unit tests share files with those in `tests`, which name the library.
+#[cfg(test)]
+extern crate self as sidelane;
+
 pub mod bootstrap;
 pub mod config;
 pub mod device;

@@ -265,12 +265,14 @@ fn every_mutant_of_all_gather_and_reduce_scatter_is_found() {
 fn every_mutant_of_engines_across_nodes_is_found() {
     let group = Group::new(&[0, 0, 1, 1], 4, 5).run((Route::Direct, Relays::Inline)).pulling();
     assert_eq!(survivors("2 x 2 by engines, direct", &group), Vec::<String>::new());
+    assert_eq!(survivors("2 x 2 by engines, direct and straight", &group.straight()), Vec::<String>::new());
 }
 
 #[test]
 fn every_mutant_of_engines_that_relay_is_found() {
     let group = Group::dense(&[0, 0, 1, 1], 4, 5).run((Route::Pxn, Relays::Inline)).pulling();
     assert_eq!(survivors("2 x 2 by engines, pxn", &group), Vec::<String>::new());
+    assert_eq!(survivors("2 x 2 by engines, pxn and straight", &group.straight()), Vec::<String>::new());
 }
 
 #[test]

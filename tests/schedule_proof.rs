@@ -122,10 +122,11 @@ fn rows_that_copy_engines_bring_home_are_proved_and_run_at_random() {
     ];
     for ((name, labels), route) in shapes.into_iter().flat_map(|shape| Route::ALL.map(|route| (shape, route)))
     {
-        for align in [1, 4] {
+        for (align, straight) in [(1, false), (4, false), (1, true), (4, true)] {
             let group = Group::new(labels, align, 5).run((route, Relays::Inline)).pulling();
+            let group = if straight { group.straight() } else { group };
             let story = group.tell(&calls, None);
-            let name = format!("{name} {} by engines, {align}", route.name());
+            let name = format!("{name} {} by engines, {align}, straight: {straight}", route.name());
             let proof = proved(&name, &story);
             assert!(proof.pairs > 20, "{name}: memory is reused, so accesses meet");
             check(&story, 0..3).unwrap_or_else(|fault| panic!("{name}: {fault}"));

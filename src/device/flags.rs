@@ -9,12 +9,15 @@ use cudarc::driver::sys::CUstreamBatchMemOpType_enum as Kind;
 
 use super::call;
 use super::context::Context;
+use super::probe::WriteOrder;
 use super::range::{Held, Value, Word};
 use super::stream::Stream;
 use crate::error::DeviceError;
 
 /// `CU_STREAM_WAIT_VALUE_GEQ`.
 const AT_OR_PAST: u32 = 0;
+/// `CU_STREAM_WAIT_VALUE_FLUSH`: what cards wrote before the word is visible behind the wait.
+const FLUSHED: u32 = 1 << 30;
 /// `CU_STREAM_WRITE_VALUE_DEFAULT`: behind a fence for the whole system.
 const FENCED: u32 = 0;
 /// The driver refuses more operations, or copies, than this at once.
@@ -48,6 +51,24 @@ impl Stream {
     /// # Errors
     /// [`DeviceError::NoAccess`], [`DeviceError::Unsupported`], [`DeviceError::Call`].
     pub fn wait<T: Value>(&self, word: Word<'_, T>, value: T) -> Result<(), DeviceError> {
+        self.wait_as(word, value, AT_OR_PAST)
+    }
+
+    /// Enqueues a wait for a word that a network card writes into memory of the device, behind data: what is enqueued from now
+    /// on sees that data. Where the device does not see a card's writes in order, the wait makes them visible.
+    ///
+    /// # Errors
+    /// As [`Stream::wait`]; [`DeviceError::Unsupported`] if the device can do neither.
+    pub fn wait_for_card<T: Value>(&self, word: Word<'_, T>, value: T) -> Result<(), DeviceError> {
+        let facts = self.context.facts();
+        if facts.write_order != WriteOrder::None {
+            return self.wait(word, value);
+        }
+        self.context.require(facts.flush_remote_writes, "order of what network cards write")?;
+        self.wait_as(word, value, AT_OR_PAST | FLUSHED)
+    }
+
+    fn wait_as<T: Value>(&self, word: Word<'_, T>, value: T, how: u32) -> Result<(), DeviceError> {
         let wide = is_wide::<T>(&self.context)?;
         let _held = self.hold(&[word.range])?;
         let (library, device) = (self.library(), Some(self.device()));
@@ -56,9 +77,9 @@ impl Stream {
         // SAFETY: as for a write.
         unsafe {
             if wide {
-                call!(library, device, cuStreamWaitValue64_v2(self.raw, address, value, AT_OR_PAST))
+                call!(library, device, cuStreamWaitValue64_v2(self.raw, address, value, how))
             } else {
-                call!(library, device, cuStreamWaitValue32_v2(self.raw, address, value as u32, AT_OR_PAST))
+                call!(library, device, cuStreamWaitValue32_v2(self.raw, address, value as u32, how))
             }
         }
     }

@@ -90,6 +90,19 @@ pub(super) struct Fixed {
     pub room: Room,
     /// The window in which what crosses lands.
     pub far: WindowId,
+    /// Rows that cross lie in memory of devices.
+    pub on_devices: bool,
+}
+
+/// Where rows are that come from other nodes, or go there.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Ground<'w> {
+    /// In the pools of the heaps; or in memory of devices of one node.
+    Near,
+    /// In memory of devices that no rail reaches: they cross to its twin.
+    Twin(&'w Window),
+    /// In memory of devices, as rails reach it; and the planner's desk, where engines relay.
+    Devices(&'w Window, Option<&'w Window>),
 }
 
 /// The memory in which rows land, as errors speak of it. It is equally large everywhere.
@@ -120,13 +133,11 @@ pub(super) struct Skeletons {
 
 impl Fixed {
     /// What an owner of this spec needs, and its control window. Collective.
-    ///
-    /// Where rows lie in memory of a device that no rail reaches, they cross to its `twin`.
     pub fn new(
         group: &Group,
         spec: Spec,
         room: Room,
-        twin: Option<&Window>,
+        ground: Ground<'_>,
     ) -> Result<(Self, SymmetricRange), Error> {
         let lanes = group.lanes(spec.route)?;
         let paths = lanes.paths();
@@ -135,12 +146,17 @@ impl Fixed {
         let control =
             Control::new(&paths, &bins, max_entries, spec.sizing(CallKind::Dispatch, None).note_bytes());
         let range = group.take_symmetric(control.bytes())?;
-        let mut windows = vec![pool_window(group), range.window()];
+        let (pool, twin, far) = match ground {
+            Ground::Near => (pool_window(group), None, WindowId::POOL),
+            Ground::Twin(twin) => (pool_window(group), Some(twin), WindowId::TWIN),
+            Ground::Devices(pool, desk) => (pool.clone(), desk, WindowId::POOL),
+        };
+        let on_devices = !matches!(ground, Ground::Near);
+        let mut windows = vec![pool, range.window()];
         windows.extend(twin.cloned());
-        let far = if twin.is_some() { WindowId::TWIN } else { WindowId::POOL };
         let port = Arc::new(Port::new(Arc::clone(&lanes), windows, WindowId::CONTROL));
         let shared = Arc::clone(&group.shared);
-        Ok((Fixed { shared, lanes, port, control, spec, bins, chunks: CHUNKS, room, far }, range))
+        Ok((Fixed { shared, lanes, port, control, spec, bins, chunks: CHUNKS, room, far, on_devices }, range))
     }
 
     /// This rank among its nodes.
@@ -167,12 +183,17 @@ impl Fixed {
 
     /// Whether engines hand rows on: each rank then has [`Arrivals`](crate::plan::Arrivals) behind its rows.
     pub fn arrives(&self) -> bool {
-        self.far == WindowId::TWIN && self.spec.route == Route::Pxn
+        self.on_devices && self.spec.route == Route::Pxn
+    }
+
+    /// Whether rows cross from device to device.
+    pub fn straight(&self) -> bool {
+        self.on_devices && self.far == WindowId::POOL
     }
 
     /// What lands if so many rows do. Where memory is that of a device and there is a budget, notes lie behind all of it.
     pub fn landing(&self, rows: u32) -> Chunk {
-        let fixed = self.spec.mode.budget().filter(|_| self.far == WindowId::TWIN);
+        let fixed = self.spec.mode.budget().filter(|_| self.on_devices);
         self.sizing(CallKind::Dispatch).landing(fixed.unwrap_or(rows))
     }
 
@@ -182,8 +203,7 @@ impl Fixed {
         if !self.arrives() {
             return sizing.extent_bytes(rows, staged);
         }
-        let staged = self.landing(rows).bytes().saturating_add(u64::from(staged) * sizing.row_bytes);
-        staged.max(self.landing(rows).arrivals().1)
+        self.landing(rows).staging().saturating_add(u64::from(staged) * sizing.row_bytes)
     }
 
     /// What this rank receives at most: as many rows as there are slots (of these `sizes`) or a budget; else, if every token of
@@ -267,7 +287,7 @@ impl ExpertParallel {
         };
         let total = group.shared.heap.pool().total();
         let room = Room { total, space: "pool", setting: "SIDELANE_HEAP" };
-        let (fixed, range) = Fixed::new(group, spec, room, None)?;
+        let (fixed, range) = Fixed::new(group, spec, room, Ground::Near)?;
         let fixed = Arc::new(fixed);
         let paths = fixed.paths();
         let caller = Caller::new(paths, CHUNKS);
@@ -394,7 +414,7 @@ fn pool_window(group: &Group) -> Window {
     let heap = &group.shared.heap;
     let (offset, len) = (heap.pool().start(), heap.pool().total());
     let parts = group.ranks().iter().map(|&member| Part { member, region: 0, offset, len }).collect();
-    Window { mapped: Arc::clone(heap.mapped()), parts }
+    Window { mapped: Arc::clone(heap.mapped()), parts, of_devices: false }
 }
 
 /// The words by which this rank's neighbours say that they have read what it offered.

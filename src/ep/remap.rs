@@ -58,13 +58,14 @@ impl ExpertParallel {
     }
 
     fn adopt(&mut self, map: ExpertMap) {
-        let Fixed { shared, lanes, port, control, spec, chunks, room, far, .. } = &*self.fixed;
+        let Fixed { shared, lanes, port, control, spec, chunks, room, far, on_devices, .. } = &*self.fixed;
         let mut spec = spec.clone();
         spec.map = Arc::new(map);
         let bins = Bins::of_layout(spec.layout, &spec.map, spec.order, &lanes.nodes);
-        let (control, chunks, room, far) = (*control, *chunks, *room, *far);
+        let (control, chunks, room, far, on_devices) = (*control, *chunks, *room, *far, *on_devices);
         let (shared, lanes, port) = (Arc::clone(shared), Arc::clone(lanes), Arc::clone(port));
-        self.fixed = Arc::new(Fixed { shared, lanes, port, control, spec, bins, chunks, room, far });
+        self.fixed =
+            Arc::new(Fixed { shared, lanes, port, control, spec, bins, chunks, room, far, on_devices });
         self.numbers = Numbers::new(&self.fixed);
         self.relay = self.relay.is_some().then(|| Self::seat(&self.fixed));
     }

@@ -1,11 +1,11 @@
-//! What crosses, as the planner's stepper sees to it: by the outbox, in order.
+//! What crosses, as the planner's stepper sees to it: straight, or by the outbox, in order.
 
 use super::engine::{Engine, NO_TWIN, Packed};
 use super::outbox::{Leaving, Step};
 use crate::device::Range;
 use crate::error::{DeviceError, Error};
 use crate::plan::RowRun;
-use crate::schedule::{Place, SpanCopy, WindowId};
+use crate::schedule::{Control, Flag, Level, Place, SpanCopy, WindowId};
 
 impl Engine {
     /// From memory of this node to the twin of another, by the outbox; as much at once as that holds.
@@ -59,6 +59,43 @@ impl Engine {
         }
     }
 
+    /// Whether rows come before such a flag of another node, from card to device.
+    pub(super) fn guards(&self, flag: Flag, level: Level) -> bool {
+        let rows = matches!((flag, level), (Flag::Block, Level::Part(_)) | (Flag::Landed | Flag::Home, _));
+        rows && self.ground.words.is_some()
+    }
+
+    /// Has the stream await the word behind rows whose flag the host has seen: that flag may have overtaken them.
+    pub(super) fn see(&mut self, (from, flag): (u32, Flag), value: u64) -> Result<(), Error> {
+        let at = Control::flag(from, flag, self.ranks());
+        if let Some(words) = &self.ground.words {
+            self.stream.wait_for_card(words.word(at)?, value)?;
+            self.enqueued.memory_operations += 1;
+        }
+        Ok(())
+    }
+
+    /// Rows of a run that lie packed from byte `at` of this rank's memory on, and the zeros behind them, to the memory of
+    /// another node.
+    pub(super) fn rows_straight(
+        &mut self,
+        (to, window, base): (u32, WindowId, u64),
+        at: u64,
+        (run, row_bytes): (RowRun, u64),
+    ) {
+        let from = Place::Window { owner: self.port.lanes().rank, window: WindowId::POOL };
+        let [first, to_row, len] = [run.first, run.to_row, run.count].map(|rows| u64::from(rows) * row_bytes);
+        let (from_offset, to_offset) = (at + first, base + to_row);
+        if len > 0 {
+            let span = SpanCopy { from, from_offset, to: window, to_offset, len };
+            self.leave_later(Step::Straight { to, span });
+        }
+        if run.pad > 0 {
+            let pad = RowRun { to_row: run.to_row + run.count, first: 0, count: 0, pad: run.pad };
+            self.leave_later(Step::Notes { target: (to, window, base), run: pad, row_bytes });
+        }
+    }
+
     /// Room in the outbox for `len` bytes, or as many as there are, in whole pieces of `grain`: first byte in the twin, and
     /// length. Waits until all that is in there is gone if there is none.
     fn room(&mut self, len: u64, grain: u64, packed: Option<Packed<'_>>) -> Result<(u64, u64), Error> {
@@ -83,6 +120,12 @@ impl Engine {
         let behind = self.marks + u64::from(!self.leaving.is_empty());
         self.outbox.queue.push_back(Leaving { behind, step });
         Ok(())
+    }
+
+    /// The same, of what a card reads on the device: when the stream has left the last mark, all that was to come before is
+    /// there.
+    pub(super) fn leave_later(&mut self, step: Step) {
+        self.outbox.queue.push_back(Leaving { behind: self.marks, step });
     }
 
     /// Enqueues the copies to the outbox, and a mark behind them.

@@ -13,6 +13,8 @@
 //!
 //!   to another node        a batch of copies to the outbox for each signal, and a mark behind it; before the next wait the
 //!                          host puts on the rails what stands before each mark that it has seen, and signals
+//!     straight             no copies: the card reads rows where they lie packed, behind the mark that they do; it writes a
+//!                          word behind them, which the stream awaits once the host has seen the flag
 //! ```
 //!
 //! A later signal is one behind more puts: what is collected may be enqueued together. Engines cannot gather: rows lie
@@ -24,41 +26,13 @@
 
 use std::sync::Arc;
 
+use super::Enqueued;
 use super::outbox::{Outbox, Step};
 use crate::device::{Context, CopyBatch, MemoryOperations, PinnedMemory, Range, Span, Stream, Version, Word};
 use crate::error::{DeviceError, Error};
 use crate::lane::Port;
 use crate::schedule::{Control, Flag, Index, Item, Op, Operand, Operands, Place, SpanCopy, WindowId};
 use crate::topology::Route;
-
-/// What a stream was asked to do.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Enqueued {
-    /// Calls that enqueued a batch of copies.
-    pub batches: u64,
-    /// Copies, in batches or one by one.
-    pub copies: u64,
-    /// Bytes of rows and of what goes with them, zeros included.
-    pub bytes: u64,
-    /// Of these, bytes that stayed at this rank.
-    pub own_bytes: u64,
-    /// Copies that were enqueued one by one, because the driver has no batches.
-    pub single_copies: u64,
-    /// Of these, copies within one device: SMs move them.
-    pub copies_by_sms: u64,
-    /// Memory operations: writes and waits.
-    pub memory_operations: u64,
-    /// Bytes that left the device by memory of the host, on the way to other nodes; not among `bytes`.
-    pub out_bytes: u64,
-    /// Bytes that came in by memory of the host, zeros included; not among `bytes`.
-    pub in_bytes: u64,
-    /// Puts on rails: by the planner's thread, not by its stream.
-    pub rail_puts: u64,
-    /// Their bytes, headers and messages among them.
-    pub rail_bytes: u64,
-    /// Signals over rails, likewise.
-    pub rail_signals: u64,
-}
 
 /// What lies where, as one rank's device reaches it.
 #[derive(Clone, Debug)]
@@ -70,6 +44,8 @@ pub struct Ground {
     /// The host's twin of this rank's memory, where there are other nodes, and the piece of it from which rows leave: first
     /// byte and length.
     pub twin: Option<(Range, (u64, u64))>,
+    /// This rank's words in memory of its device, a line for each flag, where rails reach that: what crosses goes straight.
+    pub words: Option<Range>,
 }
 
 /// What a rank of this node has.
@@ -88,6 +64,8 @@ pub struct Near {
 pub struct Packed<'a> {
     /// Rows.
     pub rows: &'a Range,
+    /// Their first byte in this rank's memory.
+    pub at: u64,
     /// Notes.
     pub notes: &'a Range,
     /// The same, as rails read them.
@@ -159,6 +137,9 @@ impl Engine {
             Op::PutRows { to, slot } => self.put_rows(to, operands.table[slot.0 as usize], operands, packed),
             Op::Signal { to, of, flag, level } if self.near(to).is_none() => {
                 let (value, tag) = (operands.value(level), operands.tag(to, flag, level).copied());
+                if self.guards(flag, level) {
+                    self.leave(Step::Word { to, of, flag, value }, packed)?;
+                }
                 self.leave(Step::Signal { to, of, flag, value, tag }, packed)?;
                 self.cut()
             }
@@ -177,7 +158,11 @@ impl Engine {
             }
             Op::Wait { from, flag, level } => {
                 self.flush(packed)?;
-                self.port.wait(from, flag, operands.value(level))
+                self.port.wait(from, flag, operands.value(level))?;
+                if self.near(from).is_none() && self.guards(flag, level) {
+                    self.see((from, flag), operands.value(level))?;
+                }
+                Ok(())
             }
             Op::Reduce { .. } => Err(DeviceError::NoEngine { operation: "add rows" }.into()),
         }
@@ -210,6 +195,9 @@ impl Engine {
             match (span.from, span.to, self.near(to).is_some()) {
                 (Place::Window { window: WindowId::CONTROL, .. }, _, false) => {
                     self.leave(Step::Span { to, span: *span }, packed)?;
+                }
+                (Place::Window { window: WindowId::POOL, .. }, _, false) if self.ground.words.is_some() => {
+                    self.leave_later(Step::Straight { to, span: *span });
                 }
                 (Place::Window { owner, window: WindowId::POOL }, _, false) => {
                     self.put_across(to, owner, span, packed)?;
@@ -255,6 +243,9 @@ impl Engine {
             (Place::Input, Some(packed), _) => packed.rows.clone(),
             (Place::Notes, Some(packed), _) => packed.notes.clone(),
             (Place::Window { owner, window: WindowId::TWIN }, _, Some(twin)) if owner == me => twin.0.clone(),
+            (Place::Window { owner, window: WindowId::POOL }, ..) if owner == me => {
+                Self::at(&self.ground, me)?.memory.clone()
+            }
             _ => return Err(DeviceError::NoEngine { operation: "move memory of the host" }.into()),
         };
         if index != Index::Straight {
@@ -265,6 +256,10 @@ impl Engine {
                 let target = (to, window, base);
                 match from {
                     Place::Notes => self.leave(Step::Notes { target, run: *run, row_bytes }, packed)?,
+                    Place::Input if self.ground.words.is_some() => {
+                        let at = packed.map_or(0, |packed| packed.at) + from_offset;
+                        self.rows_straight(target, at, (*run, row_bytes));
+                    }
                     _ => self.rows_across(target, (&source, from_offset), (*run, row_bytes), packed)?,
                 }
                 continue;
@@ -307,6 +302,10 @@ impl Engine {
         self.enqueue()?;
         self.operations.wait(word, 1)?;
         self.operations.write(word, 0)?;
+        if self.ground.words.is_some() {
+            self.marks += 1;
+            self.operations.write(Self::mark(&self.ground, &self.port)?, self.marks)?;
+        }
         self.enqueue()
     }
 
@@ -386,7 +385,7 @@ impl Engine {
         Ok(())
     }
 
-    fn ranks(&self) -> u32 {
+    pub(super) fn ranks(&self) -> u32 {
         self.port.lanes().ranks()
     }
 }

@@ -8,14 +8,15 @@
 mod across;
 mod chrome;
 mod engine;
+mod enqueued;
 mod host;
 mod lowered;
 mod outbox;
 mod recorder;
 
 pub use chrome::write_chrome_trace;
-pub use engine::Enqueued;
 pub(crate) use engine::{Engine, Ground, Near, Packed};
+pub use enqueued::Enqueued;
 pub(crate) use host::Host;
 pub use host::Moved;
 pub use lowered::{Lowered, PeerWindows};

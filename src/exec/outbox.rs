@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::lane::{Io, Port, RowSource};
 use crate::plan::RowRun;
 use crate::rows::Stores;
-use crate::schedule::{Flag, Index, Place, SpanCopy, Tag, WindowId};
+use crate::schedule::{Control, Flag, Index, Place, SpanCopy, Tag, WindowId};
 
 /// What is to cross.
 #[derive(Debug, Default)]
@@ -35,9 +35,13 @@ pub struct Leaving {
 pub enum Step {
     /// A span of memory of the host: of the outbox, or of the control window.
     Span { to: u32, span: SpanCopy },
+    /// A span of memory of a device of this node.
+    Straight { to: u32, span: SpanCopy },
+    /// A word in memory of a device, behind what went there straight.
+    Word { to: u32, of: u32, flag: Flag, value: u64 },
     /// A run of rows, to a rank's window at a base; from `at` in the outbox.
     Rows { target: (u32, WindowId, u64), run: RowRun, at: u64, row_bytes: u64 },
-    /// A run of notes.
+    /// A run of notes; or zeros alone.
     Notes { target: (u32, WindowId, u64), run: RowRun, row_bytes: u64 },
     /// A signal behind all that.
     Signal { to: u32, of: u32, flag: Flag, value: u64, tag: Option<Tag> },
@@ -50,6 +54,19 @@ impl Step {
             Step::Span { to, span } => {
                 port.put(to, &span, &Io::default(), Stores::Cached)?;
                 (span.len, 0)
+            }
+            Step::Straight { to, span } => {
+                port.put(to, &span, &Io::default(), Stores::Cached)?;
+                done.straight_puts += 1;
+                done.straight_bytes += span.len;
+                (span.len, 0)
+            }
+            Step::Word { to, of, flag, value } => {
+                let (word, to_offset) = (value.to_le_bytes(), Control::flag(of, flag, port.lanes().ranks()));
+                let (from, len) = (Place::Input, word.len() as u64);
+                let span = SpanCopy { from, from_offset: 0, to: WindowId::POOL, to_offset, len };
+                port.put(to, &span, &Io { input: &word, ..Io::default() }, Stores::Cached)?;
+                (len, 0)
             }
             Step::Rows { target, run, at, row_bytes } => {
                 let outbox = Place::Window { owner: port.lanes().rank, window: WindowId::TWIN };

@@ -42,6 +42,9 @@ pub use landing::flush;
 pub use port::{Part, Port, Window};
 pub use rail::Counters as RailCounters;
 pub use rail::{Adapter, Card, Ground, Link, Region, Setup, Target, TcpWires, Wiring, ring_bytes};
+pub use rail::{Detour, DeviceMemory, NoDmaBuf, Registration};
+#[cfg(test)]
+pub use rail::{Fabric, Settings, SignalMode};
 pub use raw::RAW;
 pub use source::{Io, RowSource};
 pub use sum::Scratch;

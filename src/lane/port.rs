@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use super::rail::Target;
+use super::rail::{Local, Target};
 use super::source::Checked;
 use super::wait::{self, Interrupted};
 use super::{FlagLine, Io, Lanes, Reach, RowSource};
@@ -18,10 +18,12 @@ use crate::schedule::{Control, Flag, Place, SpanCopy, Tag, WindowId};
 /// A window: one range of bytes at each rank of the group.
 #[derive(Clone, Debug)]
 pub struct Window {
-    /// The mapping in which the windows of this node lie.
+    /// The mapping in which the windows of this node lie; one of nobody's, where they are memory of devices.
     pub mapped: Arc<Mapped>,
     /// Per rank of the group: where its part is.
     pub parts: Vec<Part>,
+    /// It is memory of devices: cards read and write it, the processor does not.
+    pub of_devices: bool,
 }
 
 /// One rank's part of a window.
@@ -140,6 +142,11 @@ impl Port {
     /// # Errors
     /// [`MemoryError::OutOfBounds`], [`LaneError::SourceBounds`], and whatever ends a wait for credit.
     pub fn put(&self, to: u32, span: &SpanCopy, io: &Io<'_>, stores: Stores) -> Result<(), Error> {
+        if let Place::Window { owner, window } = span.from
+            && self.window(window)?.of_devices
+        {
+            return self.put_device(to, owner, window, span);
+        }
         let bytes = self.source(span.from, span.from_offset, Some(span.len), io)?;
         self.put_bytes(to, (span.to, span.to_offset), bytes, stores)
     }
@@ -196,6 +203,21 @@ impl Port {
             }
             Reach::Relayed => Err(self.no_wire(to).into()),
         }
+    }
+
+    /// From memory of a device of this node to another node.
+    fn put_device(&self, to: u32, owner: u32, window: WindowId, span: &SpanCopy) -> Result<(), Error> {
+        let SpanCopy { from_offset, to_offset, len, .. } = *span;
+        let source = self.window(window)?;
+        source.part(owner, from_offset, len)?;
+        let own = source.part(self.lanes.rank, 0, 0)?;
+        let from = Local { region: own.region, member: owner, offset: from_offset };
+        let target = self.window(span.to)?.target(to, to_offset, len)?;
+        let missing = "one that reads memory of devices";
+        let none = LaneError::NoLane { rank: self.lanes.rank, peer: to, missing };
+        let Reach::Rail(rail) = self.reach(to)? else { return Err(none.into()) };
+        let put = rail.devices().ok_or(none)?.put_device(target, from, len, self.lanes.patience(to));
+        put.map_err(|e| self.stuck(rail.as_ref(), to, e))
     }
 
     fn put_bytes(

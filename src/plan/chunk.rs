@@ -39,6 +39,11 @@ impl Chunk {
         (index, index.saturating_add(rows * 4))
     }
 
+    /// Where engines relay, behind the arrivals and their index: to the start of what is staged.
+    pub fn staging(&self) -> u64 {
+        lines(self.arrivals().1)
+    }
+
     /// Size of the chunk.
     pub fn bytes(&self) -> u64 {
         lines(self.notes_at().saturating_add(self.notes.saturating_mul(4)))

@@ -398,6 +398,21 @@ impl Layout {
         self.run_starts.len() as u32 - 1
     }
 
+    /// The first row of those that a relay brings home, where rows come home to where they lay packed: rows for that rank; or,
+    /// of blocks, in which a token lay packed once, behind the rows of neighbours and the blocks of relays before it.
+    pub fn home_of(&self, paths: &Paths, relay: u32) -> u32 {
+        let runs = |rank| {
+            let runs = self.runs_to(rank);
+            &self.runs[runs.start as usize..runs.end as usize]
+        };
+        if paths.route() == Route::Direct {
+            return runs(relay).iter().find(|run| run.count > 0).map_or(0, |run| run.first);
+        }
+        let near = (0..paths.ranks()).filter(|&rank| paths.near(rank)).flat_map(runs);
+        let before = paths.relays().zip(&self.blocks).take_while(|(other, _)| *other != relay);
+        near.map(|run| run.count).sum::<u32>() + before.map(|(_, block)| block.entries()).sum::<u32>()
+    }
+
     /// The runs to one destination: none where a relay hands them on.
     pub fn runs_to(&self, rank: u32) -> std::ops::Range<u32> {
         self.run_starts[rank as usize]..self.run_starts[rank as usize + 1]

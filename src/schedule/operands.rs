@@ -23,8 +23,8 @@ impl WindowId {
     pub const POOL: WindowId = WindowId(0);
     /// Flags, publications, messages and headers of one `ExpertParallel`.
     pub const CONTROL: WindowId = WindowId(1);
-    /// Where the pool is memory of a device that no rail reaches: memory of the host beside it, at the same offsets. What
-    /// crosses lands there, and copy engines bring it in.
+    /// Where the pool is memory of a device: memory of the host beside it, from which copy engines bring in. If no rail reaches
+    /// the device, what crosses lands there, at the same offsets; else it is the planner's desk.
     pub const TWIN: WindowId = WindowId(2);
 }
 

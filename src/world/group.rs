@@ -218,6 +218,10 @@ pub(crate) struct SymmetricRange {
 impl SymmetricRange {
     /// As a window of the lanes.
     pub(crate) fn window(&self) -> lane::Window {
-        lane::Window { mapped: Arc::clone(self.extent.mapped()), parts: self.parts.clone() }
+        lane::Window {
+            mapped: Arc::clone(self.extent.mapped()),
+            parts: self.parts.clone(),
+            of_devices: false,
+        }
     }
 }

@@ -19,18 +19,19 @@ mod group;
 mod rails;
 mod region;
 mod setup;
+mod straight;
 mod twin;
 mod window;
 mod wires;
 
-pub use crate::lane::RailCounters;
+pub use crate::lane::{Detour, NoDmaBuf, RailCounters, Registration};
 pub use group::Group;
 pub use rails::{RailReport, Why};
 pub use setup::{Options, World};
-pub use twin::Detour;
 pub use window::Window;
 
 pub(crate) use device_window::{DeviceWindow, Member};
 pub(crate) use group::SymmetricRange;
 pub(crate) use setup::Shared;
+pub(crate) use straight::Straight;
 pub(crate) use twin::Twin;

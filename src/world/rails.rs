@@ -7,7 +7,9 @@ use super::setup::crowded;
 use crate::bootstrap::{Hub, Location};
 use crate::config::RailChoice;
 use crate::error::{BootstrapError, Error, LaneError, VerbsError};
-use crate::lane::{Adapter, Card, Ground, Region, Setup, TcpWires, Wiring};
+use crate::lane::{
+    Adapter, Card, Detour, DeviceMemory, Ground, Region, Registration, Setup, TcpWires, Wiring,
+};
 use crate::memory::Heap;
 use crate::topology::NodeMap;
 
@@ -141,6 +143,18 @@ impl Rails {
                 }
             },
         }
+    }
+
+    /// The same of memory of a device, for cards that reach it; and how it was registered.
+    ///
+    /// # Errors
+    /// Why none does.
+    pub fn register_device(&self, memory: &DeviceMemory) -> Result<(u32, Vec<u8>, Registration), Detour> {
+        let Kind::Wired(wiring) = &self.kind else { return Err(Detour::Lane(self.report.lane)) };
+        let number = self.card.regions().reserve();
+        let (said, how) =
+            wiring.register_device(number, memory).inspect_err(|_| wiring.deregister(number))?;
+        Ok((number, said, how))
     }
 
     /// The end of that.

@@ -16,6 +16,11 @@ pub(super) struct Registered {
 }
 
 impl Registered {
+    /// What is registered under this number.
+    pub fn of(group: &Group, number: u32) -> Self {
+        Registered { world: Arc::clone(&group.shared), region: Some(number) }
+    }
+
     /// Registers this rank's segment of a mapping: the member of its position in the group. All are equally long.
     /// Collective.
     ///
@@ -43,7 +48,7 @@ impl Registered {
             }
             parts.push(Part { member, region, offset: 0, len });
         }
-        Ok((registered, lane::Window { parts, mapped }))
+        Ok((registered, lane::Window { parts, mapped, of_devices: false }))
     }
 }
 

@@ -27,6 +27,7 @@ pub struct Group {
     pub spans: bool,
     pub gathers: bool,
     pub pulls: bool,
+    pub straight: bool,
 }
 
 /// In how many parts blocks go.
@@ -77,6 +78,7 @@ impl Group {
             spans: false,
             gathers: false,
             pulls: false,
+            straight: false,
         }
     }
 
@@ -135,6 +137,11 @@ impl Group {
         Group { pulls: true, ..self }
     }
 
+    /// The same group, whose rails reach the memory that engines move.
+    pub fn straight(self) -> Self {
+        Group { straight: true, ..self.pulling() }
+    }
+
     pub fn script<'a>(&'a self, calls: &'a [Call], slip: Option<Slip>) -> Script<'a> {
         Script {
             nodes: &self.nodes,
@@ -147,6 +154,7 @@ impl Group {
             spans: self.spans,
             gathers: self.gathers,
             pulls: self.pulls,
+            straight: self.straight,
             mode: self.mode,
             order: self.order,
             row_bytes: 32,

@@ -5,7 +5,9 @@ use std::sync::atomic::Ordering;
 
 use sidelane::device::{Driver, Graph, PinnedMemory, Priority, Stream};
 use sidelane::ep::ExpertParallelBuilder;
-use sidelane::ep::planned::{PlannedBuilder, PlannedExchange, PlannedHandle, PlannedRows, Status, Tokens};
+use sidelane::ep::planned::{
+    PlannedBuilder, PlannedExchange, PlannedHandle, PlannedReport, PlannedRows, Status, Tokens,
+};
 use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, Mode};
 use sidelane::topology::Route;
@@ -74,6 +76,8 @@ pub struct Rank<E> {
     pub weights: Tensor,
     pub out: Tensor,
     pub rows: Tensor,
+    /// How bytes went in the last round: of its dispatch and its combine.
+    pub reports: Vec<PlannedReport>,
     element: std::marker::PhantomData<E>,
 }
 
@@ -118,6 +122,7 @@ where
             weights: Tensor::new(context, choices * 4),
             out: Tensor::new(context, tokens * row),
             rows: Tensor::new(context, case.most_rows() * row),
+            reports: Vec::new(),
             stream,
             element: std::marker::PhantomData,
         }
@@ -161,8 +166,9 @@ where
         let y = planned.output().unwrap();
         self.rows.send(&stream, y.rows(), bits(&made));
         let out = self.out.part((sums.len() * E::DTYPE.size()) as u64);
-        self.planned.combine(y, &planned, &out).unwrap();
+        let combined = self.planned.combine(y, &planned, &out).unwrap();
         assert_eq!(bits(&self.out.read::<E>(&stream, &out)), bits(&sums), "sums");
+        self.reports = vec![planned.report().unwrap(), combined.finish().unwrap()];
     }
 
     /// Sums of experts that change nothing, on the host.

@@ -49,15 +49,23 @@ impl Planner {
         Ok(())
     }
 
-    /// Finds where every visible row has arrived, and writes that to the start of this rank's twin; and what goes with rows
-    /// of other nodes to where it is to lie.
+    /// Where the index and the notes of a dispatch lie on the desk: in the twin, if that is one, beside what lands there.
+    pub fn desk(&self, landing: Chunk) -> (u64, u64) {
+        let base = self.tables.landing[self.common.fixed.lanes.rank as usize];
+        match self.common.fixed.straight() {
+            true => (0, self.common.shape.desk_notes()),
+            false => (base, base + landing.notes_at()),
+        }
+    }
+
+    /// Finds where every visible row has arrived, and writes that to the desk; and what goes with rows of other nodes.
     pub fn find_arrivals(&mut self, landing: Chunk) -> Result<(), Error> {
         let common = Arc::clone(&self.common);
+        let (desk_index, desk_notes) = self.desk(landing);
         let fixed = &common.fixed;
         let (paths, me, control, parity) =
             (fixed.paths(), fixed.lanes.rank, &fixed.control, self.calls.parity());
         let (bins, own) = (&fixed.bins, fixed.bins.of(me));
-        let base = self.tables.landing[me as usize];
         let Planner { arrivals, numbers, scratch, .. } = self;
         let (counts, sizes) = (&numbers.counts, &numbers.sizes);
         let (landed, Header { segments, listed, weights, pads, counted }) =
@@ -96,7 +104,7 @@ impl Planner {
             let mut rest = &weights[..];
             for &Segment { to_row, count, pad } in &segments[before..] {
                 let notes = rest.split_off(..count as usize).unwrap_or_default();
-                let at = base + landing.notes_at() + u64::from(to_row) * control.note_bytes();
+                let at = desk_notes + u64::from(to_row) * control.note_bytes();
                 if count + pad > 0 {
                     fixed.port.write(WindowId::TWIN, at, notes)?;
                     pads.resize(pad as usize, 0);
@@ -105,6 +113,6 @@ impl Planner {
                 landed.push((to_row, count + pad));
             }
         }
-        Ok(fixed.port.write(WindowId::TWIN, base, &arrivals.index)?)
+        Ok(fixed.port.write(WindowId::TWIN, desk_index, &arrivals.index)?)
     }
 }

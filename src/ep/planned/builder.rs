@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::common::Common;
 use super::exchange::{Parts, PlannedExchange};
+use super::passage::Passage;
 use super::planner::{Kept, Planner, Programs, Scratch};
 use super::seat::Seat;
 use super::shape::{Bell, Shape};
@@ -22,7 +23,7 @@ use crate::exec::{Engine, Ground, Near};
 use crate::plan::{Arrivals, Crossing, Order, RowLayout, Sorted, Strategy};
 use crate::schedule::{Caller, CallerTables, Calls, Control, Flag};
 use crate::topology::{Paths, Route};
-use crate::world::{DeviceWindow, Member, Twin};
+use crate::world::{DeviceWindow, Member};
 
 /// Settings of a [`PlannedExchange`] beside those of an [`ExpertParallel`](crate::ExpertParallel). All ranks must choose
 /// alike.
@@ -46,8 +47,8 @@ impl<'g> PlannedBuilder<'g> {
     }
 
     /// Bytes of the device's memory in which eager dispatches receive and experts write. Default: 256 MiB. In a group of several
-    /// nodes as much memory of the host is pinned beside it, and beside what seats have; over `pxn` a dispatch takes room for
-    /// its rows twice.
+    /// nodes whose cards do not reach the device, as much memory of the host is pinned beside it, and beside what seats have;
+    /// over `pxn` a dispatch takes room for its rows twice, and for what is staged.
     pub fn pool(mut self, bytes: u64) -> Self {
         self.pool = bytes;
         self
@@ -66,7 +67,10 @@ impl<'g> PlannedBuilder<'g> {
         let (group, spec) = settings.agreed()?;
         let lanes = group.lanes(spec.route)?;
         let staged = most_staged(&lanes.paths(), spec.max_tokens);
-        let shape = Shape::new(&spec, seats, pool, staged);
+        let flags = Control::flag(0, Flag::Entry, group.size());
+        let words = flags + Flag::COUNT as u64 * u64::from(group.size()) * 64;
+        let crossed = if lanes.paths().rails() { words } else { 0 };
+        let shape = Shape::new(&spec, seats, pool, staged, crossed);
         let usable = check(&spec, seats).and_then(|()| prepare(&context, &stream));
         let usable_here = [("whether their streams can be used (1: yes)", usable.is_ok().into())];
         let settings = [("seats", seats.into()), ("bytes of the pool", pool)];
@@ -75,13 +79,11 @@ impl<'g> PlannedBuilder<'g> {
         told?;
         let room =
             Room { total: shape.pool().1, space: "pool of the exchange", setting: "PlannedBuilder::pool" };
-        let twin = Twin::new(group, &context, spec.route, shape.twin_bytes())?;
-        let (fixed, control) = Fixed::new(group, spec, room, twin.as_ref().map(|twin| &twin.window))?;
-        let fixed = Arc::new(fixed);
-        let words =
-            Control::flag(0, Flag::Entry, group.size()) + Flag::COUNT as u64 * u64::from(group.size()) * 64;
         let window = DeviceWindow::new(group, &context, (shape.device_bytes(), words), Ok(()))?;
         let members = window.members();
+        let passage = Passage::find(group, &context, &lanes, &members, &shape)?;
+        let (fixed, control) = Fixed::new(group, spec, room, passage.ground())?;
+        let fixed = Arc::new(fixed);
         let own = members[group.rank() as usize].as_ref();
         let nowhere = MemoryError::NotUsable { rank: group.rank() };
         let memory = own.ok_or(nowhere)?.memory.clone();
@@ -96,7 +98,8 @@ impl<'g> PlannedBuilder<'g> {
             closing: AtomicBool::new(false),
             gone: AtomicBool::new(false),
             served: AtomicU64::new(0),
-            detour: twin.as_ref().map(|twin| twin.detour),
+            detour: passage.detour(),
+            registration: passage.registration(),
             shape,
             fixed: Arc::clone(&fixed),
         });
@@ -112,13 +115,14 @@ impl<'g> PlannedBuilder<'g> {
         let ranks = members.into_iter().map(|member| member.map(near)).collect();
         let (zeros_at, zeros_len) = shape.zeros();
         let zeros = common.memory.part(zeros_at, zeros_len)?;
-        let outbox = twin.as_ref().map(|twin| (twin.memory.clone(), shape.outbox()));
-        let ground = Ground { ranks, zeros, twin: outbox };
+        let twin = passage.twin().map(|twin| (twin.memory.clone(), shape.outbox()));
+        let words = passage.registration().map(|_| common.piece(shape.words())).transpose()?;
+        let ground = Ground { ranks, zeros, twin, words };
         let engine = Engine::new(&context, Arc::clone(&fixed.port), ground, apart);
         let planner = start(context.driver(), &common, engine)?;
         // Nobody rings before everybody listens.
         group.gather(&[])?;
-        PlannedExchange::new(Parts { common, stream, kernels, planner, guard, twin, control })
+        PlannedExchange::new(Parts { common, stream, kernels, planner, guard, passage, control })
     }
 }
 
@@ -157,15 +161,15 @@ fn prepare(context: &Arc<Context>, stream: &Stream) -> Result<(Stream, Kernels),
     Ok((apart::from(context, stream)?, kernels))
 }
 
-/// Writes what never changes: zeros for pads, and the bin of each expert.
+/// Writes what never changes: zeros for pads, and the bin of each expert; and words that nobody has raised.
 fn fill(context: &Arc<Context>, stream: &Stream, common: &Common) -> Result<(), Error> {
     let (shape, fixed) = (&common.shape, &common.fixed);
     let (map, rank) = (&fixed.spec.map, fixed.lanes.rank);
     let bins: Vec<u32> = (0..map.experts()).map(|expert| map.slot_for(rank, expert)).collect();
-    let (zeros, of_experts) = (shape.zeros().1, shape.map().1);
+    let (zeros, of_experts) = (shape.zeros().1.max(shape.words().1), shape.map().1);
     let source = PinnedMemory::new(context, (zeros + of_experts) as usize)?;
     source.write_words(zeros as usize, &bins)?;
-    for (from, (to, len)) in [(0, shape.zeros()), (zeros, shape.map())] {
+    for (from, (to, len)) in [(0, shape.words()), (0, shape.zeros()), (zeros, shape.map())] {
         stream.copy(common.memory.span(to, len)?, source.range().span(from, len)?)?;
     }
     Ok(stream.synchronize()?)

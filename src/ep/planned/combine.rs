@@ -63,13 +63,14 @@ impl Planner {
         Ok(())
     }
 
-    /// Says where outputs lie, to neighbours, and to relays where this rank's rows have their place in its twin.
+    /// Says where outputs lie, to neighbours, and to relays where this rank's rows have their place.
     fn offer(&mut self, seat: u32, tag: Tag, base: u64) {
         let (fixed, home) = (&self.common.fixed, self.common.shape.staging(seat).0);
         let (paths, layout) = (fixed.paths(), &self.kept[seat as usize].layout);
         match tag.refusal {
             Refusal::None => {
-                self.tables.stage_rows(&paths, layout, home, fixed.sizing(CallKind::Combine).home_bytes);
+                let setting = fixed.meeting(self.calls, CallKind::Combine).setting;
+                self.tables.stage_rows(&setting, layout, home);
                 self.tables.offer(&paths, tag, base);
             }
             _ => self.tables.tags.fill(tag),

@@ -9,7 +9,7 @@ use super::space::Space;
 use crate::device::{Kernels, PinnedMemory, Range, Regroup, Stream, Word};
 use crate::ep::parallel::Fixed;
 use crate::error::{DeviceError, Error};
-use crate::world::Detour;
+use crate::world::{Detour, Registration};
 
 /// Both know this of an exchange.
 #[derive(Debug)]
@@ -24,8 +24,10 @@ pub(super) struct Common {
     pub host: PinnedMemory,
     pub seats: Vec<Seat>,
     pub space: Arc<Space>,
-    /// Why rows that cross go by memory of the host, if any cross.
+    /// Why rows that cross go by memory of the host, if they do.
     pub detour: Option<Detour>,
+    /// How cards know the device's memory, if they do.
+    pub registration: Option<Registration>,
     /// The caller will enqueue no more.
     pub closing: AtomicBool,
     /// The planner serves no more.

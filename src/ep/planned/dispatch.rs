@@ -68,9 +68,10 @@ impl Planner {
         }
         // Whatever becomes of the call, the stream packs, and its word is taken.
         self.engine.take(common.word(seat, Bell::Packed)?)?;
+        let mut staging = None;
         let status = match placed {
             Ok(landing) => {
-                self.tell_placement(seat, landing);
+                staging = self.tell_placement(seat, landing);
                 self.send_tables(seat, tokens, true)?;
                 self.put(seat, &mut errand)?;
                 Status::WELL
@@ -89,6 +90,9 @@ impl Planner {
         self.kept[seat as usize].status = status;
         self.kept[seat as usize].forward = errand.map(|errand| errand.forward).unwrap_or_default();
         self.answer(seat, Bell::Dispatched, status)?;
+        if let Some(mut staging) = staging {
+            staging.trim(0);
+        }
         let enqueued = self.engine.take_enqueued();
         common.seats[seat as usize].tell(|told| {
             told.dispatched = enqueued;
@@ -171,23 +175,33 @@ impl Planner {
             self.scratch.starts.clone_from(&self.arrivals.starts);
         } else {
             layout.pack(&self.sorted, &self.scratch.starts);
+            // Relays bring home rows one behind the other, without those that were dropped.
+            for rank in fixed.paths().relays().filter(|_| fixed.straight()) {
+                let mut home = layout.home_of(&fixed.paths(), rank);
+                for bin in fixed.bins.of(rank) {
+                    self.scratch.starts[bin as usize] = home;
+                    home += self.sorted.counts[bin as usize];
+                }
+            }
         }
         fixed.describe_blocks(self.calls, layout, &self.sorted)
     }
 
-    fn tell_placement(&mut self, seat: u32, landing: Landing) {
+    /// Tells where rows land. What is staged behind them is this rank's as long as the extent that is returned.
+    fn tell_placement(&mut self, seat: u32, landing: Landing) -> Option<Extent> {
         let common = Arc::clone(&self.common);
         let (layout, number) = (&self.kept[seat as usize].layout, self.calls.number());
-        let extent = landing.extent.map(|mut extent| {
-            let landing = common.shape.landing(layout.landed).bytes();
-            let kept = if common.shape.arrives() {
-                common.shape.landing(layout.landed).arrivals().1
-            } else {
-                landing
-            };
-            extent.trim(kept);
-            extent
-        });
+        let (chunk, staged) = (common.shape.landing(layout.landed), u64::from(layout.staged));
+        let (kept, used) = match (common.shape.arrives(), common.fixed.straight()) {
+            (true, true) => (chunk.arrivals().1, chunk.staging() + staged * common.shape.row_bytes()),
+            (true, false) => (chunk.arrivals().1, 0),
+            (false, _) => (chunk.bytes(), 0),
+        };
+        let (mut extent, mut staging) = (landing.extent, None);
+        if let Some(extent) = &mut extent {
+            extent.trim(kept.max(used));
+            staging = (used > kept).then(|| extent.split(kept));
+        }
         common.seats[seat as usize].tell(|told| {
             let placement = &mut told.placement;
             (placement.number, placement.rows) = (number, layout.landed);
@@ -199,6 +213,7 @@ impl Planner {
             told.refused = None;
             told.placed += 1;
         });
+        staging
     }
 
     /// Enqueues the rows and their signals, relays, waits for those of the others, and has what crossed brought in.
@@ -224,7 +239,8 @@ impl Planner {
         let rows = common.piece(shape.staging(seat))?;
         let notes = common.host_piece(shape.host_notes(seat))?;
         let words = std::mem::take(&mut self.scratch.notes);
-        let packed = Packed { rows: &rows, notes: &notes, notes_of_host: bytemuck::cast_slice(&words) };
+        let at = shape.staging(seat).0;
+        let packed = Packed { rows: &rows, at, notes: &notes, notes_of_host: bytemuck::cast_slice(&words) };
         let moved = self.run(programs.dispatch.rows.start(), Some(&layout), Some(packed));
         self.scratch.notes = words;
         moved?;
@@ -235,12 +251,13 @@ impl Planner {
             let setting = common.fixed.meeting(self.calls, CallKind::Dispatch).setting;
             if shape.arrives() {
                 self.find_arrivals(landing)?;
-                let (at, end) = shape.landing(layout.landed).arrivals();
-                self.tables.bring_notes_in(&setting, &self.scratch.landed, landing, (at, end - at));
-            } else {
+                let desk = self.desk(landing);
+                self.tables.bring_notes_in(&setting, &self.scratch.landed, landing, desk);
+                self.run(&programs.bring_in.items, None, None)?;
+            } else if !fixed.straight() {
                 self.tables.bring_in(&setting, &errand.forward, landing, true);
+                self.run(&programs.bring_in.items, None, None)?;
             }
-            self.run(&programs.bring_in.items, None, None)?;
         }
         self.kept[seat as usize].layout = layout;
         Ok(())

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::common::Common;
 use super::handle::{Lease, PlannedCombine, PlannedDispatch, PlannedHandle, PlannedOutput};
+use super::passage::Passage;
 use super::shape::{Bell, Shape};
 use super::{PlannedBuilder, REFUSED};
 use crate::device::{Kernels, MemoryOperations, Order, Range, Regroup, Stream, SumChoices};
@@ -14,7 +15,7 @@ use crate::dtype::Wire;
 use crate::ep::ExpertParallelBuilder;
 use crate::ep::guard::Guard;
 use crate::error::{CallError, DeviceError, Error, PlanError};
-use crate::world::{SymmetricRange, Twin};
+use crate::world::SymmetricRange;
 
 /// A rank's tokens, where its device has them.
 #[derive(Clone, Copy, Debug)]
@@ -67,7 +68,7 @@ pub struct PlannedExchange {
     planner: Option<JoinHandle<()>>,
     _guard: Guard,
     /// Other nodes write to it as long as this lives.
-    _twin: Option<Twin>,
+    _passage: Passage,
     _control: SymmetricRange,
 }
 
@@ -81,7 +82,7 @@ pub(super) struct Parts {
     pub kernels: Kernels,
     pub planner: JoinHandle<()>,
     pub guard: Guard,
-    pub twin: Option<Twin>,
+    pub passage: Passage,
     pub control: SymmetricRange,
 }
 
@@ -92,7 +93,7 @@ impl PlannedExchange {
     }
 
     pub(super) fn new(parts: Parts) -> Result<Self, Error> {
-        let Parts { common, stream, kernels, planner, guard, twin, control } = parts;
+        let Parts { common, stream, kernels, planner, guard, passage, control } = parts;
         let context = stream.context();
         let (mut listed, mut packed, mut offered) = (Vec::new(), Vec::new(), Vec::new());
         for seat in 0..common.shape.seats() {
@@ -123,7 +124,7 @@ impl PlannedExchange {
             dispatches: 0,
             planner,
             _guard: guard,
-            _twin: twin,
+            _passage: passage,
             _control: control,
         })
     }

@@ -13,7 +13,7 @@ use crate::error::{Error, PlanError};
 use crate::exec::Enqueued;
 use crate::lane::COPY_ENGINE;
 use crate::plan::Chunk;
-use crate::world::Detour;
+use crate::world::{Detour, Registration};
 
 /// A seat, as long as anything of its dispatch is alive.
 #[derive(Debug)]
@@ -320,6 +320,9 @@ pub struct PlannedReport {
     /// Why rows that cross go by memory of the host, if any do: from the device to that, over the rail, and from the host's
     /// memory there to the device. [`Enqueued::out_bytes`] and [`Enqueued::in_bytes`] did.
     pub detour: Option<Detour>,
+    /// How cards know the device's memory, where they read rows that cross from there and write them there:
+    /// [`Enqueued::straight_bytes`] did.
+    pub registration: Option<Registration>,
     /// What the planner's stream was asked to do.
     pub enqueued: Enqueued,
     /// Kernels that ran on the caller's stream: before rows were packed, or after they had landed. In between, what
@@ -334,6 +337,7 @@ impl PlannedReport {
             used.lane = COPY_ENGINE;
         }
         lanes.sort_by_key(|used| (used.lane != "own", used.lane != COPY_ENGINE, used.lane));
-        PlannedReport { lanes, detour: common.detour, enqueued, kernels }
+        let (detour, registration) = (common.detour, common.registration);
+        PlannedReport { lanes, detour, registration, enqueued, kernels }
     }
 }

@@ -18,6 +18,7 @@
 //! | `arrivals` | what else the planner does where engines relay |
 //! | `shape`, `space`, `seat` | where things lie, what is free, what the planner tells |
 //! | `guard` | what ends the waits of streams when the world dies |
+//! | `passage` | how rows cross between nodes |
 //! | `apart` | a stream that the caller's cannot hold up |
 //!
 //! **Constants.** Between a stream and its own planner there are *bells*: words of the host's memory that one side sets and
@@ -25,17 +26,23 @@
 //! and with a budget of rows ([`Mode::Budget`](crate::plan::Mode)), where memory does not move either, it can be captured
 //! into a graph and replayed, each time with other tokens.
 //!
-//! **Other nodes** are reached by memory of the host, as no rail reaches a device yet ([`Detour`](crate::world::Detour)): from
-//! the device to pinned memory, over the rail by the planner as proxy, to pinned memory there, to the device. The planner
-//! plays this rank's relay, too. How often a row is copied, by engines `e` and rails `r`, in a dispatch and in a combine:
+//! **Other nodes** are reached straight, if the cards of all ranks read and write their devices' memory
+//! ([`Registration`](crate::world::Registration)): from where rows lie packed to where they are to lie, and home to where
+//! they are summed. Else they go by memory of the host ([`Detour`](crate::world::Detour) says why): from the device to pinned memory, over
+//! the rail, to pinned memory there, to the device. The planner is the proxy of the rails, and plays this rank's relay, too. How
+//! often a row is copied, by engines `e` and rails `r`, in a dispatch and in a combine:
 //!
 //! | | own, same node | another node, a dispatch | home | floor |
 //! |---|---|---|---|---|
-//! | direct | e | e r e | e r e | the bytes by the rail's bandwidth, or twice by the bus |
-//! | pxn | e k | e r e k, `e r` once for each token and node | e r e, the first from whoever has it to the relay's outbox | the same, of fewer bytes out |
+//! | direct | e | r | r | the bytes by the rail's bandwidth |
+//! | pxn | e k | r e k, `r` once for each token and node | r, from whoever has it | the same, of fewer bytes out |
+//! | direct, detour | e | e r e | e r e | the bytes by the rail's bandwidth, or twice by the bus |
+//! | pxn, detour | e k | e r e k, `e r` once for each token and node | e r e, the first from whoever has it to the relay's outbox | the same, of fewer bytes out |
 //!
-//! Copies out are a batch for each signal that crosses. Under `direct` copies in are one for each stretch of visible rows that
-//! no neighbour interrupts. Under `pxn` the relay's are the runs of a block in relay order, a few for each rank, cut by
+//! Straight, a card reads packed rows once the stream has said that they are. A flag in memory of the host may overtake rows
+//! in memory of the device: so cards write a word behind them, there, which the stream awaits before anybody goes on with
+//! them. On the detour, copies out are a batch for each signal that crosses, and under `direct` copies in are one for each stretch of
+//! visible rows that no neighbour interrupts. Under `pxn` the relay's are the runs of a block in relay order, a few for each rank, cut by
 //! chunks; and a kernel `k` puts what arrived into visible order ([`PlannedRows::index`] serves who needs none).
 //! [`Enqueued`](crate::exec::Enqueued) counts all of them.
 //!
@@ -50,11 +57,14 @@ mod common;
 mod dispatch;
 mod exchange;
 mod handle;
+mod passage;
 mod planner;
 mod seat;
 mod shape;
 mod space;
 mod status;
+#[cfg(test)]
+mod tests;
 
 pub use builder::PlannedBuilder;
 pub use exchange::{PlannedExchange, Tokens};

@@ -1,14 +1,16 @@
 //! Where things lie in an exchange's memory: the same at every rank.
 //!
 //! ```text
-//!   memory of the device   | zeros | map | seat 0 | seat 1 | ...  |  pool: rows and outputs of eager dispatches       |
+//!   memory of the device   | words | zeros | map | seat 0 | seat 1 | ...  |  pool: rows and outputs of eager dispatches       |
 //!   a seat                 | staging: packed rows, later rows that came home | order | summands | counts | * |
 //!                                                             * with a budget: rows that land, and outputs
 //!
 //!   memory of the host     | seat 0 | seat 1 | ...
 //!   a seat                 | bells, a line each | experts | weights | notes | summands | counts | order |
 //!
-//!   the device's twin      | as memory of the device | outbox: rows on their way to other nodes |      with several nodes
+//!   with several nodes: words of the device that cards write, and one of
+//!   the device's twin      | as memory of the device | outbox: rows on their way to other nodes |    where no card reaches it
+//!   the planner's desk     | index of arrivals | notes of rows from other nodes |                     else, where engines relay
 //! ```
 
 use crate::ep::builder::Spec;
@@ -58,6 +60,8 @@ pub(super) struct Shape {
     pool: u64,
     /// Where engines relay: most rows that a rank stages.
     staged: Option<u64>,
+    /// Bytes of the words.
+    words: u64,
 }
 
 /// A piece of memory: offset and length in bytes.
@@ -67,8 +71,8 @@ impl Shape {
     /// What a bell's value counts in.
     pub const STEP: u64 = 64;
 
-    /// `staged`: where engines relay, most rows that a rank hands on.
-    pub fn new(spec: &Spec, seats: u32, pool: u64, staged: Option<u64>) -> Self {
+    /// `staged`: where engines relay, most rows that a rank hands on; `words`: bytes of flags that cards may write.
+    pub fn new(spec: &Spec, seats: u32, pool: u64, staged: Option<u64>, words: u64) -> Self {
         let slots = |rank| spec.map.slots_of(rank).len() as u64;
         Shape {
             seats,
@@ -81,6 +85,7 @@ impl Shape {
             budget: spec.mode.budget(),
             pool: if spec.mode.budget().is_some() { 0 } else { pool },
             staged,
+            words,
         }
     }
 
@@ -108,11 +113,10 @@ impl Shape {
         self.budget().unwrap_or_else(|| self.sizing.landing(rows))
     }
 
-    /// Bytes that must lie where `rows` rows land, and behind them: what is staged in the twin, or arrivals and their index.
+    /// Bytes that must lie where `rows` rows land, and behind them: arrivals and their index, then what is staged.
     pub fn extent(&self, rows: u32) -> u64 {
         let landing = self.landing(rows);
-        let staged = |staged| landing.bytes() + staged * self.row_bytes();
-        self.staged.map_or(landing.bytes(), |most| staged(most).max(landing.arrivals().1))
+        self.staged.map_or(landing.bytes(), |most| landing.staging() + most * self.row_bytes())
     }
 
     /// Whether engines relay.
@@ -125,8 +129,13 @@ impl Shape {
         self.sizing.offer(self.budget.unwrap_or(rows))
     }
 
+    /// Flags that cards write behind rows.
+    pub fn words(&self) -> Piece {
+        (0, self.words)
+    }
+
     pub fn zeros(&self) -> Piece {
-        (0, round(self.align * self.row_bytes().max(self.sizing.note_bytes())))
+        (behind(self.words()), round(self.align * self.row_bytes().max(self.sizing.note_bytes())))
     }
 
     /// The bin of each expert, for this rank: `i32`.
@@ -180,6 +189,21 @@ impl Shape {
     /// Size of the twin.
     pub fn twin_bytes(&self) -> u64 {
         behind(self.outbox())
+    }
+
+    /// On the desk: where notes begin, behind the index.
+    pub fn desk_notes(&self) -> u64 {
+        round(self.most_rows() * 4)
+    }
+
+    /// Size of the desk.
+    pub fn desk_bytes(&self) -> u64 {
+        self.desk_notes() + round(self.most_rows() * self.sizing.note_bytes())
+    }
+
+    /// Rows that may land, pads counted; memory of none cannot be pinned.
+    fn most_rows(&self) -> u64 {
+        self.budget.map_or(self.pool / self.row_bytes().max(1), u64::from).max(1)
     }
 
     /// Where a bell is in the host's memory.

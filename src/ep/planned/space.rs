@@ -101,6 +101,15 @@ impl Extent {
         self.space.state().extents.give(self.offset + keep, self.len - keep);
         self.len = keep;
     }
+
+    /// Everything behind the first `len` bytes, as a piece of its own.
+    pub fn split(&mut self, len: u64) -> Extent {
+        let keep = Extents::round(len).min(self.len);
+        let rest =
+            Extent { space: Arc::clone(&self.space), offset: self.offset + keep, len: self.len - keep };
+        self.len = keep;
+        rest
+    }
 }
 
 impl Drop for Extent {

@@ -11,6 +11,7 @@
 
 mod card;
 mod counters;
+mod devices;
 mod loopback;
 mod record;
 mod regions;
@@ -24,6 +25,7 @@ use std::time::Instant;
 
 pub use card::Card;
 pub use counters::Counters;
+pub use devices::{Detour, DeviceMemory, DeviceRail, Local, NoDmaBuf, Registration};
 pub use loopback::{Link, ring_bytes};
 pub use regions::{Region, Regions};
 pub use tcp::Wires as TcpWires;
@@ -84,6 +86,13 @@ pub trait Wiring: fmt::Debug + Send + Sync {
     /// Of the lane, if the memory cannot be registered.
     fn register(&self, number: u32, region: &Region) -> Result<Vec<u8>, Error>;
 
+    /// Lets partners write to memory of a device, and cards read it. Returns what partners must be told of it, and how it
+    /// was registered.
+    ///
+    /// # Errors
+    /// Why it cannot be.
+    fn register_device(&self, number: u32, memory: &DeviceMemory) -> Result<(Vec<u8>, Registration), Detour>;
+
     /// The end of that.
     fn deregister(&self, number: u32);
 
@@ -120,6 +129,11 @@ pub trait Rail: fmt::Debug + Send + Sync {
         source: RowSource<'_>,
         patience: Patience<'_>,
     ) -> Result<(), Stuck>;
+
+    /// What it does with memory of devices, if anything.
+    fn devices(&self) -> Option<&dyn DeviceRail> {
+        None
+    }
 
     /// Writes zeros.
     ///

@@ -32,6 +32,13 @@ impl Regions {
         table.len() as u32 - 1
     }
 
+    /// A number for memory that cards alone write to.
+    pub fn reserve(&self) -> u32 {
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        table.push(None);
+        table.len() as u32 - 1
+    }
+
     /// From now on, what comes for this region is dropped: it was under way when its owner let go of it. Numbers are
     /// not used again.
     pub fn remove(&self, number: u32) {

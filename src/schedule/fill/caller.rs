@@ -149,31 +149,32 @@ impl CallerTables {
         self.landed.extend(segments.map(|s| (s.to_row, s.count + s.pad)));
         let base = self.landing[at.paths.me() as usize];
         self.join();
-        self.bring(at, base, at.sizing.row_bytes);
+        self.bring(at, (base, base), at.sizing.row_bytes);
         if noted {
-            self.bring(at, base + landing.notes_at(), at.sizing.note_bytes());
+            let notes = base + landing.notes_at();
+            self.bring(at, (notes, notes), at.sizing.note_bytes());
         }
         self.brought(at);
     }
 
-    /// The same where rows go to arrivals: of `landed`, first rows and how many follow, what goes with them; and the index,
-    /// which lies at the start of the twin, to where it has its place.
+    /// The same where rows go to arrivals: of `landed`, first rows and how many follow, what goes with them; and the index.
+    /// They lie on the `desk`: the index, and the notes of row 0.
     pub fn bring_notes_in(
         &mut self,
         at: &Setting,
         landed: &[(u32, u32)],
         landing: Chunk,
-        (index, len): (u64, u64),
+        (desk_index, desk_notes): (u64, u64),
     ) {
         self.clear();
         self.landed.clear();
         self.landed.extend_from_slice(landed);
-        let base = self.landing[at.paths.me() as usize];
+        let (base, (index, end)) = (self.landing[at.paths.me() as usize], landing.arrivals());
         self.join();
-        self.bring(at, base + landing.notes_at(), at.sizing.note_bytes());
-        let from = Place::Window { owner: at.paths.me(), window: at.far };
-        let (to, to_offset) = (WindowId::POOL, base + index);
-        self.spans.push(SpanCopy { from, from_offset: base, to, to_offset, len });
+        self.bring(at, (desk_notes, base + landing.notes_at()), at.sizing.note_bytes());
+        let from = Place::Window { owner: at.paths.me(), window: WindowId::TWIN };
+        let (to, to_offset, len) = (WindowId::POOL, base + index, end - index);
+        self.spans.push(SpanCopy { from, from_offset: desk_index, to, to_offset, len });
         self.brought(at);
     }
 
@@ -188,12 +189,12 @@ impl CallerTables {
         });
     }
 
-    fn bring(&mut self, at: &Setting, base: u64, bytes: u64) {
+    fn bring(&mut self, at: &Setting, (from, to): (u64, u64), bytes: u64) {
         self.spans.extend(self.landed.iter().map(|&(first, rows)| SpanCopy {
-            from: Place::Window { owner: at.paths.me(), window: at.far },
-            from_offset: base + u64::from(first) * bytes,
+            from: Place::Window { owner: at.paths.me(), window: WindowId::TWIN },
+            from_offset: from + u64::from(first) * bytes,
             to: WindowId::POOL,
-            to_offset: base + u64::from(first) * bytes,
+            to_offset: to + u64::from(first) * bytes,
             len: u64::from(rows) * bytes,
         }));
     }
@@ -207,17 +208,15 @@ impl CallerTables {
     /// first of which is run `first` of the layout. `landing` says how much lies before arrivals, and before what is staged.
     pub fn to_arrivals(&mut self, at: &Setting, layout: &Layout, first: u32, landing: impl Fn(u32) -> Chunk) {
         let (paths, caller) = (at.paths, Caller::new(at.paths, at.chunks));
-        let behind = |tables: &Self, rank: u32| {
-            tables.landing[rank as usize] + landing(layout.sizes[rank as usize]).bytes()
-        };
         for (run, peer) in (first..).zip((0..paths.ranks()).filter(|&peer| paths.near(peer))) {
-            let to = behind(self, peer);
+            let to = self.landing[peer as usize] + landing(layout.sizes[peer as usize]).bytes();
             if let Operand::Rows { first, count, base, .. } = &mut self.table[caller.rows(peer).0 as usize] {
                 (*first, *count, *base) = (run, 1, to);
             }
         }
         for (relay, block) in paths.relays().zip(&layout.blocks) {
-            let to = behind(self, relay) + u64::from(block.first) * at.sizing.row_bytes;
+            let staging = self.landing[relay as usize] + landing(layout.sizes[relay as usize]).staging();
+            let to = staging + u64::from(block.first) * at.sizing.row_bytes;
             for chunk in 1..=at.chunks {
                 if let Operand::Rows { base, .. } = &mut self.table[caller.block(relay, chunk).0 as usize] {
                     *base = to;
@@ -226,22 +225,28 @@ impl CallerTables {
         }
     }
 
-    /// Return, before its entry: cuts `start` and what follows into a place for the rows alone that each relay brings home.
-    pub fn stage_rows(&mut self, paths: &Paths, layout: &Layout, start: u64, row_bytes: u64) {
-        let mut next = start;
-        for (relay, block) in paths.relays().zip(&layout.blocks) {
-            self.bases[relay as usize] = next;
-            next += u64::from(block.entries()) * row_bytes;
+    /// Return, before its entry: a place for the rows alone that each relay brings home. In the twin these are cut from
+    /// `home`; where rails reach the pool they are [those](Layout::home_of) in which rows are summed.
+    pub fn stage_rows(&mut self, at: &Setting, layout: &Layout, home: u64) {
+        let (mut next, row_bytes) = (0, at.sizing.home_bytes);
+        for (relay, block) in at.paths.relays().zip(&layout.blocks) {
+            let first = match at.far {
+                WindowId::TWIN => next,
+                _ => layout.home_of(&at.paths, relay),
+            };
+            self.bases[relay as usize] = home + u64::from(first) * row_bytes;
+            next += block.entries();
         }
     }
 
     /// Stage "pull" of a return: from where each owner offers its chunk (`bases`) the rows of this rank, to `home`, where they
-    /// lie as they lay when they went out. Those of other nodes have come to the twin by then, one behind the other.
+    /// lie as they lay when they went out. Those of other nodes have come to the twin by then, one behind the other; or are
+    /// home.
     pub fn pull(&mut self, at: &Setting, layout: &Layout, home: u64) {
         self.clear();
         let (caller, row_bytes) = (Caller::new(at.paths, at.chunks), at.sizing.home_bytes);
-        let straight = at.paths.relays().filter(|_| at.paths.route() == Route::Direct);
-        let mut near_rows = 0;
+        let in_twin = |route| at.far == WindowId::TWIN && at.paths.route() == route;
+        let straight = at.paths.relays().filter(|_| in_twin(Route::Direct));
         for peer in at.paths.locals().chain([at.paths.me()]).chain(straight) {
             let (first, runs) = (self.spans.len(), layout.runs_to(peer));
             let (base, near) = (self.bases[peer as usize], at.paths.near(peer));
@@ -254,7 +259,6 @@ impl CallerTables {
             {
                 let row = if near { run.to_row } else { entry };
                 entry += run.count;
-                near_rows += if near { u64::from(run.count) } else { 0 };
                 let span = SpanCopy {
                     from,
                     from_offset: base + u64::from(row) * row_bytes,
@@ -271,14 +275,13 @@ impl CallerTables {
             self.table[caller.rows(peer).0 as usize] = Operand::Spans { first, count };
         }
         // Blocks come home as they are, behind the rows of neighbours.
-        let mut to_offset = home + near_rows * row_bytes;
         let blocks = at.paths.relays().zip(&layout.blocks);
-        for (relay, block) in blocks.filter(|_| at.paths.route() == Route::Pxn) {
+        for (relay, block) in blocks.filter(|_| in_twin(Route::Pxn)) {
             let (first, from_offset) = (self.spans.len() as u32, self.bases[relay as usize]);
             let (from, to) = (Place::Window { owner: at.paths.me(), window: at.far }, WindowId::POOL);
+            let to_offset = home + u64::from(layout.home_of(&at.paths, relay)) * row_bytes;
             let len = u64::from(block.entries()) * row_bytes;
             self.spans.push(SpanCopy { from, from_offset, to, to_offset, len });
-            to_offset += len;
             self.table[caller.rows(relay).0 as usize] = Operand::Spans { first, count: 1 };
         }
     }

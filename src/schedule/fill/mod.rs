@@ -27,6 +27,7 @@ pub struct Setting<'a> {
     pub chunks: u8,
     /// Which of two publications, messages and headers the call takes.
     pub parity: u64,
-    /// The window in which what crosses lands: the pool, or its [twin](crate::schedule::WindowId::TWIN).
+    /// The window in which what crosses lands: the pool, or its [twin](crate::schedule::WindowId::TWIN) where that is memory of
+    /// a device that no rail reaches.
     pub far: WindowId,
 }

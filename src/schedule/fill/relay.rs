@@ -116,7 +116,7 @@ impl RelayTables {
         for ((nth, _), block) in (0..).zip(paths.sources()).zip(blocks) {
             let landed = served.iter().position(|&rank| rank == me).map_or(0, |at| block.landed[at]);
             let staging =
-                self.bases[me as usize] + landing(landed).bytes() + u64::from(block.first) * row_bytes;
+                self.bases[me as usize] + landing(landed).staging() + u64::from(block.first) * row_bytes;
             for chunk in 1..=at.chunks {
                 for (member, &to) in (0..).zip(served) {
                     let first = runs.len() as u32;

@@ -4,7 +4,7 @@ use super::effect::bytes;
 use super::place::Placed;
 use super::tell::{Extent, Teller};
 use super::{Slip, Touch};
-use crate::plan::{Segment, first_of};
+use crate::plan::{Chunk, Segment, first_of};
 use crate::schedule::WindowId;
 
 impl Teller<'_> {
@@ -28,13 +28,22 @@ impl Teller<'_> {
         (own, &block.index[skip..skip + count])
     }
 
-    /// A planner reads headers and counts, and writes to its twin the index and what goes with rows of other nodes.
+    /// Where the index and the notes of a dispatch lie in the planner's memory of the host.
+    pub(super) fn desk(&self, landing: Chunk, ground: &Extent) -> (u64, u64) {
+        let (index, end) = landing.arrivals();
+        match self.script.straight {
+            true => (0, (end - index).next_multiple_of(64)),
+            false => (ground.start, ground.start + landing.notes_at()),
+        }
+    }
+
+    /// A planner reads headers and counts, and writes to its desk the index and what goes with rows of other nodes.
     pub(super) fn arrivals_found(
         &self,
         me: u32,
         placed: &Placed,
         landed: &[(u32, u32)],
-        ground: &Extent,
+        (desk_index, desk_notes): (u64, u64),
     ) -> Vec<Touch> {
         let (paths, parity) = (self.paths(me), self.parity(me, Slip::OneHeader));
         let mut touches = self.counts_read(me, paths.locals().chain([me]));
@@ -46,13 +55,12 @@ impl Teller<'_> {
             touches.push(self.read("header", header));
         }
         let landing = self.sizing.landing(placed.layouts[me as usize].landed);
-        let notes = ground.start + landing.notes_at();
         let (index, end) = landing.arrivals();
         let written = landed.iter().map(|&(first, rows)| {
             let [first, rows] = [first, rows].map(|rows| u64::from(rows) * self.sizing.note_bytes());
-            (notes + first, rows)
+            (desk_notes + first, rows)
         });
-        let written = written.chain([(ground.start, end - index)]);
+        let written = written.chain([(desk_index, end - index)]);
         touches.extend(written.map(|(at, len)| self.write("twin", bytes(me, WindowId::TWIN, at, len))));
         touches
     }

@@ -149,7 +149,7 @@ impl Teller<'_> {
             heard.extend(self.headers_written(me, layout));
         }
         acts.push(act(&skeleton.rows, heard));
-        if self.script.pulls && paths.rails() {
+        if self.script.pulls && paths.rails() && (self.arrives() || !self.script.straight) {
             acts.push(self.bringer_in(me, call));
         }
         let end = match self.arrives() {
@@ -168,9 +168,9 @@ impl Teller<'_> {
         let mut touches = Vec::new();
         if self.arrives() {
             let landed: Vec<_> = self.far_segments(me, call.placed);
-            let (index, end) = landing.arrivals();
-            tables.bring_notes_in(&setting, &landed, landing, (index, end - index));
-            touches = self.arrivals_found(me, call.placed, &landed, &call.ground[me as usize]);
+            let desk = self.desk(landing, &call.ground[me as usize]);
+            tables.bring_notes_in(&setting, &landed, landing, desk);
+            touches = self.arrivals_found(me, call.placed, &landed, desk);
         } else {
             tables.bring_in(&setting, forward, landing, call.noted);
         }
@@ -235,8 +235,13 @@ impl Teller<'_> {
                 member.pool.give(&held[me]);
             }
             let staged = if self.script.slip == Some(Slip::StageUnasked) { 0 } else { layout.staged };
-            let behind = if arrives { self.sizing.landing(layout.landed).arrivals().1 } else { 0 };
-            all.push(member.pool.take(self.sizing.extent_bytes(layout.landed, staged).max(behind)));
+            let bytes = match arrives {
+                true => {
+                    self.sizing.landing(layout.landed).staging() + u64::from(staged) * self.sizing.row_bytes
+                }
+                false => self.sizing.extent_bytes(layout.landed, staged),
+            };
+            all.push(member.pool.take(bytes));
         }
         all
     }

@@ -71,6 +71,8 @@ pub struct Script<'a> {
     /// Copy engines move rows within nodes, and rails reach twins of the pools alone. Engines read what is offered in a
     /// return, too, which they cannot add: rows come home first.
     pub pulls: bool,
+    /// With `pulls`: rails reach the pools themselves, and there are no twins but the planners' desks.
+    pub straight: bool,
     /// How much a rank receives; what does not fit is dropped.
     pub mode: Mode,
     /// Bytes of one row: a multiple of 16.

@@ -82,9 +82,9 @@ impl Teller<'_> {
         let chunk = early.unwrap_or_else(|| member.pool.take(size));
         let pulled = if self.script.pulls { layout.terms.len() as u64 * self.sizing.home_bytes } else { 0 };
         let staging = member.pool.take(home + wait + pulled);
-        let (mut tables, _) = self.tables(me);
+        let (at, (mut tables, _)) = (self.setting(me, 0), self.tables(me));
         match self.script.pulls {
-            true => tables.stage_rows(&paths, layout, staging.start, self.sizing.home_bytes),
+            true => tables.stage_rows(&at, layout, staging.start),
             false => tables.stage(&paths, layout, staging.start),
         }
         if self.script.slip == Some(Slip::ShareHome) {

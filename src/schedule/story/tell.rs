@@ -190,7 +190,7 @@ impl<'a> Teller<'a> {
             sizing: self.sizing,
             chunks: self.script.chunks,
             parity,
-            far: if self.script.pulls { WindowId::TWIN } else { WindowId::POOL },
+            far: if self.script.pulls && !self.script.straight { WindowId::TWIN } else { WindowId::POOL },
         }
     }
 

@@ -28,6 +28,32 @@ pub struct Settings {
     pub copy_kernels: bool,
     /// As `cuptiGetVersion` says it.
     pub cupti: u32,
+    /// How what cards write is seen.
+    pub card_writes: CardWrites,
+}
+
+/// In which order streams see what cards write into device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CardWrites {
+    /// In the order of the card.
+    Ordered,
+    /// In none, until a wait flushes.
+    Flushed,
+    /// In none.
+    Unordered,
+}
+
+impl FromStr for CardWrites {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<CardWrites, ()> {
+        match text {
+            "ordered" => Ok(CardWrites::Ordered),
+            "flushed" => Ok(CardWrites::Flushed),
+            "unordered" => Ok(CardWrites::Unordered),
+            _ => Err(()),
+        }
+    }
 }
 
 impl Settings {
@@ -49,6 +75,7 @@ impl Settings {
             compute_mode: number("SIDELANE_STAND_IN_COMPUTE_MODE", 0)?,
             copy_kernels: number("SIDELANE_STAND_IN_COPY_KERNELS", 0)? != 0,
             cupti: number("SIDELANE_STAND_IN_CUPTI", 23)?,
+            card_writes: number("SIDELANE_STAND_IN_CARD_WRITES", CardWrites::Ordered)?,
         })
     }
 
@@ -69,7 +96,7 @@ fn text(name: &str) -> Result<Option<String>, String> {
 
 fn number<T: FromStr>(name: &str, otherwise: T) -> Result<T, String> {
     let Some(text) = text(name)? else { return Ok(otherwise) };
-    text.parse().map_err(|_| format!("{name}: {text:?} is no number for it"))
+    text.parse().map_err(|_| format!("{name}: {text:?} makes no sense"))
 }
 
 /// `0,1|2,3`: two sets of two.

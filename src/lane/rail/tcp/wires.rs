@@ -12,7 +12,7 @@ use super::link::{Link, Shared};
 use crate::bootstrap::{Clocks, Health, Pass, Reception};
 use crate::config::TcpAddress;
 use crate::error::{BootstrapError, Error, LaneError};
-use crate::lane::rail::{Rail, Region, Regions, Wiring, system};
+use crate::lane::rail::{Detour, DeviceMemory, Rail, Region, Regions, Registration, Wiring, system};
 
 /// What a rank offers that connects to its partner: it needs to be told nothing.
 const GUEST: &[u8] = b"guest";
@@ -152,6 +152,10 @@ impl Wiring for Wires {
     fn register(&self, _number: u32, _region: &Region) -> Result<Vec<u8>, Error> {
         // Records name regions by number; the receiver writes.
         Ok(Vec::new())
+    }
+
+    fn register_device(&self, _: u32, _: &DeviceMemory) -> Result<(Vec<u8>, Registration), Detour> {
+        Err(Detour::Lane("tcp"))
     }
 
     fn deregister(&self, _number: u32) {}

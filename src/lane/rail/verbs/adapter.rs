@@ -19,7 +19,7 @@ use super::{
 };
 use crate::bootstrap::Health;
 use crate::error::{Error, VerbsError};
-use crate::lane::rail::{Rail, Region, Regions, Wiring};
+use crate::lane::rail::{Detour, DeviceMemory, Rail, Region, Regions, Registration, Wiring};
 use crate::topology::NodeMap;
 
 /// Requests that one queue pair may have under way.
@@ -246,6 +246,19 @@ impl Wiring for Adapter {
             self.heap().clone_from(&said);
         }
         Ok(said)
+    }
+
+    fn register_device(&self, number: u32, memory: &DeviceMemory) -> Result<(Vec<u8>, Registration), Detour> {
+        if self.settings.signal == SignalMode::Immediate {
+            return Err(Detour::Messages);
+        }
+        let (mut said, mut how) = (Vec::new(), Registration::DmaBuf);
+        for device in &self.devices {
+            let (pieces, registered) = device.register_device(number, memory, self.relaxed)?;
+            said.push(pieces);
+            how = if registered == Registration::DmaBuf { how } else { registered };
+        }
+        Ok((keys::say(&said), how))
     }
 
     fn deregister(&self, number: u32) {

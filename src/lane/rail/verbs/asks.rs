@@ -32,26 +32,40 @@ impl Connection {
         bytes: &[u8],
         patience: Patience<'_>,
     ) -> Result<(), Halt> {
-        let source = self.device.source(bytes).filter(|_| bytes.len() > SMALL);
+        if let Some(source) = self.device.source(bytes).filter(|_| bytes.len() > SMALL) {
+            return self.put_in_place(state, to, source, bytes.len());
+        }
         let mut rest = bytes;
         while !rest.is_empty() {
             let (remote, together) = self.remote(to)?;
-            let room = state.sender.room(remote, 1, source.is_none());
+            let room = state.sender.room(remote, 1, true);
             let (head, tail) = rest.split_at(rest.len().min(together.min(room.bytes) as usize));
-            match source {
-                Some(source) => {
-                    let piece = source.piece(bytes.len() - rest.len(), head.len());
-                    state.sender.write(remote, [piece], Kept::InPlace);
-                }
-                None => {
-                    let staged = self.stage(state, head.len(), patience)?;
-                    fill(&staged, head);
-                    state.sender.counters.copied += head.len() as u64;
-                    state.sender.write(remote, [staged.piece], Kept::Staged(staged.until));
-                }
-            }
+            let staged = self.stage(state, head.len(), patience)?;
+            fill(&staged, head);
+            state.sender.counters.copied += head.len() as u64;
+            state.sender.write(remote, [staged.piece], Kept::Staged(staged.until));
             state.sender.post()?;
             (rest, to) = (tail, to.behind(head.len() as u64));
+        }
+        Ok(())
+    }
+
+    /// Bytes that the card reads where they lie.
+    pub(super) fn put_in_place(
+        &self,
+        state: &mut State,
+        mut to: Target,
+        source: Source,
+        len: usize,
+    ) -> Result<(), Halt> {
+        let mut done = 0;
+        while done < len {
+            let (remote, together) = self.remote(to)?;
+            let room = state.sender.room(remote, 1, false);
+            let part = (len - done).min(together.min(room.bytes) as usize);
+            state.sender.write(remote, [source.piece(done, part)], Kept::InPlace);
+            state.sender.post()?;
+            (done, to) = (done + part, to.behind(part as u64));
         }
         Ok(())
     }

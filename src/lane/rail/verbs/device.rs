@@ -1,5 +1,6 @@
 //! A card that a rank uses, and the memory that is registered with it.
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -29,10 +30,23 @@ pub struct Device {
 
 /// A region: this rank's part, which partners may write to, and what else of it is mapped here, which may be sent.
 #[derive(Debug)]
-struct Registered {
+pub struct Registered {
+    rank: u32,
     own: Own,
-    neighbours: Vec<MemoryRegion>,
-    _region: Region,
+    neighbours: Vec<(u32, MemoryRegion)>,
+    _memory: Arc<dyn Any + Send + Sync>,
+}
+
+impl Registered {
+    /// `rank`'s own part, and those of neighbours; the memory stays as long as this.
+    pub fn new(
+        rank: u32,
+        own: Own,
+        neighbours: Vec<(u32, MemoryRegion)>,
+        memory: Arc<dyn Any + Send + Sync>,
+    ) -> Self {
+        Registered { rank, own, neighbours, _memory: memory }
+    }
 }
 
 /// Registered bytes of this process.
@@ -109,12 +123,33 @@ impl Device {
         }
         let others = (0..mapped.members()).filter(|other| other != member && mapped.len_of(*other) > 0);
         let neighbours = others
-            .map(|other| piece(other, 0, mapped.len_of(other), Access::empty()))
-            .collect::<Result<_, _>>()?;
+            .map(|other| Ok((other, piece(other, 0, mapped.len_of(other), Access::empty())?)))
+            .collect::<Result<_, Error>>()?;
         let said = own.said();
-        let registered = Registered { own, neighbours, _region: region.clone() };
-        self.regions.write().unwrap_or_else(PoisonError::into_inner).insert(number, registered);
+        self.keep(number, Registered::new(*member, own, neighbours, Arc::new(region.clone())));
         Ok(said)
+    }
+
+    /// Partners may write there from now on.
+    pub(super) fn keep(&self, number: u32, registered: Registered) {
+        self.regions.write().unwrap_or_else(PoisonError::into_inner).insert(number, registered);
+    }
+
+    /// Bytes of a member of a region as this card may read them, if they are registered as one piece.
+    pub(super) fn piece_of(&self, number: u32, member: u32, offset: u64, len: u64) -> Option<Source> {
+        let regions = self.regions.read().unwrap_or_else(PoisonError::into_inner);
+        let region = regions.get(&number)?;
+        let mut start = 0;
+        let mut inside = |piece: &MemoryRegion| {
+            let from = offset.checked_sub(start)?;
+            start += piece.len();
+            let fits = from.checked_add(len)? <= piece.len();
+            fits.then(|| Source { address: piece.base() + from, len: len as usize, lkey: piece.lkey() })
+        };
+        if member == region.rank {
+            return region.own.pieces.iter().find_map(inside);
+        }
+        region.neighbours.iter().find(|(rank, _)| *rank == member).and_then(|(_, piece)| inside(piece))
     }
 
     /// Partners that still write there meet a dead key.
@@ -128,7 +163,9 @@ impl Device {
     pub fn source(&self, bytes: &[u8]) -> Option<Source> {
         let (address, len) = (bytes.as_ptr().addr() as u64, bytes.len());
         let regions = self.regions.read().unwrap_or_else(PoisonError::into_inner);
-        let pieces = regions.values().flat_map(|region| region.own.pieces.iter().chain(&region.neighbours));
+        let pieces = regions.values().flat_map(|region| {
+            region.own.pieces.iter().chain(region.neighbours.iter().map(|(_, piece)| piece))
+        });
         let holds = |piece: &&MemoryRegion| {
             address >= piece.base() && address + len as u64 <= piece.base() + piece.len()
         };

@@ -8,11 +8,27 @@ use super::SignalMode;
 use super::connection::{Connection, End};
 use super::forecast::Forecast;
 use crate::bootstrap::Health;
-use crate::error::{Cause, LaneError};
+use crate::error::{Cause, LaneError, VerbsError};
 use crate::lane::RowSource;
-use crate::lane::rail::{Counters, Rail, Stuck, Target};
+use crate::lane::rail::{Counters, DeviceRail, Local, Rail, Stuck, Target};
 use crate::lane::wait::Patience;
 use crate::schedule::Tag;
+
+impl DeviceRail for Connection {
+    fn put_device(&self, to: Target, from: Local, len: u64, patience: Patience<'_>) -> Result<(), Stuck> {
+        self.with(patience, |state| {
+            if len == 0 {
+                return Ok(());
+            }
+            let nowhere = VerbsError::OutOfRegion { offset: from.offset, len, size: 0 };
+            let source = self.device.device_source(from, len).ok_or(nowhere)?;
+            if let Some(forecast) = &mut state.forecast {
+                forecast.device(self.remote(to)?.0, len);
+            }
+            self.put_in_place(state, to, source, len as usize)
+        })
+    }
+}
 
 impl Rail for Connection {
     fn lane(&self) -> &'static str {
@@ -57,6 +73,10 @@ impl Rail for Connection {
                 None => self.pack(state, to, rows, source, patience),
             }
         })
+    }
+
+    fn devices(&self) -> Option<&dyn DeviceRail> {
+        Some(self)
     }
 
     fn zero(&self, to: Target, len: u64, patience: Patience<'_>) -> Result<(), Stuck> {

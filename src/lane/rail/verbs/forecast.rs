@@ -70,6 +70,11 @@ impl Forecast {
         self.stream(to, len, copied, |left, (bytes, _)| (left.min(bytes), 1));
     }
 
+    /// Bytes of a device's memory: no processor could copy them.
+    pub fn device(&mut self, to: Remote, len: u64) {
+        self.stream(to, len, false, |left, (bytes, _)| (left.min(bytes), 1));
+    }
+
     /// Zeros.
     pub fn zero(&mut self, to: Remote, len: u64) {
         let zeros = self.rules.zeros;

@@ -12,6 +12,9 @@ use super::{MemoryRegion, Remote};
 use crate::error::{LaneError, VerbsError};
 use crate::lane::rail::Target;
 
+/// Length, address and key of each piece of a region, as one card knows them.
+pub type Said = Vec<(u64, u64, u32)>;
+
 /// A region of this rank, as one card knows it.
 #[derive(Debug, Default)]
 pub struct Own {
@@ -21,13 +24,13 @@ pub struct Own {
 
 impl Own {
     /// Length, address and key of each piece.
-    pub fn said(&self) -> Vec<(u64, u64, u32)> {
+    pub fn said(&self) -> Said {
         self.pieces.iter().map(|piece| (piece.len(), piece.base(), piece.rkey())).collect()
     }
 }
 
 /// What partners are told of a region: one entry per card, all with the same pieces.
-pub fn say(cards: &[Vec<(u64, u64, u32)>]) -> Vec<u8> {
+pub fn say(cards: &[Said]) -> Vec<u8> {
     let pieces = cards.first().map_or(&[][..], Vec::as_slice);
     let mut said = vec![pieces.len() as u8];
     let mut start = 0;

@@ -151,10 +151,6 @@ impl MemoryRegion {
     ///
     /// # Errors
     /// [`VerbsError::Register`]; [`VerbsError::TooOld`].
-    #[cfg_attr(
-        not(test),
-        expect(dead_code, reason = "for heaps in the memory of GPUs, which are not there yet")
-    )]
     pub unsafe fn register_dmabuf(
         domain: &Arc<ProtectionDomain>,
         fd: BorrowedFd<'_>,

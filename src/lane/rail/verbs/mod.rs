@@ -39,6 +39,7 @@ mod completion;
 mod connection;
 mod context;
 mod device;
+mod device_memory;
 mod endpoint;
 mod errno;
 mod face;

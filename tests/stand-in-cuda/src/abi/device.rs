@@ -6,6 +6,7 @@ use super::call;
 use super::pointers::Out;
 use crate::code::{Code, Result, described};
 use crate::driver::{self, settings};
+use crate::settings::CardWrites;
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuInit(flags: c_uint) -> c_int {
@@ -130,9 +131,10 @@ pub extern "C" fn cuDeviceGetAttribute(value: Out<c_int>, attribute: c_int, devi
             78 | 92 | 93 | 94 | 122 | 123 => 1,
             // Virtual memory, with descriptors as handles.
             102 | 103 => 1,
-            // Cards reach device memory; the host can flush what they wrote, and the owner sees writes in order.
+            // Cards reach device memory; the host can flush what they wrote, or streams can, or the owner sees it in order.
             110 | 116 | 117 => 1,
-            118 => 100,
+            98 => c_int::from(settings()?.card_writes == CardWrites::Flushed),
+            118 if settings()?.card_writes == CardWrites::Ordered => 100,
             _ => 0,
         })
     })

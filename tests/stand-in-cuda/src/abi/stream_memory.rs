@@ -9,6 +9,8 @@ use super::copy::BATCH;
 use super::pointers::In;
 use crate::code::{Code, Result};
 use crate::counters::{COUNTERS, add};
+use crate::driver::settings;
+use crate::settings::CardWrites;
 use crate::stream::Stream;
 use crate::work::{MemoryOperation, Until, Width, Work};
 
@@ -30,9 +32,12 @@ fn write(at: u64, value: u64, width: Width, flags: c_uint) -> Result<MemoryOpera
 
 fn wait(at: u64, value: u64, width: Width, flags: c_uint) -> Result<MemoryOperation> {
     if flags & FLUSH != 0 {
-        return Err(Code::NOT_SUPPORTED);
+        if settings()?.card_writes != CardWrites::Flushed {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        add(&COUNTERS.flushes, 1);
     }
-    let until = match flags {
+    let until = match flags & !FLUSH {
         0 => Until::Reached,
         1 => Until::Equal,
         2 => Until::AnyBit,

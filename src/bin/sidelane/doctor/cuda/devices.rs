@@ -76,7 +76,7 @@ const ABILITIES: [Ability; 8] = [
         has: |device| device.write_order != WriteOrder::None || device.flush_remote_writes,
         with: "A flag that a card writes behind data into the device's memory is seen after the data.",
         lack: Level::Note,
-        without: "A card's data may be seen after its flag: the host must flush before it hands on.",
+        without: "A card's data may be seen after its flag: rows for other machines cross the memory of the host.",
         advice: "Nothing: a property of the GPU and the machine.",
     },
 ];

@@ -1,0 +1,34 @@
+//! What a planner's stepper counts.
+
+/// What a stream was asked to do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Enqueued {
+    /// Calls that enqueued a batch of copies.
+    pub batches: u64,
+    /// Copies, in batches or one by one.
+    pub copies: u64,
+    /// Bytes of rows and of what goes with them, zeros included.
+    pub bytes: u64,
+    /// Of these, bytes that stayed at this rank.
+    pub own_bytes: u64,
+    /// Copies that were enqueued one by one, because the driver has no batches.
+    pub single_copies: u64,
+    /// Of these, copies within one device: SMs move them.
+    pub copies_by_sms: u64,
+    /// Memory operations: writes and waits.
+    pub memory_operations: u64,
+    /// Bytes that left the device by memory of the host, on the way to other nodes; not among `bytes`.
+    pub out_bytes: u64,
+    /// Bytes that came in by memory of the host, zeros included; not among `bytes`.
+    pub in_bytes: u64,
+    /// Puts on rails: by the planner's thread, not by its stream.
+    pub rail_puts: u64,
+    /// Their bytes, headers and messages among them.
+    pub rail_bytes: u64,
+    /// Of the puts, those of rows that cards read from memory of a device and wrote to that of another.
+    pub straight_puts: u64,
+    /// Their bytes.
+    pub straight_bytes: u64,
+    /// Signals over rails, likewise.
+    pub rail_signals: u64,
+}

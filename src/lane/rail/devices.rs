@@ -1,0 +1,93 @@
+//! Memory of devices on rails: whether a card reads and writes it by itself, and why not.
+//!
+//! ```text
+//!   driver gives a descriptor (dma-buf) -- card's library takes it --> registered by descriptor
+//!          | no                                 | no
+//!          +------------------------------------+--> by address: a module of the kernel knows whose memory it is
+//!                                                       | no
+//!                                                       +--> a detour by memory of the host
+//! ```
+
+use std::sync::Arc;
+
+use super::{Stuck, Target};
+use crate::device::{Context, Range};
+use crate::lane::wait::Patience;
+
+/// A rank's memory on its device, and that of neighbours, to be registered with its cards.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    /// The device that reaches all of it.
+    pub context: Arc<Context>,
+    /// This rank's, to which partners may write.
+    pub own: Range,
+    /// Neighbours', which may be sent: whose, by position in the group.
+    pub neighbours: Vec<(u32, Range)>,
+    /// This rank's position in the group.
+    pub rank: u32,
+    /// Bytes at the start that hold flags.
+    pub strict: u64,
+}
+
+/// How cards know memory of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Registration {
+    /// By a descriptor (dma-buf).
+    DmaBuf,
+    /// By its address, which a module of the kernel knows (nvidia-peermem); why not by a descriptor.
+    Address(NoDmaBuf),
+}
+
+/// Why memory of a device was not registered by a descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NoDmaBuf {
+    /// The driver hands out none of this device's memory.
+    Driver,
+    /// libibverbs is too old to take one.
+    Library,
+    /// The card's driver refused it.
+    Card {
+        /// Its answer.
+        errno: i32,
+    },
+}
+
+/// Why rows that cross go by memory of the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Detour {
+    /// This lane registers memory of the host alone.
+    Lane(&'static str),
+    /// Signals are messages to the processor (`SIDELANE_VERBS_SIGNAL=immediate`), which no device awaits.
+    Messages,
+    /// The card takes the device's memory neither by a descriptor nor by its address.
+    Card {
+        /// Why not by a descriptor.
+        dma_buf: NoDmaBuf,
+        /// What it answered to the address.
+        errno: i32,
+    },
+    /// The device sees what cards write in no order, and its streams cannot wait until it is there.
+    Unordered,
+    /// The device or the card of another rank (of the group) is why.
+    Rank(u32),
+}
+
+/// Registered memory that no processor reads: of a member of a region of this rank's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Local {
+    /// Number of the region at this rank.
+    pub region: u32,
+    /// Whose memory, by position in the group.
+    pub member: u32,
+    /// First byte in it.
+    pub offset: u64,
+}
+
+/// A rail that reads memory of devices.
+pub trait DeviceRail {
+    /// Writes bytes of a device's memory to the partner. They are read until [`Rail::settle`](super::Rail::settle) has returned.
+    ///
+    /// # Errors
+    /// As [`Rail::put`](super::Rail::put).
+    fn put_device(&self, to: Target, from: Local, len: u64, patience: Patience<'_>) -> Result<(), Stuck>;
+}

@@ -1,0 +1,74 @@
+//! Memory of devices that cards reach: rows cross from device to device.
+//!
+//! ```text
+//!   device of s   | packed rows |  --card==wire==card-->  | words | ... final place ... |   device of d
+//!                                                           ^ strictly ordered, written behind the rows
+//! ```
+//!
+//! A flag in memory of the host may be seen before rows in memory of a device: these are two places on the bus, with no order
+//! between them. So whoever puts rows there writes a *word* there, too, before it raises the flag; and the stream that goes on
+//! with the rows awaits the word, once the host has seen the flag. What a device sees of a card's writes is in order by itself,
+//! or the wait makes it so ([`WriteOrder`]).
+
+use std::sync::Arc;
+
+use super::Group;
+use super::region::Registered;
+use crate::device::WriteOrder;
+use crate::error::{BootstrapError, Error};
+use crate::lane::{self, Detour, DeviceMemory, Lanes, Part, Reach, Registration};
+use crate::memory::Mapped;
+
+/// This rank's memory, which the cards of other nodes write to, and theirs.
+#[derive(Debug)]
+pub(crate) struct Straight {
+    /// As rails reach it.
+    pub window: lane::Window,
+    /// How this rank's cards know it.
+    pub registration: Registration,
+    _region: Registered,
+}
+
+impl Straight {
+    /// Registers `memory` at every member, if the cards of all take it; else says why not. Collective.
+    ///
+    /// # Errors
+    /// The world's cause of death; [`BootstrapError::Malformed`], [`LaneError`](crate::error::LaneError) for what makes no
+    /// sense.
+    pub fn new(group: &Group, lanes: &Lanes, memory: &DeviceMemory) -> Result<Result<Self, Detour>, Error> {
+        let (facts, len) = (memory.context.facts(), memory.own.len());
+        let ordered = facts.write_order != WriteOrder::None || facts.flush_remote_writes;
+        let rails = group.shared.rails.as_ref().ok_or(Detour::Lane("none"));
+        let registered = match ordered {
+            true => rails.and_then(|rails| rails.register_device(memory)),
+            false => Err(Detour::Unordered),
+        };
+        let region = registered.as_ref().ok().map(|(number, ..)| Registered::of(group, *number));
+        let mut said = vec![u8::from(registered.is_ok())];
+        if let Ok((number, key, _)) = &registered {
+            said.extend(number.to_le_bytes());
+            said.extend(key);
+        }
+        let heard = group.gather(&said)?;
+        let (Ok((_, _, registration)), Some(region)) = (&registered, region) else {
+            return Ok(Err(registered.err().unwrap_or(Detour::Rank(group.rank()))));
+        };
+        let mut parts = Vec::new();
+        for (blob, member) in heard.iter().zip(0..) {
+            let (number, key) = match blob.split_first_chunk::<5>() {
+                Some(([1, number @ ..], key)) => (number, key),
+                None if blob[..] == [0] => return Ok(Err(Detour::Rank(member))),
+                _ => return Err(BootstrapError::Malformed { peer: format!("rank {member}") }.into()),
+            };
+            let region = u32::from_le_bytes(*number);
+            if let Reach::Rail(rail) = &lanes.reach[member as usize] {
+                rail.learn(region, key)?;
+            }
+            parts.push(Part { member, region, offset: 0, len });
+        }
+        // Nobody's: the processor has no business there.
+        let mapped = Arc::new(Mapped::new(&vec![None; parts.len()])?);
+        let window = lane::Window { mapped, parts, of_devices: true };
+        Ok(Ok(Straight { window, registration: *registration, _region: region }))
+    }
+}
