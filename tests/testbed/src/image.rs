@@ -12,7 +12,7 @@ use std::process::Command;
 
 use crate::error::{At, Error, Result};
 use crate::guest;
-use crate::programs::Programs;
+use crate::programs::{DRIVER as STAND_IN, Programs};
 use crate::tool::output;
 
 /// Programs of this machine that go in as they are. The shell prefers its own of what busybox has, `ip` among it.
@@ -24,6 +24,9 @@ const LOADED: [&str; 2] = ["libibverbs.so.1", "libgcc_s.so.1"];
 /// The card's driver for libibverbs, as the start of its file's name.
 const DRIVER: &str = "librxe-";
 const DRIVER_LIST: &str = "/etc/libibverbs.d/rxe.driver";
+
+/// Where kernels for the stand-in of the CUDA driver lie.
+pub const KERNELS: &str = "/usr/lib/kernels.so";
 
 /// Folders that a first process expects, and old names of folders.
 const FOLDERS: [&str; 10] =
@@ -54,6 +57,12 @@ pub fn build(cache: &Path, modules: &Path, programs: &Programs) -> Result<PathBu
     ];
     for (path, name) in ours {
         root.stripped(path, &Path::new("usr/bin").join(name))?;
+        libraries(path, &mut files)?;
+    }
+    let kernels = Path::new(KERNELS.trim_start_matches('/')).to_owned();
+    for (path, to) in [(&programs.driver, Path::new("usr/bin").join(STAND_IN)), (&programs.kernels, kernels)]
+    {
+        root.stripped(path, &to)?;
         libraries(path, &mut files)?;
     }
     for library in at_run_time()? {

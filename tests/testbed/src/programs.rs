@@ -7,8 +7,11 @@ use std::process::Command;
 
 use serde::Deserialize;
 
-use crate::error::{Error, Result};
+use crate::error::{At, Error, Result};
 use crate::tool::output;
+
+/// What cargo calls the stand-in.
+pub const DRIVER: &str = "libstand_in_cuda.so";
 
 /// What the machines run of this repository.
 pub struct Programs {
@@ -16,6 +19,10 @@ pub struct Programs {
     pub sidelane: PathBuf,
     /// The library's own tests, the lanes' conformance suite among them.
     pub library_tests: PathBuf,
+    /// The stand-in for the CUDA driver that those tests load, and its kernels.
+    pub driver: PathBuf,
+    /// See `driver`.
+    pub kernels: PathBuf,
     /// This program: the agent.
     pub agent: PathBuf,
 }
@@ -54,11 +61,13 @@ pub fn target_directory() -> Result<PathBuf> {
 /// Builds in the given profile of cargo.
 pub fn build(profile: &str) -> Result<Programs> {
     let agent = env::current_exe().map_err(|source| Error::Start { program: "testbed".into(), source })?;
-    Ok(Programs {
-        sidelane: built(profile, &["build", "--bin", "sidelane"], "bin")?,
-        library_tests: built(profile, &["test", "--lib", "--no-run"], "lib")?,
-        agent,
-    })
+    let sidelane = built(profile, &["build", "--bin", "sidelane"], "bin")?;
+    let library_tests = built(profile, &["test", "--lib", "--no-run"], "lib")?;
+    // Tests find it next to themselves.
+    let driver = library_tests.with_file_name(DRIVER);
+    let source = repository().join("cuda/kernels.cu");
+    let kernels = stand_in_cuda::kernels(&source).at(&source)?;
+    Ok(Programs { sidelane, library_tests, driver, kernels, agent })
 }
 
 /// Lets cargo build, and finds what it built of this kind in its messages.

@@ -2,6 +2,7 @@
 
 mod bench;
 mod conformance;
+mod device;
 mod perf;
 mod rebuilt;
 
@@ -9,6 +10,7 @@ use serde::de::DeserializeOwned;
 
 pub use bench::{Bench, Counted, Route, names_the_lost};
 pub use conformance::conformance;
+pub use device::{Straight, device};
 pub use perf::{Perf, Test};
 pub use rebuilt::{CANCEL, GO, REBUILT, Seen, rebuilt};
 

@@ -1,0 +1,21 @@
+//! Rows between devices of two machines: a stand-in for the CUDA driver on both, whose memory the cards read and write. It
+//! hands out no dma-bufs, and the ranks say so: the memory is registered by its address.
+
+use super::{Asked, Findings};
+use crate::bed::Bed;
+use crate::deadline::Deadline;
+use crate::error::Result;
+use crate::sidelane::{Straight, device};
+
+pub fn run(bed: &mut Bed, _: &Asked, deadline: Deadline) -> Result<Findings> {
+    let mut all = Straight::default();
+    for output in bed.both(device, deadline)? {
+        let Straight { rounds, bytes } = Straight::read(&output.stdout)?;
+        all = Straight { rounds: all.rounds + rounds, bytes: all.bytes + bytes };
+    }
+    let Straight { rounds, bytes } = all;
+    Ok(Findings::from(format!(
+        "{rounds} rounds to the bit, direct and pxn, eager and budget; {bytes} bytes of rows from device to device, no detour; \
+         registered by address: no dma-bufs"
+    )))
+}
