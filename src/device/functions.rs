@@ -125,6 +125,10 @@ functions! {
         *mut c_void, sys::CUdeviceptr, usize, sys::CUmemRangeHandleType, c_ulonglong
     );
 
+    cuPointerGetAttributes(
+        c_uint, *mut sys::CUpointer_attribute, *mut *mut c_void, sys::CUdeviceptr
+    );
+
     cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
     cuMemFreeHost(*mut c_void);
     cuMemHostRegister_v2(*mut c_void, usize, c_uint);

@@ -47,6 +47,7 @@ mod functions;
 mod graph;
 mod kernels;
 mod launch;
+mod lent;
 mod library;
 mod module;
 mod pinned;

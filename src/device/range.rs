@@ -144,6 +144,13 @@ impl<T> Clone for Word<'_, T> {
 
 impl<T> Copy for Word<'_, T> {}
 
+impl<T> Word<'_, T> {
+    /// Its address, for kernels of the caller's.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+}
+
 /// What a memory operation writes or waits for: `u32` or `u64`.
 pub trait Value: Copy + Into<u64> + sealed::Sealed {}
 

@@ -25,6 +25,9 @@ pub enum Priority {
 /// Neither waits for the legacy default stream nor is waited for by it (`CU_STREAM_NON_BLOCKING`).
 const NON_BLOCKING: u32 = 1;
 
+/// The handle of the calling thread's own default stream (`CU_STREAM_PER_THREAD`).
+const PER_THREAD: usize = 2;
+
 /// A stream. What is enqueued runs in order; enqueueing does not wait for it.
 ///
 /// It holds claims on the memory it uses until it is seen to be done: by [`is_done`](Self::is_done) or
@@ -69,8 +72,11 @@ impl Stream {
     /// The handle stays valid until the value is dropped.
     ///
     /// # Errors
-    /// [`DeviceError::OtherDevice`], [`DeviceError::OtherContext`], [`DeviceError::Call`].
+    /// [`DeviceError::OtherDevice`], [`DeviceError::OtherContext`], [`DeviceError::PerThreadStream`], [`DeviceError::Call`].
     pub unsafe fn borrow(context: &Arc<Context>, handle: *mut c_void) -> Result<Self, DeviceError> {
+        if handle.addr() == PER_THREAD {
+            return Err(DeviceError::PerThreadStream);
+        }
         let raw: sys::CUstream = handle.cast();
         match context.owner_of(raw)? {
             Owner::This => Ok(Stream { context: context.clone(), raw, own: false, held: Mutex::default() }),

@@ -140,6 +140,33 @@ pub enum DeviceError {
         /// The device.
         device: u32,
     },
+    /// Memory that the driver knows nothing of.
+    #[error(
+        "{what} at {address:#x} is not memory of device {device}, nor pinned: pass what cudaMalloc or cudaHostAlloc gave"
+    )]
+    UnknownMemory {
+        /// What is said to lie there.
+        what: &'static str,
+        /// Where.
+        address: u64,
+        /// The device it is for.
+        device: u32,
+    },
+    /// Memory of another device than the one it is for.
+    #[error("{what} at {address:#x} lies on device {found}, and is for device {expected}")]
+    OtherMemory {
+        /// What lies there.
+        what: &'static str,
+        /// Where.
+        address: u64,
+        /// The device whose memory it is.
+        found: u32,
+        /// The device it is for.
+        expected: u32,
+    },
+    /// A stream that is another one in each thread.
+    #[error("the per-thread default stream is another one in each thread: make a stream, and pass that")]
+    PerThreadStream,
     /// A device may not reach the memory of a range.
     #[error("device {device} has no access to the memory at {address:#x}")]
     NoAccess {

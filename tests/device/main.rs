@@ -7,6 +7,7 @@ mod apart;
 mod audit;
 mod copies;
 mod heap;
+mod lent;
 mod modules;
 mod pinned;
 mod probe;

@@ -1,4 +1,5 @@
-// Sidelane from C: worlds, one-sided windows, expert-parallel dispatch and combine, the gate.
+// Sidelane from C: worlds, one-sided windows, expert-parallel dispatch and combine (in memory of the host, or of a GPU on
+// your own streams), the gate.
 //
 // Every call returns a status; sidelane_last_message() says in a sentence what is wrong. Handles are tickets and no
 // addresses: they may be closed in any order, and one that was closed is refused, not followed. Structs that begin with
@@ -161,6 +162,24 @@
 // Every row goes to every rank, which copies those of its experts: for small groups.
 #define SIDELANE_STRATEGY_GATHER 1
 
+// All is well.
+#define SIDELANE_PLANNED_WELL 0
+
+// This rank's input was refused: nothing moved, and sums are zeros.
+#define SIDELANE_PLANNED_REFUSED 1
+
+// Another rank's input was refused, likewise.
+#define SIDELANE_PLANNED_PEER_REFUSED 2
+
+// A rank has no room, or more rows than its budget, likewise.
+#define SIDELANE_PLANNED_NO_ROOM 3
+
+// Ranks make different calls, likewise.
+#define SIDELANE_PLANNED_DIFFER 4
+
+// The world is dead.
+#define SIDELANE_PLANNED_DEAD 65536
+
 // What a call came to. `sidelane_last_message()` says it in a sentence.
 enum sidelane_status_t
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
@@ -228,8 +247,32 @@ typedef struct sidelane_pending_combine_t sidelane_pending_combine_t;
 // A dispatch that was started.
 typedef struct sidelane_pending_dispatch_t sidelane_pending_dispatch_t;
 
+// Dispatch and combine on a stream, planned beside it.
+typedef struct sidelane_planned_t sidelane_planned_t;
+
+// A combine that is enqueued.
+typedef struct sidelane_planned_combine_t sidelane_planned_combine_t;
+
+// A dispatch that is enqueued.
+typedef struct sidelane_planned_dispatch_t sidelane_planned_dispatch_t;
+
+// The placement of such a dispatch: combines follow it. Its seat is free when handle, rows and outputs are closed.
+typedef struct sidelane_planned_handle_t sidelane_planned_handle_t;
+
+// What experts on the device write into.
+typedef struct sidelane_planned_output_t sidelane_planned_output_t;
+
+// Rows that such a dispatch brings. Their memory goes to later calls when they are closed.
+typedef struct sidelane_planned_rows_t sidelane_planned_rows_t;
+
 // Rows that a dispatch brought. They go back to the receive pool when they are closed.
 typedef struct sidelane_rows_t sidelane_rows_t;
+
+// Dispatch and combine on streams, in fixed slots.
+typedef struct sidelane_slots_t sidelane_slots_t;
+
+// A CUDA stream of the caller's, and the device it is of.
+typedef struct sidelane_stream_t sidelane_stream_t;
 
 // Tokens that network cards read in place.
 typedef struct sidelane_tokens_t sidelane_tokens_t;
@@ -644,6 +687,198 @@ typedef struct {
     uint64_t copied_bytes;
 } sidelane_report_t;
 
+// Settings of an exchange that is planned beside a stream, beside those of a layer. All ranks must choose alike; 0 is the default.
+typedef struct {
+    // sizeof(sidelane_planned_options_t).
+    size_t size;
+    // Bytes of the device's memory in which eager dispatches receive and experts write. In a group of several nodes as much
+    // memory of the host is pinned beside it. Default: 256 MiB.
+    uint64_t pool;
+    // Dispatches that may be alive at once: each has memory for all rows it may send. Default: 2.
+    uint32_t seats;
+    // 0.
+    uint32_t reserved;
+} sidelane_planned_options_t;
+
+// What such an exchange is.
+typedef struct {
+    // sizeof(sidelane_planned_info_t).
+    size_t size;
+    // The stream of its calls, as the caller named it.
+    void *cuda_stream;
+    // Its device.
+    uint32_t device;
+    // This rank's position in the group.
+    uint32_t rank;
+    // Number of ranks.
+    uint32_t ranks;
+    // Experts of this rank, replicas counted each.
+    uint32_t local_experts;
+} sidelane_planned_info_t;
+
+// Rows that a dispatch brings, in memory of the device. They are there for what is enqueued on the exchange's stream behind the dispatch.
+// All pointers are the device's.
+typedef struct {
+    // sizeof(sidelane_planned_rows_info_t).
+    size_t size;
+    // The rows, [rows, hidden], without gaps.
+    void *data;
+    // Number of rows, pads counted; with a budget, as many as that has.
+    uint64_t rows;
+    // Bytes of a row.
+    uint64_t row_bytes;
+    // Routing weight of each row, [rows]; 0 for pads.
+    const float *weights;
+    // Rows of each local expert, then the same with pads: [2, local experts].
+    const int64_t *counts;
+    // Rows as they arrived, where engines relay (SIDELANE_ROUTE_PXN across nodes); else NULL.
+    const void *arrived;
+    // For each row which of `arrived` it is, -1 for pads, [rows]; NULL as `arrived` is.
+    const int32_t *index;
+} sidelane_planned_rows_info_t;
+
+// The placement of a dispatch. What it points to may be read until the handle is closed, by the host; but `status` is the
+// device's. After sidelane_planned_dispatch_unfinished() counts and sizes are not known here: 0.
+typedef struct {
+    // sizeof(sidelane_planned_handle_info_t).
+    size_t size;
+    // Rows received, pads counted.
+    uint64_t rows;
+    // Tokens that this rank dispatched.
+    uint64_t tokens;
+    // Rows of each local expert, [local_experts].
+    const int64_t *tokens_per_expert;
+    // The same, pads counted: the segments of the rows, [local_experts].
+    const int64_t *padded_tokens_per_expert;
+    // Local experts.
+    uint64_t local_experts;
+    // Which of this rank's choices were dropped for want of room (1), [tokens, top_k].
+    const uint8_t *dropped;
+    // How many choices.
+    uint64_t dropped_count;
+    // Rows that each rank needed, [ranks].
+    const uint32_t *required_rows;
+    // Ranks.
+    uint64_t ranks;
+    // How the last call of this dispatch or its combines ended, for kernels: a word of SIDELANE_PLANNED_...
+    const uint32_t *status;
+} sidelane_planned_handle_info_t;
+
+// What a stream, and rails beside it, were asked to do.
+typedef struct {
+    // Calls that enqueued a batch of copies.
+    uint64_t batches;
+    // Copies, in batches or one by one.
+    uint64_t copies;
+    // Bytes of rows and of what goes with them, zeros included.
+    uint64_t bytes;
+    // Of these, bytes that stayed at this rank.
+    uint64_t own_bytes;
+    // Copies that were enqueued one by one, because the driver has no batches.
+    uint64_t single_copies;
+    // Of these, copies within one device: multiprocessors move them.
+    uint64_t copies_by_sms;
+    // Memory operations: writes and waits.
+    uint64_t memory_operations;
+    // Bytes that left the device by memory of the host, on the way to other nodes; not among `bytes`.
+    uint64_t out_bytes;
+    // Bytes that came in by memory of the host, zeros included; not among `bytes`.
+    uint64_t in_bytes;
+    // Puts on rails.
+    uint64_t rail_puts;
+    // Their bytes, headers and messages among them.
+    uint64_t rail_bytes;
+    // Signals over rails.
+    uint64_t rail_signals;
+} sidelane_enqueued_t;
+
+// The name of a kernel; empty: no more kernels.
+typedef struct {
+    // It ends with a zero byte.
+    char name[32];
+} sidelane_kernel_name_t;
+
+// How the bytes of one call of an exchange beside a stream went at this rank.
+typedef struct {
+    // sizeof(sidelane_planned_report_t).
+    size_t size;
+    // The lanes in use; "copy engine" is that within the node.
+    sidelane_lane_t lanes[8];
+    // Why rows that cross go by memory of the host, if any do: "no dma-buf", or the lane that registers memory of the host alone.
+    char detour[16];
+    // What the planner's stream was asked to do.
+    sidelane_enqueued_t enqueued;
+    // Kernels that ran on the caller's stream: before rows were packed, or after they had landed.
+    sidelane_kernel_name_t kernels[4];
+} sidelane_planned_report_t;
+
+// What a dispatch and a combine in slots ask of a stream.
+typedef struct {
+    // sizeof(sidelane_slots_report_t).
+    size_t size;
+    // Between packed and landed.
+    sidelane_enqueued_t dispatch;
+    // Between the experts' rows and the sum.
+    sidelane_enqueued_t combine;
+    // Kernels, none of them in between.
+    sidelane_kernel_name_t kernels[4];
+    // Ranks on this rank's own device: single copies to them, as in a graph, are done by multiprocessors.
+    uint64_t same_device;
+} sidelane_slots_report_t;
+
+// Settings of an exchange in slots: all ranks must choose alike. 0 is the default of `dtype` and `max_tokens`.
+typedef struct {
+    // sizeof(sidelane_slots_options_t).
+    size_t size;
+    // Number of experts. 0 if there is an expert map.
+    uint32_t experts;
+    // Choices per token.
+    uint32_t top_k;
+    // Elements of a row, which must be a multiple of 16 bytes.
+    uint32_t hidden;
+    // Their type: SIDELANE_DTYPE_...
+    uint32_t dtype;
+    // The most tokens of a rank in one call: so many rows move to each rank in each call. Default: 128.
+    uint32_t max_tokens;
+    // 0.
+    uint32_t reserved;
+} sidelane_slots_options_t;
+
+// Where things lie, the same in every call. All pointers are the device's.
+//
+// A slot begins with its header: uint32_t rows that are used, uint32_t tokens of the source; at `experts_at` local experts of each row,
+// int32_t [max_tokens, top_k], -1 for those that are elsewhere; at `weights_at` weights beside them, float; at `rows_at` the rows. What
+// is not used is zero, experts -1.
+typedef struct {
+    // sizeof(sidelane_slots_info_t).
+    size_t size;
+    // This rank's position in the group.
+    uint32_t rank;
+    // Number of ranks.
+    uint32_t ranks;
+    // The most tokens of a rank.
+    uint32_t max_tokens;
+    // Rows of a slot, those of its header counted.
+    uint32_t slot_rows;
+    // What was received: a slot of each rank, by rank. As a tensor [ranks * slot_rows, hidden].
+    const void *received;
+    // Bytes of a slot.
+    uint64_t slot_bytes;
+    // Where in a slot the local experts begin.
+    uint64_t experts_at;
+    // Where in a slot the weights begin.
+    uint64_t weights_at;
+    // Where in a slot the rows begin.
+    uint64_t rows_at;
+    // Where experts leave their partial rows, [ranks, max_tokens, hidden]: row i of rank r is what this rank's experts make of row i of
+    // the slot of r, weighted and added up. Rows that a slot does not use may be left as they are.
+    void *partials;
+    // Bytes of the partial rows of a rank.
+    uint64_t partial_bytes;
+    // A word that is 0 while all is well, for kernels.
+    const uint32_t *status;
+} sidelane_slots_info_t;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -971,6 +1206,202 @@ sidelane_status_t sidelane_pending_combine_close(sidelane_pending_combine_t *pen
 //
 // The caller's word: `report` is NULL, or as large as its size says.
 sidelane_status_t sidelane_handle_report(sidelane_handle_t *handle, sidelane_report_t *report);
+
+// Names a stream of the caller's, on a device by its number: a `cudaStream_t` or `CUstream`, NULL for the legacy default stream. Loads the driver,
+// and uses the device's primary context, as the CUDA runtime does. Local.
+//
+// The caller's word: `cuda_stream` is NULL or a stream, which is not destroyed before the handle and every exchange that was
+// built with it are closed; `stream` is NULL or valid.
+sidelane_status_t sidelane_stream_borrow(uint32_t device,
+                                         void *cuda_stream,
+                                         sidelane_stream_t **stream);
+
+// Closes the handle; the stream stays the caller's. Exchanges that were built with it keep it until they are closed. NULL is
+// nothing.
+sidelane_status_t sidelane_stream_close(sidelane_stream_t *stream);
+
+// Builds an exchange whose rows lie on a device and whose calls go on `stream`. Collective. `options` are those of a layer: expert-major, sums
+// by expert, eager or with a budget; anything else is refused. `expert_map` and `planned_options` may be NULL.
+//
+// The stream must be idle, or come to be so by itself: it is tried. Kernels must be loaded early: set
+// CUDA_MODULE_LOADING=EAGER before the program starts.
+//
+// The caller's word: pointers are NULL or valid; structs are as large as their sizes say.
+sidelane_status_t sidelane_planned_build(sidelane_group_t *group,
+                                         const sidelane_ep_options_t *options,
+                                         const sidelane_expert_map_t *expert_map,
+                                         const sidelane_planned_options_t *planned_options,
+                                         sidelane_stream_t *stream,
+                                         sidelane_planned_t **planned);
+
+// Says what an exchange is.
+//
+// The caller's word: `info` is NULL, or as large as its size says.
+sidelane_status_t sidelane_planned_info(sidelane_planned_t *planned, sidelane_planned_info_t *info);
+
+// Closes the exchange: waits until what was enqueued is served. Graphs that hold its calls must have drained, and are not to
+// be launched again. Its memory is free as soon as the stream is idle in a later build or close. NULL is nothing.
+sidelane_status_t sidelane_planned_close(sidelane_planned_t *planned);
+
+// Enqueues that every token goes to the ranks of its experts, and that the rows of this rank's experts come. Collective;
+// nobody waits. What is enqueued on the exchange's stream afterwards finds the rows.
+//
+// `x` is [tokens, hidden], and `routing` has its arrays, in memory of the device: they must stay there, and stay as they
+// are, until the stream has come past. With a budget the call may be captured into a graph.
+//
+// The caller's word: pointers are NULL or valid; tensors and arrays are as large as they say.
+sidelane_status_t sidelane_planned_dispatch_start(sidelane_planned_t *planned,
+                                                  const sidelane_tensor_t *x,
+                                                  const sidelane_routing_t *routing,
+                                                  sidelane_planned_dispatch_t **dispatch);
+
+// Waits until all ranks have said how many rows they have: not for the rows. `dispatch` is used up. Both results are the
+// caller's to close.
+//
+// The caller's word: `rows` and `handle` are NULL or valid.
+sidelane_status_t sidelane_planned_dispatch_finish(sidelane_planned_dispatch_t *dispatch,
+                                                   sidelane_planned_rows_t **rows,
+                                                   sidelane_planned_handle_t **handle);
+
+// With a budget: goes on without waiting. How many rows come stands on the device (sidelane_planned_rows_info_t.counts).
+// `dispatch` is used up.
+//
+// The caller's word: as sidelane_planned_dispatch_finish().
+sidelane_status_t sidelane_planned_dispatch_unfinished(sidelane_planned_dispatch_t *dispatch,
+                                                       sidelane_planned_rows_t **rows,
+                                                       sidelane_planned_handle_t **handle);
+
+// Closes a dispatch that nobody asks about. Its rows come all the same. NULL is nothing.
+sidelane_status_t sidelane_planned_dispatch_close(sidelane_planned_dispatch_t *dispatch);
+
+// Says where the rows of a dispatch lie.
+//
+// The caller's word: `info` is NULL, or as large as its size says.
+sidelane_status_t sidelane_planned_rows_info(sidelane_planned_rows_t *rows,
+                                             sidelane_planned_rows_info_t *info);
+
+// Closes rows: their memory goes to calls that are enqueued later. NULL is nothing.
+sidelane_status_t sidelane_planned_rows_close(sidelane_planned_rows_t *rows);
+
+// Says how the rows of a dispatch lie.
+//
+// The caller's word: `info` is NULL, or as large as its size says.
+sidelane_status_t sidelane_planned_handle_info(sidelane_planned_handle_t *handle,
+                                               sidelane_planned_handle_info_t *info);
+
+// How the last call of the dispatch or its combines ended, SIDELANE_PLANNED_...; sure once the stream has come past.
+//
+// The caller's word: `status` is NULL or valid.
+sidelane_status_t sidelane_planned_handle_status(sidelane_planned_handle_t *handle,
+                                                 uint32_t *status);
+
+// A buffer of the rows' shape where peers can read it: experts write into it. Local.
+//
+// The caller's word: `output` is NULL or valid.
+sidelane_status_t sidelane_planned_handle_output(sidelane_planned_handle_t *handle,
+                                                 sidelane_planned_output_t **output);
+
+// Closes the handle. Rows and outputs of it that are open stay as they are. NULL is nothing.
+sidelane_status_t sidelane_planned_handle_close(sidelane_planned_handle_t *handle);
+
+// Says where experts are to write, in memory of the device.
+//
+// The caller's word: `info` is NULL, or as large as its size says.
+sidelane_status_t sidelane_planned_output_info(sidelane_planned_output_t *output,
+                                               sidelane_output_info_t *info);
+
+// Closes an output that was not used up. NULL is nothing.
+sidelane_status_t sidelane_planned_output_close(sidelane_planned_output_t *output);
+
+// Enqueues that expert outputs come back to their tokens and are summed into `out`, [tokens, hidden] in memory of the device.
+// Collective; nobody waits. `output` is used up, whatever becomes of the call. `out` is there for what is enqueued on the exchange's
+// stream afterwards.
+//
+// `combine` may be NULL: there is no need to finish it. A combine that was refused leaves zeros, and says why in the handle's
+// status.
+//
+// The caller's word: pointers are NULL or valid; `out` is as large as it says, and stays there until the stream has come
+// past.
+sidelane_status_t sidelane_planned_combine(sidelane_planned_t *planned,
+                                           sidelane_planned_output_t *output,
+                                           sidelane_planned_handle_t *handle,
+                                           const sidelane_tensor_t *out,
+                                           sidelane_planned_combine_t **combine);
+
+// Waits until the rows are home, though not for their sums, and says how their bytes went. `combine` is used up. To be asked
+// before another combine of the same dispatch is enqueued.
+//
+// The caller's word: `report` is NULL (then nothing is said), or as large as its size says.
+sidelane_status_t sidelane_planned_combine_finish(sidelane_planned_combine_t *combine,
+                                                  sidelane_planned_report_t *report);
+
+// Closes a combine that nobody asks about. The sums are made all the same. NULL is nothing.
+sidelane_status_t sidelane_planned_combine_close(sidelane_planned_combine_t *combine);
+
+// Says how the bytes of a dispatch went. Waits until its rows have landed.
+//
+// The caller's word: `report` is NULL, or as large as its size says.
+sidelane_status_t sidelane_planned_handle_report(sidelane_planned_handle_t *handle,
+                                                 sidelane_planned_report_t *report);
+
+// Says what a dispatch and a combine in slots ask of a stream.
+//
+// The caller's word: `report` is NULL, or as large as its size says.
+sidelane_status_t sidelane_slots_report(sidelane_slots_t *slots, sidelane_slots_report_t *report);
+
+// Builds an exchange in slots on the device of `stream`; all ranks of the group are of one node. Collective. `expert_map` may be
+// NULL. Kernels must be loaded early: set CUDA_MODULE_LOADING=EAGER before the program starts.
+//
+// The caller's word: pointers are NULL or valid; `options` is as large as its size says.
+sidelane_status_t sidelane_slots_build(sidelane_group_t *group,
+                                       const sidelane_slots_options_t *options,
+                                       const sidelane_expert_map_t *expert_map,
+                                       sidelane_stream_t *stream,
+                                       sidelane_slots_t **slots);
+
+// Says where things lie.
+//
+// The caller's word: `info` is NULL, or as large as its size says.
+sidelane_status_t sidelane_slots_info(sidelane_slots_t *slots, sidelane_slots_info_t *info);
+
+// Closes the exchange, when the host has enqueued its last call. Graphs that hold its calls are not to be launched again. NULL
+// is nothing.
+sidelane_status_t sidelane_slots_close(sidelane_slots_t *slots);
+
+// First half of a dispatch in slots: packs, and sends. Collective; nobody waits. `x` is [tokens, hidden], and `routing` has
+// its arrays, in memory of the device. It may be captured into a graph. A call that is refused can be made again.
+//
+// The caller's word: pointers are NULL or valid; tensors and arrays are as large as they say, and stay there, as they are, until
+// the stream has come past.
+sidelane_status_t sidelane_slots_dispatch_start(sidelane_slots_t *slots,
+                                                sidelane_stream_t *stream,
+                                                const sidelane_tensor_t *x,
+                                                const sidelane_routing_t *routing);
+
+// Second half: the stream waits for the rows of all ranks. What is enqueued afterwards finds the slots.
+sidelane_status_t sidelane_slots_dispatch_finish(sidelane_slots_t *slots, sidelane_stream_t *stream);
+
+// First half of a combine in slots: sends the partial rows home. Collective; nobody waits.
+sidelane_status_t sidelane_slots_combine_start(sidelane_slots_t *slots, sidelane_stream_t *stream);
+
+// Second half: the stream waits for them, and sums those of each token, by rank, ascending, into `out`, [tokens, hidden] in
+// memory of the device.
+//
+// The caller's word: as sidelane_slots_dispatch_start().
+sidelane_status_t sidelane_slots_combine_finish(sidelane_slots_t *slots,
+                                                sidelane_stream_t *stream,
+                                                const sidelane_tensor_t *out);
+
+// Instead of a combine: what was received has been read, and nothing comes home. Collective.
+sidelane_status_t sidelane_slots_release(sidelane_slots_t *slots, sidelane_stream_t *stream);
+
+// Waits until everything in the stream is done, and says how it went. If a rank that lives is silent for longer than the world's
+// deadline, the world ends.
+sidelane_status_t sidelane_slots_synchronize(sidelane_slots_t *slots,
+                                             sidelane_stream_t *stream);
+
+// Whether all is well, without waiting: SIDELANE_OK, the world's cause of death, or what a kernel has found.
+sidelane_status_t sidelane_slots_status(sidelane_slots_t *slots);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -1,6 +1,6 @@
 //! Why the border refuses a call, or what the library said to it.
 
-use sidelane::error::{GateError, MemoryError, PlanError};
+use sidelane::error::{DeviceError, GateError, MemoryError, PlanError};
 
 use crate::handles::Kind;
 
@@ -201,6 +201,12 @@ impl From<GateError> for Fault {
 
 impl From<MemoryError> for Fault {
     fn from(error: MemoryError) -> Fault {
+        Fault::Library(error.into())
+    }
+}
+
+impl From<DeviceError> for Fault {
+    fn from(error: DeviceError) -> Fault {
         Fault::Library(error.into())
     }
 }

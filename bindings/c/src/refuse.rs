@@ -5,6 +5,8 @@
 //! caller is told is what the border found.
 
 use half::bf16;
+use sidelane::device::Range;
+use sidelane::ep::planned::{PlannedExchange, PlannedHandle, PlannedOutput, Tokens};
 use sidelane::ep::{Contribution, Handle};
 use sidelane::gate::Routing;
 use sidelane::plan::ExpertMap;
@@ -40,6 +42,24 @@ pub fn along(ep: &mut ExpertParallel, dtype: Dtype, handle: Option<&Handle>, cal
 pub fn expert_map(ep: &mut ExpertParallel) {
     let (experts, ranks) = (ep.expert_map().experts(), ep.size() + 1);
     let _ = ExpertMap::contiguous(experts, ranks).map(|map| ep.set_expert_map(map));
+}
+
+/// A dispatch beside a stream: of a tensor that no device may touch. Its seat is free again at once.
+pub fn planned_dispatch(exchange: &mut PlannedExchange, nowhere: &Range) {
+    drop(exchange.dispatch(Tokens { x: nowhere, experts: nowhere, weights: nowhere }));
+}
+
+/// A combine beside a stream: into such a tensor. What has no output to bring along takes one, or enters another call.
+pub fn planned_combine(
+    exchange: &mut PlannedExchange,
+    y: Option<PlannedOutput>,
+    handle: &PlannedHandle,
+    nowhere: &Range,
+) {
+    match y.map_or_else(|| handle.output(), Ok) {
+        Ok(y) => drop(exchange.combine(y, handle, nowhere)),
+        Err(_) => planned_dispatch(exchange, nowhere),
+    }
 }
 
 /// Which call.

@@ -5,7 +5,7 @@ mod common;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::{Linked, PACKAGE, compiled, launch, libraries, succeeded};
+use common::{Linked, PACKAGE, compiled, launch, libraries, succeeded, with_devices};
 
 fn example(name: &str) -> PathBuf {
     Path::new(PACKAGE).join("examples").join(name).with_extension("c")
@@ -25,6 +25,14 @@ fn a_ring_adds_up_with_one_sided_puts_from_the_static_library() {
     assert_eq!(out.matches("the sum is right").count(), 4, "{out}");
 }
 
+#[test]
+fn a_layer_goes_through_memory_of_devices_planned_and_in_slots() {
+    let program = compiled(&example("gpu_layer"), "gpu_layer", Linked::WithDriver);
+    let mut job = launch(1, 2);
+    let out = succeeded(&with_devices(&mut job).arg(program).output().expect("it starts"), "gpu_layer");
+    assert_eq!(out.matches("planned and in slots, all sums right").count(), 2, "{out}");
+}
+
 /// A program is each block that begins with `#include`.
 #[test]
 fn the_programs_of_the_guide_compile_and_run() {
@@ -36,8 +44,9 @@ fn the_programs_of_the_guide_compile_and_run() {
         let name = format!("guide-{number}");
         let source = libraries().join(format!("{name}.c"));
         std::fs::write(&source, text).expect("a place for the source");
-        let program = compiled(&source, &name, Linked::Shared);
-        let out = succeeded(&launch(1, 4).arg(program).output().expect("it starts"), &name);
+        let program = compiled(&source, &name, Linked::WithDriver);
+        let out =
+            succeeded(&with_devices(&mut launch(1, 4)).arg(program).output().expect("it starts"), &name);
         assert_eq!(out.lines().count(), 4, "a line of each rank: {out}");
     }
 }

@@ -5,6 +5,8 @@
 //! for how long (3).
 #![allow(unsafe_code, reason = "the functions are C's")]
 
+mod common;
+
 use std::cell::Cell;
 use std::ffi::{CStr, c_char};
 use std::net::TcpListener;
@@ -14,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
+use sidelane::device::{Driver, PinnedMemory, Priority};
 use sidelane_c::*;
 
 /// As many bytes as any struct may say it has, and one word more.
@@ -30,6 +33,8 @@ fn random_bytes_come_to_a_status_and_never_to_a_crash() {
     alone.env("RANK", "0").env("WORLD_SIZE", "1");
     alone.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
     alone.env("SIDELANE_HEAP", "8M").env("SIDELANE_SYMMETRIC", "4M");
+    // So little that no size which is asked for can be had by waiting.
+    common::with_devices(&mut alone).env("SIDELANE_STAND_IN_MEMORY", "67108864");
     let output = alone.output().expect("it starts");
     let text =
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
@@ -49,14 +54,22 @@ fn in_a_world_of_one() {
     }
     let end = Instant::now() + Duration::from_secs(seconds);
     let (layers, routers) = (Cell::new(0_u64), Cell::new(0_u64));
+    let (beside_streams, in_slots) = (Cell::new(0_u64), Cell::new(0_u64));
+    let device = Device::new();
     while Instant::now() < end {
         // Another seed each time.
         let mut runner =
             TestRunner::new(Config { cases: 32, failure_persistence: None, ..Config::default() });
         let outcome = runner.run(&(spoilt(), any::<[u64; 4]>()), |(spoilt, numbers)| {
-            let done =
-                [layer(group, &spoilt), router(&spoilt), infos(world, group, &spoilt), strangers(numbers)];
-            for (count, calls) in [(&layers, &done[0]), (&routers, &done[1])] {
+            let done = [
+                layer(group, &spoilt),
+                router(&spoilt),
+                planned(group, &device, &spoilt),
+                slots(group, &device, &spoilt),
+                infos(world, group, &spoilt),
+                strangers(numbers),
+            ];
+            for (count, calls) in [&layers, &routers, &beside_streams, &in_slots].into_iter().zip(&done) {
                 count.set(count.get() + u64::from(calls.iter().all(|&status| status == Status::SIDELANE_OK)));
             }
             for status in done.into_iter().flatten() {
@@ -75,7 +88,9 @@ fn in_a_world_of_one() {
     }
     // So that this is no test of refusals alone.
     println!("{} layers and {} routers worked", layers.get(), routers.get());
-    assert!(layers.get() > 0 && routers.get() > 0);
+    println!("{} exchanges beside a stream and {} in slots did", beside_streams.get(), in_slots.get());
+    assert!([layers, routers, beside_streams, in_slots].iter().all(|count| count.get() > 0));
+    assert_eq!(sidelane_stream_close(device.stream), Status::SIDELANE_OK);
     assert_eq!(sidelane_group_close(group), Status::SIDELANE_OK);
     assert_eq!(sidelane_world_close(world), Status::SIDELANE_OK);
 }
@@ -190,6 +205,116 @@ fn layer(group: *mut Group, spoilt: &Spoilt) -> Vec<Status> {
     statuses
 }
 
+/// A stream, and memory that its device reaches.
+struct Device {
+    stream: *mut Stream,
+    memory: PinnedMemory,
+    _own: sidelane::device::Stream,
+}
+
+impl Device {
+    fn new() -> Device {
+        let context = Driver::open().and_then(|driver| driver.context(0)).expect("a device");
+        let own = sidelane::device::Stream::new(&context, Priority::Usual).expect("a stream");
+        let memory = PinnedMemory::new(&context, 12 * ROOM).expect("memory");
+        let mut stream = null_mut();
+        // SAFETY: the stream lives as long as the handle; the pointer is valid.
+        let borrowed = unsafe { sidelane_stream_borrow(0, own.handle(), &mut stream) };
+        assert_eq!(borrowed, Status::SIDELANE_OK, "{}", message());
+        Device { stream, memory, _own: own }
+    }
+
+    /// Tokens and their choices, as many as there is room for: for the first experts. Tokens are what calls before left.
+    fn tokens(&self, hidden: u32, top_k: u32, dtype: u32) -> (Tensor, Routing) {
+        let at = self.memory.range().address() as usize;
+        let fits = (hidden as usize) < ROOM / 4 && (top_k as usize) < ROOM / 4;
+        let tokens = if fits { 3 } else { 0 };
+        let ids: Vec<u32> = (0..tokens).flat_map(|_| 0..top_k).collect();
+        self.memory.write_words(4 * ROOM, &ids).expect("room");
+        let (experts, weights) = ((at + 4 * ROOM) as *const i32, (at + 8 * ROOM) as *const f32);
+        let x = Tensor { data: at as *mut _, rows: tokens, columns: hidden.into(), dtype, reserved: 0 };
+        (x, Routing { experts, weights, tokens, top_k, reserved: 0 })
+    }
+}
+
+/// Builds an exchange beside a stream, dispatches and combines.
+fn planned(group: *mut Group, device: &Device, spoilt: &Spoilt) -> Vec<Status> {
+    let mut options = Struct::new::<EpOptions>(&LAYER, spoilt);
+    let mut more = Struct::new::<PlannedOptions>(&[1 << 20], spoilt);
+    let mut exchange = null_mut();
+    // SAFETY: as in `layer`; the memory of tensors stays until the stream is waited for.
+    unsafe {
+        let built =
+            sidelane_planned_build(group, options.at(), null(), more.at(), device.stream, &mut exchange);
+        if built != Status::SIDELANE_OK {
+            return vec![built];
+        }
+        let options = *options.at::<EpOptions>();
+        let (x, routing) = device.tokens(options.hidden, options.top_k, options.dtype);
+        let mut info = Struct::new::<PlannedInfo>(&[], spoilt);
+        let mut of_rows = Struct::new::<PlannedRowsInfo>(&[], spoilt);
+        let mut of_handle = Struct::new::<PlannedHandleInfo>(&[], spoilt);
+        let mut report = Struct::new::<PlannedReport>(&[], spoilt);
+        let (mut dispatch, mut combine) = (null_mut(), null_mut());
+        let (mut rows, mut handle, mut output) = (null_mut(), null_mut(), null_mut());
+        let started = sidelane_planned_dispatch_start(exchange, &x, &routing, &mut dispatch);
+        let mut statuses = vec![built, started];
+        if started == Status::SIDELANE_OK {
+            statuses.push(sidelane_planned_dispatch_finish(dispatch, &mut rows, &mut handle));
+        }
+        if !handle.is_null() {
+            statuses.push(sidelane_planned_handle_output(handle, &mut output));
+            statuses.push(sidelane_planned_combine(exchange, output, handle, &x, &mut combine));
+            statuses.push(sidelane_planned_combine_finish(combine, null_mut()));
+            let asked = [
+                sidelane_planned_info(exchange, info.at()),
+                sidelane_planned_rows_info(rows, of_rows.at()),
+                sidelane_planned_handle_info(handle, of_handle.at()),
+                sidelane_planned_handle_report(handle, report.at()),
+            ];
+            // The same sizes, which may be none of theirs.
+            assert!(asked.iter().all(|&status| status == Status::SIDELANE_OK || spoilt.size != 0));
+        }
+        for closed in [
+            sidelane_planned_rows_close(rows),
+            sidelane_planned_handle_close(handle),
+            sidelane_planned_close(exchange),
+        ] {
+            assert_eq!(closed, Status::SIDELANE_OK);
+        }
+        statuses
+    }
+}
+
+/// Builds an exchange in slots, dispatches and combines.
+fn slots(group: *mut Group, device: &Device, spoilt: &Spoilt) -> Vec<Status> {
+    let mut options = Struct::new::<SlotsOptions>(&LAYER, spoilt);
+    let mut exchange = null_mut();
+    // SAFETY: as in `planned`.
+    unsafe {
+        let built = sidelane_slots_build(group, options.at(), null(), device.stream, &mut exchange);
+        if built != Status::SIDELANE_OK {
+            return vec![built];
+        }
+        let options = *options.at::<SlotsOptions>();
+        let (x, routing) = device.tokens(options.hidden, options.top_k, options.dtype);
+        let mut info = Struct::new::<SlotsInfo>(&[], spoilt);
+        let mut report = Struct::new::<SlotsReport>(&[], spoilt);
+        let started = sidelane_slots_dispatch_start(exchange, device.stream, &x, &routing);
+        let mut statuses = vec![built, started];
+        if started == Status::SIDELANE_OK {
+            statuses.push(sidelane_slots_dispatch_finish(exchange, device.stream));
+            statuses.push(sidelane_slots_combine_start(exchange, device.stream));
+            statuses.push(sidelane_slots_combine_finish(exchange, device.stream, &x));
+            statuses.push(sidelane_slots_synchronize(exchange, device.stream));
+        }
+        let asked = [sidelane_slots_info(exchange, info.at()), sidelane_slots_report(exchange, report.at())];
+        assert!(asked.iter().all(|&status| status == Status::SIDELANE_OK || spoilt.size != 0));
+        assert_eq!(sidelane_slots_close(exchange), Status::SIDELANE_OK);
+        statuses
+    }
+}
+
 /// Builds a router and lets it decide.
 fn router(spoilt: &Spoilt) -> Vec<Status> {
     let mut config = Struct::new::<RouterConfig>(&ROUTER, spoilt);
@@ -251,6 +376,10 @@ fn strangers(numbers: [u64; 4]) -> Vec<Status> {
                     sidelane_ep_dispatch(stranger as *mut Ep, null(), null(), null_mut(), null_mut()),
                     sidelane_dispatch_finish(stranger as *mut PendingDispatch, null_mut(), null_mut()),
                     sidelane_output_close(stranger as *mut Output),
+                    sidelane_stream_close(stranger as *mut Stream),
+                    sidelane_planned_dispatch_start(stranger as *mut Planned, null(), null(), null_mut()),
+                    sidelane_planned_combine_finish(stranger as *mut PlannedCombine, null_mut()),
+                    sidelane_slots_synchronize(stranger as *mut Slots, stranger as *mut Stream),
                 ]
             };
             for status in refused {

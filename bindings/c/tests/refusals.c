@@ -5,28 +5,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "check.h"
+#include "refused.h"
 
 enum { HIDDEN = 8, TOP_K = 2, TOKENS = 3, ROW = HIDDEN * sizeof(float) };
 
-static uint32_t rank;
-
-// A call must be refused so, and the message must contain these words.
-#define REFUSED(call, expected, words)                                                             \
-    do {                                                                                           \
-        sidelane_status_t status_ = (call);                                                        \
-        const char *said_ = sidelane_last_message();                                               \
-        if (status_ != (expected) || !strstr(said_, (words))) {                                    \
-            fprintf(stderr, "%s:%d: rank %u: %s\n  %s: %s\n  expected %s: ...%s...\n", __FILE__,   \
-                    __LINE__, rank, #call, sidelane_status_name(status_), said_,                   \
-                    sidelane_status_name(expected), (words));                                      \
-            exit(1);                                                                               \
-        }                                                                                          \
-    } while (0)
-
-// One rank makes the mistake, the other is told.
-#define REFUSED_ON_BOTH(call, status_1, words_1, status_0, words_0)                                \
-    REFUSED(call, rank == 1 ? (status_1) : (status_0), rank == 1 ? (words_1) : (words_0))
+uint32_t rank;
 
 static sidelane_world_t *world;
 static sidelane_group_t *group;

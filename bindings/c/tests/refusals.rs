@@ -4,7 +4,7 @@ mod common;
 
 use std::path::Path;
 
-use common::{Linked, PACKAGE, compiled, launch, succeeded};
+use common::{Linked, PACKAGE, compiled, launch, succeeded, with_devices};
 
 #[test]
 fn every_mistake_of_a_c_program_is_named_on_both_ranks_and_the_next_call_works() {
@@ -21,4 +21,13 @@ fn a_lost_rank_is_named_and_the_survivors_go_on() {
     let program = compiled(&Path::new(PACKAGE).join("tests/loss.c"), "loss", Linked::Shared);
     let out = succeeded(&launch(1, 3).arg(program).output().expect("it starts"), "loss");
     assert_eq!(out.matches("of 2 goes on").count(), 2, "{out}");
+}
+
+#[test]
+fn every_mistake_with_devices_is_named_on_both_ranks_and_the_next_call_works() {
+    let source = Path::new(PACKAGE).join("tests/gpu_refusals.c");
+    let program = compiled(&source, "gpu_refusals", Linked::WithDriver);
+    let mut job = launch(1, 2);
+    let out = succeeded(&with_devices(&mut job).arg(&program).output().expect("it starts"), "gpu_refusals");
+    assert_eq!(out.matches("refused as it should be").count(), 2, "{out}");
 }

@@ -118,6 +118,14 @@ impl<'g> StreamExchangeBuilder<'g> {
         let spec = &self.spec;
         let bad = |parameter, seen: u64, expected| PlanError::BadParameter { parameter, seen, expected };
         let ranks = self.group.size();
+        // Before there are tables of them.
+        if u64::from(self.experts) * 4 > self.group.shared.options.config.symmetric {
+            return Err(bad(
+                "experts",
+                self.experts.into(),
+                "fewer: a word each must fit SIDELANE_SYMMETRIC",
+            ));
+        }
         let map = match &self.map {
             Some(map) => map.clone(),
             None => ExpertMap::contiguous(self.experts, ranks)?,

@@ -101,7 +101,7 @@ pub struct EpInfo {
 versioned!(EpInfo, "sidelane_ep_info_t", record_scales_offset: u64);
 
 impl EpOptions {
-    fn apply<'g>(
+    pub(super) fn apply<'g>(
         &self,
         builder: sidelane::ep::ExpertParallelBuilder<'g>,
     ) -> Result<sidelane::ep::ExpertParallelBuilder<'g>, Fault> {

@@ -86,9 +86,9 @@ pub unsafe fn text<'a>(what: &'static str, at: *const c_char) -> Result<&'a str,
 }
 
 /// A short text in a field of a struct: it always ends with a zero byte.
-pub fn short_name(text: &str) -> [c_char; 16] {
-    let mut field = [0; 16];
-    for (to, &from) in field[..15].iter_mut().zip(text.as_bytes()) {
+pub fn short_name<const SIZE: usize>(text: &str) -> [c_char; SIZE] {
+    let mut field = [0; SIZE];
+    for (to, &from) in field[..SIZE - 1].iter_mut().zip(text.as_bytes()) {
         *to = from as c_char;
     }
     field

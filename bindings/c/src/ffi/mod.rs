@@ -36,6 +36,21 @@ mod halves;
 
 mod report;
 
+mod stream;
+
+mod planned;
+
+mod planned_dispatch;
+
+mod planned_combine;
+
+mod enqueued;
+
+mod slots;
+
+mod slots_calls;
+
+mod lent;
 mod memory;
 mod objects;
 mod versioned;
@@ -44,6 +59,7 @@ pub use backward::*;
 pub use buffers::*;
 pub use combine::*;
 pub use dispatch::*;
+pub use enqueued::*;
 pub use gate::*;
 pub use gate_config::*;
 pub use group::*;
@@ -52,9 +68,16 @@ pub use handle::*;
 pub use layer::*;
 pub use library::*;
 pub use objects::{
-    Ep, Gate, Group, Handle, Output, PendingCombine, PendingDispatch, Rows, Tokens, Window, World,
+    Ep, Gate, Group, Handle, Output, PendingCombine, PendingDispatch, Planned, PlannedCombine,
+    PlannedDispatch, PlannedHandle, PlannedOutput, PlannedRows, Rows, Slots, Stream, Tokens, Window, World,
 };
+pub use planned::*;
+pub use planned_combine::*;
+pub use planned_dispatch::*;
 pub use report::*;
+pub use slots::*;
+pub use slots_calls::*;
+pub use stream::*;
 pub use tensor::{ExpertMap, Routing, Tensor};
 pub use window::*;
 pub use world::*;

@@ -133,7 +133,7 @@ impl<'a> Target<'a> {
 
 impl Tensor {
     /// Its type, and how many bytes it has, if it is of this shape and aligned to its elements.
-    fn extent(&self, what: &'static str, rows: u64, columns: u64) -> Result<(Dtype, u64), Fault> {
+    pub(super) fn extent(&self, what: &'static str, rows: u64, columns: u64) -> Result<(Dtype, u64), Fault> {
         reserved("reserved field of a tensor", self.reserved)?;
         let dtype = words::dtype(self.dtype)?;
         if (self.rows, self.columns) != (rows, columns) {

@@ -28,10 +28,26 @@ pub enum Kind {
     PendingCombine,
     /// A router.
     Gate,
+    /// A CUDA stream of the caller's.
+    Stream,
+    /// An exchange that is planned beside a stream.
+    Planned,
+    /// A dispatch of such an exchange.
+    PlannedDispatch,
+    /// Rows that it brought.
+    PlannedRows,
+    /// Its placement.
+    PlannedHandle,
+    /// What experts write.
+    PlannedOutput,
+    /// A combine of such an exchange.
+    PlannedCombine,
+    /// An exchange in slots.
+    Slots,
 }
 
 impl Kind {
-    const ALL: [Kind; 11] = [
+    const ALL: [Kind; 19] = [
         Kind::World,
         Kind::Group,
         Kind::Window,
@@ -43,6 +59,14 @@ impl Kind {
         Kind::PendingDispatch,
         Kind::PendingCombine,
         Kind::Gate,
+        Kind::Stream,
+        Kind::Planned,
+        Kind::PlannedDispatch,
+        Kind::PlannedRows,
+        Kind::PlannedHandle,
+        Kind::PlannedOutput,
+        Kind::PlannedCombine,
+        Kind::Slots,
     ];
 
     /// The kind with this number.
@@ -65,6 +89,14 @@ impl fmt::Display for Kind {
             Kind::PendingDispatch => "sidelane_pending_dispatch_t",
             Kind::PendingCombine => "sidelane_pending_combine_t",
             Kind::Gate => "sidelane_gate_t",
+            Kind::Stream => "sidelane_stream_t",
+            Kind::Planned => "sidelane_planned_t",
+            Kind::PlannedDispatch => "sidelane_planned_dispatch_t",
+            Kind::PlannedRows => "sidelane_planned_rows_t",
+            Kind::PlannedHandle => "sidelane_planned_handle_t",
+            Kind::PlannedOutput => "sidelane_planned_output_t",
+            Kind::PlannedCombine => "sidelane_planned_combine_t",
+            Kind::Slots => "sidelane_slots_t",
         })
     }
 }

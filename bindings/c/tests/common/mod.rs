@@ -19,6 +19,8 @@ const FLAGS: [&str; 8] =
 pub enum Linked {
     Shared,
     Static,
+    /// As [`Linked::Shared`], and with CUDA's driver: the stand-in.
+    WithDriver,
 }
 
 /// Compiles a program, and says where it is.
@@ -27,14 +29,17 @@ pub fn compiled(source: &Path, name: &str, linked: Linked) -> PathBuf {
     let program = libraries.join(format!("c-{name}-{linked:?}"));
     let mut compiler = Command::new("cc");
     compiler.args(FLAGS);
-    for include in ["include", "examples"] {
+    for include in ["include", "examples", "tests", "tests/cuda"] {
         compiler.arg("-I").arg(Path::new(PACKAGE).join(include));
     }
     compiler.arg(source).arg("-o").arg(&program);
     match linked {
-        Linked::Shared => {
+        Linked::Shared | Linked::WithDriver => {
             let rpath = format!("-Wl,-rpath,{}", libraries.display());
             compiler.arg("-L").arg(&libraries).arg("-lsidelane_c").arg(rpath);
+            if let Linked::WithDriver = linked {
+                compiler.arg("-L").arg(stand_in_cuda::install().expect("a driver")).arg("-lcuda");
+            }
         }
         Linked::Static => {
             compiler.arg(libraries.join("libsidelane_c.a")).args(["-lm", "-ldl", "-lrt"]);
@@ -60,6 +65,14 @@ pub fn launch(nodes: u32, ranks_per_node: u32) -> Command {
     command.env("SIDELANE_HEAP", "8M").env("SIDELANE_SYMMETRIC", "4M");
     command.env("SIDELANE_DEADLINE_MS", "120000");
     command
+}
+
+/// Gives a program devices: the stand-in driver, with kernels to run.
+pub fn with_devices(command: &mut Command) -> &mut Command {
+    let source = Path::new(PACKAGE).join("../../cuda/kernels.cu");
+    command.env("LD_LIBRARY_PATH", stand_in_cuda::install().expect("a driver"));
+    command.env("SIDELANE_STAND_IN_KERNELS", stand_in_cuda::kernels(&source).expect("kernels"));
+    command.env("CUDA_MODULE_LOADING", "EAGER")
 }
 
 /// The text of a program that ended well.
