@@ -96,6 +96,9 @@ pub enum PlanError {
     /// The planner of an exchange serves no more, or could not be started.
     #[error("the planner's thread is gone")]
     PlannerGone,
+    /// The thread that waits for the planner was asked to end ([`interruptible`](crate::bootstrap::interruptible)).
+    #[error("the wait for the planner was interrupted by its caller")]
+    Interrupted,
     /// The expert map does not fit the group.
     #[error("expert map: {problem} (expert {expert}, rank {rank})")]
     BadMap {

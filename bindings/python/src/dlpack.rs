@@ -29,6 +29,8 @@ const VERSIONED_USED: &CStr = c"used_dltensor_versioned";
 
 /// Memory of the host.
 pub const CPU: i32 = 1;
+/// Memory of a device of CUDA.
+pub const CUDA: i32 = 2;
 /// Memory of the host that is pinned for CUDA.
 pub const CUDA_HOST: i32 = 3;
 const READ_ONLY: u64 = 1;
@@ -242,6 +244,8 @@ pub struct Lending {
     pub strides: Vec<i64>,
     /// Type of an element.
     pub element: ElementType,
+    /// Kind and number of the device whose memory it is.
+    pub device: (i32, i32),
 }
 
 /// A capsule that lends memory, and keeps what must live as long as somebody uses the tensor; versioned if the consumer can read that.
@@ -253,7 +257,7 @@ pub fn lend<'py, K: Send + 'static>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let tensor = Raw {
         data: lending.address as *mut c_void,
-        device: Device { kind: CPU, id: 0 },
+        device: Device { kind: lending.device.0, id: lending.device.1 },
         ndim: lending.shape.len() as i32,
         dtype: lending.element,
         // Vectors do not move their elements when they are moved themselves.

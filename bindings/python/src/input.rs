@@ -8,7 +8,7 @@ use crate::dlpack::{self, Lent};
 use crate::errors::Wrong;
 use crate::tensor::Element;
 
-/// A contiguous tensor in host memory, lent by another library.
+/// A contiguous tensor, lent by another library.
 pub struct Input {
     lent: Lent,
     what: &'static str,
@@ -21,19 +21,51 @@ fn wrong(what: &str, kind: &str, message: String) -> PyErr {
 }
 
 impl Input {
-    /// Borrows a tensor; `what` it is called in errors.
+    /// Borrows a tensor in memory of the host; `what` it is called in errors.
     ///
     /// # Errors
     /// `InputError`, with what to do about it.
     pub fn new(object: &Bound<'_, PyAny>, what: &'static str) -> PyResult<Self> {
+        Self::where_it_fits(object, what, None, |device| Self::of_host(device, what))
+    }
+
+    /// Borrows a tensor in memory of a device, which is there for what that stream is given next: its library sees to it.
+    ///
+    /// # Errors
+    /// As [`Input::new`].
+    pub fn on_device(
+        object: &Bound<'_, PyAny>,
+        what: &'static str,
+        device: u32,
+        stream: usize,
+    ) -> PyResult<Self> {
+        Self::where_it_fits(object, what, Some(stream), |seen| {
+            if seen == (dlpack::CUDA, device as i32) {
+                return Ok(());
+            }
+            let message = format!(
+                "it lies on {}, and this exchange is of cuda:{device}: pass {what}.to(\"cuda:{device}\")",
+                name_of(seen)
+            );
+            Err(wrong(what, "Device", message))
+        })
+    }
+
+    fn where_it_fits(
+        object: &Bound<'_, PyAny>,
+        what: &'static str,
+        stream: Option<usize>,
+        fits: impl Fn((i32, i32)) -> PyResult<()>,
+    ) -> PyResult<Self> {
         if !object.hasattr("__dlpack__")? {
             let class = object.get_type().name()?;
             let message = format!("a {class} is no tensor: pass one that speaks DLPack (torch, numpy)");
             return Err(wrong(what, "NotATensor", message));
         }
-        Self::check_device(object, what)?;
-        let lent = Lent::take(&Self::capsule(object, what)?)?;
-        Self::of_host(lent.device(), what)?;
+        // Before a capsule is asked for: some libraries would copy, or wait for a stream.
+        fits(object.call_method0("__dlpack_device__")?.extract()?)?;
+        let lent = Lent::take(&Self::capsule(object, what, stream)?)?;
+        fits(lent.device())?;
         let element = Element::of_code(lent.element()).ok_or_else(|| {
             let dlpack::ElementType { code, bits, lanes } = lent.element();
             let message = format!(
@@ -51,34 +83,34 @@ impl Input {
         Ok(input)
     }
 
-    /// Before a capsule is asked for: some libraries would copy, or wait for a stream.
-    fn check_device(object: &Bound<'_, PyAny>, what: &'static str) -> PyResult<()> {
-        Self::of_host(object.call_method0("__dlpack_device__")?.extract()?, what)
-    }
-
-    fn of_host((kind, id): (i32, i32), what: &str) -> PyResult<()> {
-        if [dlpack::CPU, dlpack::CUDA_HOST].contains(&kind) {
+    fn of_host(device: (i32, i32), what: &str) -> PyResult<()> {
+        if [dlpack::CPU, dlpack::CUDA_HOST].contains(&device.0) {
             return Ok(());
         }
-        let name = match kind {
-            2 | 13 => format!("cuda:{id}"),
-            10 | 11 => format!("rocm:{id}"),
-            8 => format!("mps:{id}"),
-            other => format!("{other}:{id} (DLPack's number)"),
-        };
         let message = format!(
-            "it lies on device {name}, and this exchange moves rows in host memory only: pass {what}.cpu() (exchanges of GPU \
-             memory are not open to Python yet)"
+            "it lies on {}, and this exchange moves rows in host memory: pass {what}.cpu(), or use \
+             sidelane.PlannedExchange",
+            name_of(device)
         );
         Err(wrong(what, "Device", message))
     }
 
-    fn capsule<'py>(object: &Bound<'py, PyAny>, what: &'static str) -> PyResult<Bound<'py, PyAny>> {
+    fn capsule<'py>(
+        object: &Bound<'py, PyAny>,
+        what: &'static str,
+        stream: Option<usize>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let py = object.py();
-        let version = pyo3::types::PyDict::new(py);
-        version.set_item("max_version", (1, 0))?;
-        let asked = match object.call_method("__dlpack__", (), Some(&version)) {
-            Err(error) if error.is_instance_of::<PyTypeError>(py) => object.call_method0("__dlpack__"),
+        let plain = pyo3::types::PyDict::new(py);
+        if let Some(stream) = stream {
+            plain.set_item("stream", stream)?;
+        }
+        let versioned = plain.copy()?;
+        versioned.set_item("max_version", (1, 0))?;
+        let asked = match object.call_method("__dlpack__", (), Some(&versioned)) {
+            Err(error) if error.is_instance_of::<PyTypeError>(py) => {
+                object.call_method("__dlpack__", (), Some(&plain))
+            }
             asked => asked,
         };
         asked.map_err(|error| {
@@ -107,6 +139,16 @@ impl Input {
         Ok(())
     }
 
+    /// What was lent, without the description.
+    pub fn into_lent(self) -> Lent {
+        self.lent
+    }
+
+    /// What it is called in errors.
+    pub fn what(&self) -> &'static str {
+        self.what
+    }
+
     /// Type of its elements.
     pub fn element(&self) -> Element {
         self.element
@@ -133,6 +175,16 @@ impl Input {
             return Ok(self);
         }
         let message = format!("its shape is {:?}, but rows have {columns} elements", self.shape);
+        Err(wrong(self.what, "Shape", message))
+    }
+
+    /// An error unless it has so many rows.
+    pub fn rows(&self, rows: usize, of: &str) -> PyResult<()> {
+        let seen = self.shape.split_last().map_or(1, |(_, axes)| axes.iter().product::<usize>());
+        if seen == rows {
+            return Ok(());
+        }
+        let message = format!("its shape is {:?}, but there are {rows} {of}", self.shape);
         Err(wrong(self.what, "Shape", message))
     }
 
@@ -183,6 +235,17 @@ impl Input {
             Some(elements) => Ok(elements),
             None => Err(misaligned(self.what, self.element)),
         }
+    }
+}
+
+/// A device as torch writes it.
+fn name_of((kind, id): (i32, i32)) -> String {
+    match kind {
+        dlpack::CPU | dlpack::CUDA_HOST => "the host".to_owned(),
+        dlpack::CUDA | 13 => format!("device cuda:{id}"),
+        10 | 11 => format!("device rocm:{id}"),
+        8 => format!("device mps:{id}"),
+        other => format!("device {other}:{id} (DLPack's number)"),
     }
 }
 

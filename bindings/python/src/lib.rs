@@ -11,15 +11,18 @@
 //!
 //! | module | what is in it |
 //! |---|---|
-//! | [`dlpack`] | the capsules of DLPack, the only unsafe code |
+//! | [`dlpack`] | the capsules of DLPack; unsafe code is here and in [`device`] alone |
+//! | [`device`] | streams of the caller's, and what is lent on their devices |
 //! | [`tensor`] | memory that is handed out, and to which library |
 //! | [`input`] | tensors that are handed in |
 //! | [`errors`] | the library's errors as exceptions with their fields |
 //! | [`wait`], [`calls`] | calls that wait; those of `ExpertParallel` |
 //! | [`slot`] | values that are lent to calls; closed worlds, forked processes |
-//! | [`world`], [`window`], [`parallel`], [`pending`], [`handle`], [`gate`] | the classes |
+//! | [`world`], [`window`], [`parallel`], [`pending`], [`handle`], [`gate`] | the classes, in memory of the host |
+//! | [`planned`], [`planned_handle`], [`slots`] | the classes, in memory of devices |
 
 mod calls;
+mod device;
 mod dlpack;
 mod errors;
 mod gate;
@@ -27,8 +30,11 @@ mod handle;
 mod input;
 mod parallel;
 mod pending;
+mod planned;
+mod planned_handle;
 mod settings;
 mod slot;
+mod slots;
 mod tensor;
 mod wait;
 mod window;
@@ -46,6 +52,11 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<pending::PendingCombine>()?;
     module.add_class::<handle::Handle>()?;
     module.add_class::<tensor::Tensor>()?;
+    module.add_class::<planned::PlannedExchange>()?;
+    module.add_class::<planned::PlannedDispatch>()?;
+    module.add_class::<planned::PlannedCombine>()?;
+    module.add_class::<planned_handle::PlannedHandle>()?;
+    module.add_class::<slots::SlotsExchange>()?;
     module.add_class::<gate::Gate>()?;
     module.add_class::<gate::Decision>()?;
     module.add_function(wrap_pyfunction!(gate::preset, module)?)?;

@@ -65,10 +65,7 @@ impl ExpertParallel {
         slots: Option<u32>,
         overflow: &str,
     ) -> PyResult<Self> {
-        let group: Bound<'_, Group> = match group.cast::<World>() {
-            Ok(world) => Bound::new(py, world.get().all()?)?,
-            Err(_) => group.cast::<Group>()?.clone(),
-        };
+        let group = group_of(group)?;
         let (seat, members) = (group.get().seat(), group.get().get()?);
         let blank = sidelane::ExpertParallel::builder(&members).map_err(raise)?;
         let set = || -> PyResult<(ExpertParallelBuilder<'_>, Dtype, bool)> {
@@ -344,8 +341,16 @@ impl ExpertParallel {
     }
 }
 
+/// The group that is meant: of a world, all of it.
+pub fn group_of<'py>(group: &Bound<'py, PyAny>) -> PyResult<Bound<'py, Group>> {
+    match group.cast::<World>() {
+        Ok(world) => Bound::new(group.py(), world.get().all()?),
+        Err(_) => Ok(group.cast::<Group>()?.clone()),
+    }
+}
+
 /// The map by the experts that each rank holds; as many experts as are named, unless it is said.
-fn map(experts: Option<u32>, held: &[Vec<u32>]) -> PyResult<ExpertMap> {
+pub fn map(experts: Option<u32>, held: &[Vec<u32>]) -> PyResult<ExpertMap> {
     let named = held.iter().flatten().max().map_or(0, |&last| last.saturating_add(1));
     ExpertMap::from_slots(experts.unwrap_or(named), held).map_err(raise)
 }

@@ -12,6 +12,7 @@ use pyo3::types::PyTuple;
 use sidelane::Dtype;
 use sidelane::memory::Pool;
 
+use crate::device::OnStream;
 use crate::dlpack::{self, ElementType, Lending};
 use crate::slot::Maker;
 
@@ -148,13 +149,35 @@ impl Drop for Memory {
 pub struct Tensor {
     memory: Arc<Memory>,
     shape: Vec<i64>,
+    /// Elements from one to the next, along each axis.
+    strides: Vec<i64>,
     element: Element,
+    /// Where it lies, if not in memory of the host.
+    on: Option<Arc<OnStream>>,
 }
 
 impl Tensor {
     /// All of a memory, in rows.
     pub fn new(memory: Arc<Memory>, shape: &[usize], element: Element) -> Self {
-        Tensor { memory, shape: shape.iter().map(|&size| size as i64).collect(), element }
+        let shape: Vec<i64> = shape.iter().map(|&size| size as i64).collect();
+        let mut strides = vec![1; shape.len()];
+        for axis in (1..shape.len()).rev() {
+            strides[axis - 1] = strides[axis] * shape[axis];
+        }
+        Tensor { memory, shape, strides, element, on: None }
+    }
+
+    /// Of a device, and there for what is given to this stream next.
+    pub fn on(self, on: &Arc<OnStream>) -> Self {
+        Tensor { on: Some(Arc::clone(on)), ..self }
+    }
+
+    /// With so many elements from one to the next along the first axis.
+    pub fn apart(mut self, elements: usize) -> Self {
+        if let Some(first) = self.strides.first_mut() {
+            *first = elements as i64;
+        }
+        self
     }
 
     /// A tensor of a vector's elements.
@@ -194,28 +217,35 @@ impl Tensor {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        if stream.is_some() || dl_device.is_some_and(|(kind, _)| kind != dlpack::CPU) {
-            return Err(PyBufferError::new_err(
-                "this memory is the host's: it has no stream and no other device",
-            ));
+        match &self.on {
+            None if stream.is_some() || dl_device.is_some_and(|(kind, _)| kind != dlpack::CPU) => {
+                return Err(PyBufferError::new_err(
+                    "this memory is the host's: it has no stream and no other device",
+                ));
+            }
+            Some(_) if dl_device.is_some_and(|wanted| wanted != self.__dlpack_device__()) => {
+                return Err(PyBufferError::new_err("this memory is a device's, and lent there alone"));
+            }
+            _ => {}
         }
         if copy == Some(true) {
             return Err(PyBufferError::new_err(
                 "this memory is lent, not copied: clone the tensor made of it",
             ));
         }
-        let mut strides = vec![1; self.shape.len()];
-        for axis in (1..self.shape.len()).rev() {
-            strides[axis - 1] = strides[axis] * self.shape[axis];
+        if let Some(on) = &self.on {
+            let consumer = stream.map(|stream| stream.extract::<isize>()).transpose()?;
+            py.detach(|| on.before(consumer))?;
         }
-        let (shape, element) = (self.shape.clone(), self.element.code());
+        let (shape, strides) = (self.shape.clone(), self.strides.clone());
+        let (element, device) = (self.element.code(), self.__dlpack_device__());
         let (address, keep) = (self.memory.address, Arc::clone(&self.memory));
         let versioned = max_version.is_some_and(|(major, _)| major >= 1);
-        dlpack::lend(py, Lending { address, shape, strides, element }, keep, versioned)
+        dlpack::lend(py, Lending { address, shape, strides, element, device }, keep, versioned)
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {
-        (dlpack::CPU, 0)
+        self.on.as_ref().map_or((dlpack::CPU, 0), |on| (dlpack::CUDA, on.device() as i32))
     }
 }
 
@@ -243,9 +273,11 @@ impl Kind {
 
     /// Makes a tensor that the caller can use.
     pub fn give<'py>(self, py: Python<'py>, tensor: Tensor) -> PyResult<Bound<'py, PyAny>> {
+        let of_device = tensor.on.is_some();
         let tensor = Bound::new(py, tensor)?.into_any();
         let library = match self {
             Kind::Other => return Ok(tensor),
+            Kind::Numpy if of_device => return Ok(tensor),
             Kind::Torch => "torch",
             // It has no such type.
             Kind::Numpy if tensor.cast::<Tensor>()?.get().element == Element::Bf16 => return Ok(tensor),

@@ -1,6 +1,7 @@
 """One world per number of ranks: its processes make all checks of a module, one after another, and each is a test.
 
-A module ``test_x`` has its checks in ``checks_x``: functions ``check_*(world)`` that every rank calls, named as the test is.
+A module ``test_x`` has its checks in ``checks_x``: functions ``check_*(world)`` that every rank calls, named as the test is;
+``test_x.environment()``, if there is one, is what its ranks find in theirs.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def make_checks(module: str) -> dict[str, str | None]:
 
 @cache
 def world_of(module: str, ranks: int, nodes: int, start: Literal["spawn", "forkserver"]) -> list[dict[str, str | None]]:
-    return sidelane.launch(make_checks, ranks, module, nodes=nodes, start=start)
+    tests = importlib.import_module(module.replace("checks_", "test_"))
+    env = tests.environment() if hasattr(tests, "environment") else None
+    return sidelane.launch(make_checks, ranks, module, nodes=nodes, env=env, start=start)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

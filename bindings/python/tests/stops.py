@@ -72,6 +72,29 @@ def interrupted_dispatch():
     return first, outcome(waits_alone), outcome(world.check)
 
 
+def interrupted_sizes():
+    import torch
+    from devices import Device
+
+    world = sidelane.init()
+    device = Device(world.rank)
+    ids, ones = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1)
+    exchange = sidelane.PlannedExchange(
+        world, experts=2, hidden=4, dtype="float32", pool=1 << 20, max_tokens=2, device=device.number, stream=device.stream
+    )
+    sent = [device.tensor(values) for values in (torch.ones(1, 4), ids, ones)]
+
+    def waits_for_sizes():
+        exchange.dispatch(*sent)
+
+    if world.rank == 0:
+        interrupt_when_in("waits_for_sizes")
+    else:
+        while not outcome(world.check)[0]:
+            os.sched_yield()
+    return outcome(waits_for_sizes), outcome(world.check)
+
+
 def interrupted_wait():
     world = sidelane.init()
     window = world.all().window((1,))

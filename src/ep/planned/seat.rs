@@ -5,7 +5,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::space::Extent;
-use crate::bootstrap::Health;
+use crate::bootstrap::{Health, interrupted};
 use crate::error::{Error, PlanError};
 use crate::exec::Enqueued;
 
@@ -86,7 +86,8 @@ impl Seat {
     /// Waits until `known` has an answer.
     ///
     /// # Errors
-    /// The world's cause of death; [`PlanError::PlannerGone`] if nobody will say anything any more.
+    /// The world's cause of death; [`PlanError::PlannerGone`] if nobody will say anything any more;
+    /// [`PlanError::Interrupted`].
     pub fn wait<T>(
         &self,
         health: &Health,
@@ -101,6 +102,9 @@ impl Seat {
             health.check()?;
             if gone.load(Ordering::Acquire) {
                 return Err(PlanError::PlannerGone.into());
+            }
+            if interrupted() {
+                return Err(PlanError::Interrupted.into());
             }
             told = self.changed.wait_timeout(told, SLICE).unwrap_or_else(PoisonError::into_inner).0;
         }

@@ -28,10 +28,12 @@ const LIBRARY: &str = "libstand_in_cuda.so";
 pub fn install() -> io::Result<PathBuf> {
     let program = env::current_exe()?;
     let built = program.parent().expect("a program is in a directory");
-    if !built.join(LIBRARY).exists() {
+    // Beside tests, and beside what a program is made of.
+    let Some(folder) = ["", "deps"].into_iter().find(|folder| built.join(folder).join(LIBRARY).exists())
+    else {
         let text = format!("no {LIBRARY} in {}: this package must be a dev-dependency", built.display());
         return Err(io::Error::new(io::ErrorKind::NotFound, text));
-    }
+    };
     let directory = built.join("stand-in-cuda");
     fs::create_dir_all(&directory)?;
     // Other test programs may do the same at this moment: a link is made whole and then put in its place.
@@ -39,7 +41,7 @@ pub fn install() -> io::Result<PathBuf> {
     for name in NAMES.into_iter().chain([CUPTI]) {
         let number = MADE.fetch_add(1, Ordering::Relaxed);
         let fresh = directory.join(format!("{}-{number}", process::id()));
-        symlink(Path::new("..").join(LIBRARY), &fresh)?;
+        symlink(Path::new("..").join(folder).join(LIBRARY), &fresh)?;
         fs::rename(&fresh, directory.join(name))?;
     }
     Ok(directory)

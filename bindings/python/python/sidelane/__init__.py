@@ -1,6 +1,7 @@
 """Sidelane: MoE expert-parallel dispatch and combine that run beside the compute.
 
-Tensors (torch on the CPU, numpy, anything that speaks DLPack) go in and out without a copy. See docs/from-python.md.
+Tensors (torch, numpy, anything that speaks DLPack) go in and out without a copy: in memory of the host by ``ExpertParallel``, on a
+GPU by ``PlannedExchange`` and ``SlotsExchange``. See docs/from-python.md.
 """
 
 import atexit as _atexit
@@ -13,6 +14,11 @@ from ._native import (
     Handle,
     PendingCombine,
     PendingDispatch,
+    PlannedCombine,
+    PlannedDispatch,
+    PlannedExchange,
+    PlannedHandle,
+    SlotsExchange,
     Tensor,
     Window,
     World,
@@ -60,8 +66,13 @@ __all__ = [
     "PendingCombine",
     "PendingDispatch",
     "PlanError",
+    "PlannedCombine",
+    "PlannedDispatch",
+    "PlannedExchange",
+    "PlannedHandle",
     "RankError",
     "SimdError",
+    "SlotsExchange",
     "Tensor",
     "Window",
     "World",

@@ -1,0 +1,215 @@
+"""Dispatch and combine on devices from Python, against the same on the host: to the bit."""
+
+import torch
+from devices import LENT, Device
+from routing import case, same
+
+import sidelane
+
+
+def exchanges(world, of, device, **settings):
+    """The exchange on the device, on a stream of its own, and the same on the host."""
+    settings = {"experts": of.experts, "top_k": of.top_k, "hidden": of.hidden, "dtype": of.x[0].dtype, "max_tokens": 16} | settings
+    stream = device.new_stream()
+    planned = sidelane.PlannedExchange(world, **settings, pool=1 << 20, device=device.number, stream=stream)
+    assert (planned.device, planned.stream) == (device.number, stream)
+    return planned, sidelane.ExpertParallel(world, **settings)
+
+
+def sent(of, rank, device):
+    """This rank's tensors on the device, on their way on its stream."""
+    return [device.tensor(values) for values in (of.x[rank], of.ids[rank], of.weights[rank])]
+
+
+def experts(rows):
+    """What experts do here, the same on the host: a factor of each row's own."""
+    factors = torch.tensor([2.0 ** (row % 5 - 2) for row in range(len(rows))], dtype=rows.dtype)
+    return rows * factors.reshape(-1, 1)
+
+
+def check_rows_and_sums_are_those_of_the_host(world):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        of, me, device = case(world.size, dtype=dtype), world.rank, Device(world.rank)
+        planned, host = exchanges(world, of, device)
+        for _ in range(3):
+            there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
+            rows, handle = planned.dispatch(*sent(of, me, device))
+            assert (handle.rows, handle.tokens) == (expected.rows, expected.tokens)
+            assert handle.tokens_per_expert == expected.tokens_per_expert
+            assert handle.required_rows == expected.required_rows
+            same(device.read(rows), there)
+            same(device.read(handle.row_weights), expected.row_weights)
+            counts = [expected.tokens_per_expert, expected.padded_tokens_per_expert]
+            assert device.read(handle.counts).tolist() == counts
+            assert handle.index is None
+            # Experts write where peers read, on a stream that the exchange knows by DLPack alone.
+            y = device.borrowed(handle.output())
+            y.write(experts(there))
+            out = device.tensor(torch.full_like(of.x[me], float("nan")))
+            assert planned.combine(y, handle, out) is out
+            same(device.read_sums(planned, out), host.combine(experts(there), expected))
+            assert (handle.status, handle.copied_bytes) == (0, 0)
+
+
+def check_reports_say_what_was_enqueued(world):
+    of, me, device = case(world.size), world.rank, Device(world.rank)
+    planned, _ = exchanges(world, of, device)
+    rows, handle = planned.dispatch(*sent(of, me, device))
+    report = handle.report()
+    assert report["kernels"] == ["order", "regroup"] and report["detour"] is None
+    assert dict(report["lanes"]) == {"own": 1, "copy engine": world.size - 1}
+    combine = planned.start_combine(rows, handle, device.tensor(torch.zeros_like(of.x[me])))
+    report = combine.finish()
+    assert report["kernels"] == ["sum_choices_f32"] and report["enqueued"]["copies_by_sms"] == 0
+    assert handle.copied_bytes == handle.rows * of.hidden * 4, "the rows are no output buffer: copied once"
+    try:
+        combine.finish()
+        raise AssertionError("a call is finished once")
+    except sidelane.ClosedError as error:
+        assert error.kind == "UsedUp"
+
+
+def check_a_budget_needs_no_sizes(world):
+    of, me, device = case(world.size), world.rank, Device(world.rank)
+    most = max(len(of.rows(rank)) for rank in range(world.size))
+    planned, host = exchanges(world, of, device, budget=most + 3)
+    there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
+    rows, handle = planned.start_dispatch(*sent(of, me, device)).unfinished()
+    assert handle.tokens_per_expert == [] and rows.shape == (most + 3, of.hidden)
+    out = device.tensor(torch.zeros_like(of.x[me]))
+    planned.combine(rows, handle, out)
+    counts = device.read(handle.counts)[0].tolist()
+    assert counts == expected.tokens_per_expert
+    same(device.read(rows)[: sum(counts)], there)
+    same(device.read_sums(planned, out), host.combine(there, expected))
+
+
+def check_what_was_lent_is_given_back_once_the_stream_has_come_past(world):
+    of, me, device = case(world.size), world.rank, Device(world.rank)
+    planned, _ = exchanges(world, of, device)
+    before = len(LENT)
+    for _ in range(20):
+        rows, handle = planned.dispatch(*sent(of, me, device))
+        planned.combine(handle.output(), handle, device.tensor(torch.zeros_like(of.x[me])))
+        device.synchronize(planned.stream)
+    assert before < len(LENT) <= before + 8, len(LENT) - before
+    address = rows.__dlpack_device__()
+    del rows
+    try:
+        handle.row_weights
+        raise AssertionError(f"what came with rows goes with them: {address}")
+    except sidelane.ClosedError as error:
+        assert error.kind == "RowsGone"
+
+
+def refused(call):
+    try:
+        call()
+    except sidelane.Error as error:
+        return type(error).__name__, error.kind
+    return None
+
+
+def check_tensors_elsewhere_are_refused_on_all_ranks_and_the_next_call_works(world):
+    of, me, device = case(world.size), world.rank, Device(world.rank)
+    planned, host = exchanges(world, of, device)
+    x, ids, weights = sent(of, me, device)
+    elsewhere = Device(world.size + me).tensor(of.x[me])
+    wide = Device(me).tensor(torch.zeros(3, of.hidden + 1))
+    doubles = Device(me).tensor(of.ids[me].long())
+    wrong = [
+        ((of.x[me], ids, weights), ("InputError", "Device")),
+        ((elsewhere, ids, weights), ("InputError", "Device")),
+        ((wide, ids, weights), ("InputError", "Shape")),
+        ((x, doubles, weights), ("InputError", "Dtype")),
+        ((x, ids, "no tensor"), ("InputError", "NotATensor")),
+    ]
+    for arguments, expected in wrong:
+        if me == 1:
+            assert refused(lambda: planned.dispatch(*arguments)) == expected
+        else:
+            assert refused(lambda: planned.dispatch(x, ids, weights)) == ("CallError", "PeerRefused")
+    out = device.tensor(torch.zeros_like(of.x[me]))
+    rows, handle = planned.dispatch(x, ids, weights)
+    if me == 1:
+        assert refused(lambda: planned.combine(rows, handle, torch.zeros_like(of.x[me]))) == ("InputError", "Device")
+    else:
+        combine = planned.start_combine(rows, handle, out)
+        assert refused(combine.finish) == ("CallError", "PeerRefused")
+    # And the host's exchange says which one is wanted.
+    assert "PlannedExchange" in str(raised(lambda: host.dispatch(x, ids, weights)))
+    there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
+    rows, handle = planned.dispatch(x, ids, weights)
+    planned.combine(rows, handle, out)
+    same(device.read_sums(planned, out), host.combine(there, expected))
+
+
+def raised(call):
+    try:
+        call()
+    except sidelane.Error as error:
+        return error
+    raise AssertionError("refused")
+
+
+def check_the_current_stream_of_torch_is_the_default(world):
+    from types import SimpleNamespace
+    from unittest import mock
+
+    device = Device(world.rank)
+    settings = {"experts": 4, "hidden": 8, "pool": 1 << 20, "max_tokens": 4}
+    assert raised(lambda: sidelane.PlannedExchange(world, **settings)).setting == "stream"
+    with mock.patch.multiple(
+        torch.cuda,
+        is_available=lambda: True,
+        current_device=lambda: device.number,
+        current_stream=lambda number: SimpleNamespace(cuda_stream=device.stream if number == device.number else 0),
+    ):
+        planned = sidelane.PlannedExchange(world, **settings)
+    assert (planned.device, planned.stream) == (device.number, device.stream)
+    if world.rank == 0:
+        error = raised(lambda: sidelane.PlannedExchange(world, **settings, device=99, stream=0))
+        assert (type(error).__name__, error.kind, error.device) == ("DeviceError", "NoSuchDevice", 99)
+    else:
+        error = raised(lambda: sidelane.PlannedExchange(world, **settings, device=1, stream=0))
+        assert error.kind == "ConfigsDiffer"
+
+
+def check_slots_are_what_all_ranks_sent(world):
+    of, me, device = case(world.size, dtype=torch.bfloat16), world.rank, Device(world.rank)
+    stream = device.new_stream()
+    slots = sidelane.SlotsExchange(
+        world, experts=of.experts, top_k=of.top_k, hidden=of.hidden, max_tokens=12, device=device.number, stream=stream
+    )
+    for _ in range(3):
+        slots.dispatch(*sent(of, me, device))
+        held = of.held(me)
+        rows, ids, weights = (device.read(lent) for lent in (slots.rows, slots.row_experts, slots.row_weights))
+        used = device.read(slots.used).tolist()
+        for source in range(world.size):
+            reaching = [t for t, chosen in enumerate(of.ids[source].tolist()) if any(i in held for i in chosen)]
+            assert used[source] == len(reaching)
+            same(rows[source, : len(reaching)], of.x[source][reaching])
+            assert not rows[source, len(reaching) :].any()
+            for place, token in enumerate(reaching):
+                local = [held.index(i) if i in held else -1 for i in of.ids[source][token].tolist()]
+                assert ids[source, place].tolist() == local
+                assert weights[source, place].tolist() == [
+                    w if i >= 0 else 0 for i, w in zip(local, of.weights[source][token].tolist())
+                ]
+        # Experts that double: each token comes home as often as it has ranks, doubled.
+        partials = device.borrowed(slots.partials)
+        partials.write(rows * 2)
+        out = device.tensor(torch.zeros_like(of.x[me]))
+        assert slots.combine(out) is out
+        ranks = torch.tensor([[float(sum(any(i in of.held(r) for i in c) for r in range(world.size)))] for c in of.ids[me].tolist()])
+        same(device.read_sums(slots, out), (of.x[me].float() * 2 * ranks).bfloat16())
+    slots.synchronize()
+    slots.check()
+    assert slots.report()["kernels"] == ["pack", "check", "sum"]
+    # What is refused is not enqueued, and nobody waits for it.
+    assert refused(lambda: slots.dispatch(*(t for t in (of.x[me], of.ids[me], of.weights[me])))) == ("InputError", "Device")
+    assert refused(slots.start_combine) == ("CallError", "OutOfTurn")
+    slots.dispatch(*sent(of, me, device))
+    slots.release()
+    slots.synchronize()

@@ -1,0 +1,15 @@
+//! Says what a program needs in its environment to have devices: `cargo run -p stand-in-cuda -- cuda/kernels.cu`.
+
+use std::error::Error;
+use std::path::Path;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let source = std::env::args_os().nth(1).ok_or("usage: stand-in-cuda <source of the kernels>")?;
+    let directory = stand_in_cuda::install()?;
+    let kernels = stand_in_cuda::kernels(&std::fs::canonicalize(Path::new(&source))?)?;
+    println!("LD_LIBRARY_PATH={}", directory.display());
+    println!("SIDELANE_CUDA={}", directory.join("libcuda.so.1").display());
+    println!("SIDELANE_STAND_IN_KERNELS={}", kernels.display());
+    println!("CUDA_MODULE_LOADING=EAGER");
+    Ok(())
+}
