@@ -25,6 +25,7 @@
 //! caller's packing alone, and for credits, which the partners' cards give: for no planner. Rails are attended to meanwhile.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::Enqueued;
 use super::outbox::{Outbox, Step};
@@ -270,8 +271,8 @@ impl Engine {
             self.copies.push(memory.span(base + place, len)?, rows)?;
             self.copies.push(memory.span(base + place + len, pad)?, self.ground.zeros.span(0, pad)?)?;
             match from {
-                Place::Window { .. } => self.enqueued.in_bytes += len,
-                _ => self.count(to, len, from == Place::Input),
+                Place::Window { window: WindowId::TWIN, .. } => self.enqueued.in_bytes += len,
+                _ => self.count(to, len, from != Place::Notes),
             }
             self.count(to, pad, true);
         }
@@ -315,6 +316,14 @@ impl Engine {
     /// [`DeviceError`].
     pub fn copy(&mut self, to: Span<'_>, from: Span<'_>) -> Result<(), DeviceError> {
         self.copies.push(to, from)
+    }
+
+    /// Waits until the stream is done, but not for ever: for one whose waits somebody ends.
+    pub fn run_out(&self, patience: Duration) {
+        let since = Instant::now();
+        while self.stream.is_done() == Ok(false) && since.elapsed() < patience {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Enqueues what is collected, and waits until the stream has done all of it.

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use super::Group;
 use super::region::Registered;
 use crate::device::{Context, Range};
-use crate::error::Error;
+use crate::error::{Error, MemoryError};
 use crate::lane::{self, Lanes, Part};
 use crate::memory::{Mapped, Segment, pin};
 
@@ -42,7 +42,7 @@ impl Twin {
         Ok(Twin { memory, window, _region: Some(region) })
     }
 
-    /// A desk of `len` bytes, for this rank alone.
+    /// A desk of `len` bytes, for this rank alone. Collective: if one cannot be had, nobody goes on.
     ///
     /// # Errors
     /// As [`Twin::new`].
@@ -54,7 +54,18 @@ impl Twin {
         Ok(Twin { memory, window, _region: None })
     }
 
+    /// Pinned memory of this rank; an error at all ranks if one has none.
     fn pinned(group: &Group, context: &Arc<Context>, len: u64) -> Result<(Range, Arc<Mapped>), Error> {
+        let own = Self::pin_own(group, context, len);
+        let heard = group.gather(&[u8::from(own.is_ok())])?;
+        let own = own?;
+        match (0..).zip(&heard).find(|(_, said)| said[..] != [1]) {
+            Some((rank, _)) => Err(MemoryError::NotUsable { rank }.into()),
+            None => Ok(own),
+        }
+    }
+
+    fn pin_own(group: &Group, context: &Arc<Context>, len: u64) -> Result<(Range, Arc<Mapped>), Error> {
         let own = Segment::create("sidelane-twin", len.next_multiple_of(rustix::param::page_size() as u64))?;
         let mut segments = vec![None; group.size() as usize];
         segments[group.rank() as usize] = Some(&own);

@@ -195,3 +195,29 @@ fn engines_move_every_row_and_a_report_says_so() {
         assert_eq!((counters.copies_by_sms, counters.fills), (0, 0));
     });
 }
+
+#[test]
+fn a_seat_is_captured_after_calls_that_nobody_captured() {
+    on_devices("calls::a_seat_is_captured_after_calls_that_nobody_captured", 8, 21, || {
+        let mode = Mode::Budget { rows: 200, overflow: Overflow::Error };
+        let case = Case { seats: 1, mode, ..Case::new(3, 5, 3) };
+        on_each(&case, |rank, me| {
+            let input = |round: u64| tokens(round * 8 + me, 6, 16, 3, 5);
+            rank.round(&input(0));
+            rank.replayed(&[input(1), input(2)]);
+        });
+    });
+}
+
+#[test]
+fn outputs_of_a_second_combine_wait_for_the_peers_that_read_those_of_the_first() {
+    let name = "calls::outputs_of_a_second_combine_wait_for_the_peers_that_read_those_of_the_first";
+    on_devices(name, 8, 22, || {
+        for mode in [Mode::Budget { rows: 200, overflow: Overflow::Error }, Mode::Eager] {
+            let case = Case { mode, ..Case::new(3, 5, 3) };
+            on_each(&case, |rank, me| {
+                (0..20).for_each(|round| rank.combined_twice(&tokens(round * 8 + me, 9, 16, 3, 5)));
+            });
+        }
+    });
+}

@@ -272,6 +272,28 @@ where
         assert_eq!(bits(&self.out.read::<E>(&stream, &out)), bits(&expected), "sums");
     }
 
+    /// Two combines of one dispatch, one behind the other: with a budget experts write where those before them did.
+    pub fn combined_twice(&mut self, input: &Input<E>) {
+        let (context, stream) = (Arc::clone(self.stream.context()), Arc::clone(&self.stream));
+        let expected = self.unchanged(input);
+        let nothing = vec![0_u8; bits(&expected).len()];
+        let second = Tensor::new(&context, nothing.len() as u64);
+        let again = second.fill(&stream, &vec![0xcb_u8; nothing.len()]);
+        let (rows, handle) = self.dispatch(input).unwrap();
+        let rows = rows.rows().unwrap();
+        let zeros = Tensor::new(&context, rows.len());
+        let zeros = zeros.fill(&stream, &vec![0_u8; rows.len() as usize]);
+        let out = self.out.part(nothing.len() as u64);
+        for (made, sums) in [(&rows, &out), (&zeros, &again)] {
+            let y = handle.output().unwrap();
+            let len = made.len();
+            stream.copy(y.rows().span(0, len).unwrap(), made.span(0, len).unwrap()).unwrap();
+            self.planned.combine(y, &handle, sums).unwrap();
+        }
+        assert_eq!(bits(&self.out.read::<E>(&stream, &out)), bits(&expected), "sums");
+        assert_eq!(second.read::<u8>(&stream, &again), nothing, "sums of nothing");
+    }
+
     /// Enqueues the dispatch of an input, and says what came of it.
     pub fn dispatch(&mut self, input: &Input<E>) -> Result<(PlannedRows, PlannedHandle), Error> {
         let stream = Arc::clone(&self.stream);

@@ -790,6 +790,10 @@ typedef struct {
     uint64_t rail_bytes;
     // Signals over rails.
     uint64_t rail_signals;
+    // Of the puts, those of rows that cards read from memory of a device and wrote to that of another.
+    uint64_t straight_puts;
+    // Their bytes.
+    uint64_t straight_bytes;
 } sidelane_enqueued_t;
 
 // The name of a kernel; empty: no more kernels.
@@ -804,12 +808,15 @@ typedef struct {
     size_t size;
     // The lanes in use; "copy engine" is that within the node.
     sidelane_lane_t lanes[8];
-    // Why rows that cross go by memory of the host, if any do: "no dma-buf", or the lane that registers memory of the host alone.
+    // Why rows that cross go by memory of the host, if any do: the lane that registers memory of the host alone, "messages" (signals
+    // are), "card" (it does not take the device's memory), "unordered" (the device sees no order of what cards write), "another rank".
     char detour[16];
     // What the planner's stream was asked to do.
     sidelane_enqueued_t enqueued;
     // Kernels that ran on the caller's stream: before rows were packed, or after they had landed.
     sidelane_kernel_name_t kernels[4];
+    // How cards know the device's memory, where rows cross straight from it and to it: "dma-buf" or "address".
+    char registration[16];
 } sidelane_planned_report_t;
 
 // What a dispatch and a combine in slots ask of a stream.

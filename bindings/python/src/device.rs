@@ -158,7 +158,9 @@ impl Drop for OnStream {
     fn drop(&mut self) {
         let kept = std::mem::take(self.kept.get_mut().unwrap_or_else(PoisonError::into_inner));
         let idle = || self.stream.is_capturing() == Ok(false) && self.stream.synchronize().is_ok();
-        let past = self.maker.is_here() && idle();
+        // Others of this process may have to do something before the stream is.
+        let wait = || Python::try_attach(|py| py.detach(idle)).unwrap_or_else(idle);
+        let past = self.maker.is_here() && wait();
         if !past {
             // What a broken device still uses, or that of a parent's process, is nobody's to give back here.
             std::mem::forget(kept);

@@ -282,7 +282,8 @@ impl PlannedExchange {
         handle: &PlannedHandle,
         out: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        self.start_combine(py, y, handle, out)?;
+        let started = self.start_combine(py, y, handle, out)?;
+        take(&started.combine, "combine")?.accepted().map_err(raise)?;
         Ok(out.clone())
     }
 

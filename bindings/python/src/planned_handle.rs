@@ -8,7 +8,7 @@ use pyo3::types::PyDict;
 use sidelane::device::Range;
 use sidelane::ep::planned::{PlannedHandle as Layout, PlannedReport, PlannedRows};
 use sidelane::exec::Enqueued;
-use sidelane::world::Detour;
+use sidelane::world::{Detour, Registration};
 
 use crate::errors::raise;
 use crate::input::Input;
@@ -79,7 +79,11 @@ impl PlannedHandle {
         let (address, bytes) = tensor.place();
         let mut outputs = self.outputs.lock().unwrap_or_else(PoisonError::into_inner);
         outputs.retain(|memory| memory.strong_count() > 0);
-        outputs.iter().filter_map(Weak::upgrade).find(|memory| memory.is(address, bytes))
+        // With a budget all outputs of a handle have one place, those that a combine took among them.
+        let mut found: Vec<_> = outputs.iter().filter_map(Weak::upgrade).collect();
+        found.retain(|memory| bytes > 0 && memory.is(address, bytes));
+        let live = found.iter().position(|memory| memory.is_owned());
+        if found.is_empty() { None } else { Some(found.swap_remove(live.unwrap_or(0))) }
     }
 
     /// That so many bytes of expert outputs were copied.
@@ -198,11 +202,8 @@ pub fn report<'py>(py: Python<'py>, said: &PlannedReport) -> PyResult<Bound<'py,
     let report = PyDict::new(py);
     let lanes: Vec<_> = said.lanes.iter().map(|used| (used.lane, used.ranks)).collect();
     report.set_item("lanes", lanes)?;
-    let detour = said.detour.map(|detour| match detour {
-        Detour::NoDmaBuf => "no dma-buf",
-        Detour::Lane(lane) => lane,
-    });
-    report.set_item("detour", detour)?;
+    report.set_item("detour", said.detour.map(Detour::name))?;
+    report.set_item("registration", said.registration.map(Registration::name))?;
     report.set_item("enqueued", enqueued(py, said.enqueued)?)?;
     report.set_item("kernels", said.kernels.to_vec())?;
     Ok(report.into_any())
@@ -224,6 +225,8 @@ pub fn enqueued(py: Python<'_>, work: Enqueued) -> PyResult<Bound<'_, PyDict>> {
         ("rail_puts", work.rail_puts),
         ("rail_bytes", work.rail_bytes),
         ("rail_signals", work.rail_signals),
+        ("straight_puts", work.straight_puts),
+        ("straight_bytes", work.straight_bytes),
     ] {
         report.set_item(name, count)?;
     }

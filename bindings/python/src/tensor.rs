@@ -112,6 +112,11 @@ impl Memory {
         self.bytes == bytes && (bytes == 0 || self.address == address)
     }
 
+    /// Whether no call has taken it back.
+    pub fn is_owned(&self) -> bool {
+        self.owner().is_some()
+    }
+
     /// Takes the owner back from Python, if it is there and of this type.
     pub fn take<T: 'static>(&self) -> Option<T> {
         let mut owner = self.owner();

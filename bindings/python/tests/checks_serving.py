@@ -97,10 +97,11 @@ def check_vllm_s_halves_give_the_layer_s_sums(world):
 def check_microbatches_have_handles_of_their_own(world):
     batches, me = [case(world.size), case(world.size, tokens=4)], world.rank
     now = [0]
-    kernel = Ours(built(world, batches[0]), microbatch=lambda: now[0])
-    received = []
+    kernel = Ours(*[built(world, of) for of in batches], microbatch=lambda: now[0])
+    under_way = []
     for now[0], of in enumerate(batches):
-        received.append(prepared(kernel, of, me)())
+        under_way.append(prepared(kernel, of, me))
+    received = [receive() for receive in under_way]
     outs = [torch.full_like(of.x[me], torch.nan) for of in batches]
     for now[0] in (1, 0):
         rows, _, _, ids, weights = received[now[0]]
@@ -132,13 +133,12 @@ def check_what_vllm_may_ask_and_is_not_there_is_refused(world):
 
 def check_sglang_s_stages_give_the_layer_s_sums(world):
     of, me = case(world.size), world.rank
-    ep = built(world, of)
-    first, second = Dispatcher(ep), Dispatcher(ep)
+    first, second = Dispatcher(built(world, of)), Dispatcher(built(world, of))
     chosen = SimpleNamespace(topk_ids=of.ids[me].long(), topk_weights=of.weights[me])
     # Two batches whose stages take turns.
     first.dispatch_a(of.x[me], chosen)
-    one = first.dispatch_b()
     second.dispatch_a(of.x[me], chosen)
+    one = first.dispatch_b()
     made = layer(one.hidden_states, one.topk_ids) * one.topk_weights
     two = second.dispatch_b()
     first.combine_a(CombineInput(made, one.topk_ids, one.topk_weights))
@@ -155,3 +155,21 @@ def check_sglang_s_stages_come_in_order(world):
         dispatcher.dispatch_b()
     with pytest.raises(RuntimeError, match="after 'dispatched'"):
         dispatcher.combine(CombineInput(of.x[me]))
+    # What is refused leaves it as it was.
+    with pytest.raises(sidelane.InputError):
+        dispatcher.dispatch_a(of.x[me].double(), SimpleNamespace(topk_ids=of.ids[me], topk_weights=of.weights[me]))
+    out = dispatcher.dispatch(of.x[me], SimpleNamespace(topk_ids=of.ids[me], topk_weights=of.weights[me]))
+    same(dispatcher.combine(CombineInput(layer(out.hidden_states, out.topk_ids))), sums(of, me, weighted=False))
+
+
+def check_rows_with_pads_have_their_experts(world):
+    of, me = case(world.size), world.rank
+    settings = {"experts": of.experts, "top_k": of.top_k, "hidden": of.hidden, "dtype": of.x[0].dtype}
+    kernel = Ours(sidelane.ExpertParallel(world, align=4, **settings))
+    rows, _, meta, ids, weights = prepared(kernel, of, me)()
+    assert len(ids) == len(rows) == len(weights) and len(rows) % 4 == 0
+    out = torch.full_like(of.x[me], torch.nan)
+    kernel.finalize(out, layer(rows, ids), weights, ids, False)
+    same(out, sums(of, me))
+    with pytest.raises(ValueError, match="weighs rows itself"):
+        Ours(sidelane.ExpertParallel(world, weighted=True, **settings))

@@ -81,7 +81,7 @@ fn main() -> ExitCode {
         Command::GpuCheckPart(args) => gpu_check::part(&args),
     };
     done.unwrap_or_else(|error| {
-        eprintln!("{tag}sidelane: {error}");
+        output::complain(&format!("{tag}sidelane: {error}"));
         error.exit_code()
     })
 }

@@ -14,6 +14,11 @@ pub fn print(text: &str) -> Result<(), CliError> {
     }
 }
 
+/// Says on standard error what went wrong, at once: ranks share it.
+pub fn complain(text: &str) {
+    let _ = io::stderr().lock().write_all(format!("{text}\n").as_bytes());
+}
+
 /// Writes a file.
 pub fn write(path: &Path, text: &str) -> Result<(), CliError> {
     std::fs::write(path, text).map_err(|source| CliError::Write { path: path.to_owned(), source })

@@ -91,6 +91,10 @@ impl Planner {
         self.tables.pull(&meeting.setting, &self.kept[seat as usize].layout, home);
         self.run(&programs.pull.items, None, None)?;
         self.calls.returned();
+        if common.shape.budget().is_some() {
+            // Outputs have one place: experts may write the next ones there as soon as this call is over.
+            self.run(&programs.ret.licence.items, None, None)?;
+        }
         Ok(())
     }
 }

@@ -148,7 +148,7 @@ impl PlannedExchange {
     /// What is enqueued afterwards finds the rows.
     ///
     /// With a budget it may be captured into a graph: replays read `tokens` anew, as many as there were. The seat is then
-    /// the graph's for good.
+    /// the graph's for good. The first capture of a seat waits until earlier calls have been served.
     ///
     /// # Errors
     /// [`CallError::NoSeat`] if as many dispatches are alive as there are seats; then the call is not made, and the other
@@ -175,7 +175,7 @@ impl PlannedExchange {
         self.dispatches += 1;
         let (nth, call) = (*dispatches, self.dispatches);
         let lease = Arc::new(Lease { common, seat, nth, call, tokens: count });
-        self.begin(seat, captured);
+        self.begin(seat, captured)?;
         let rung = if refused.is_some() { REFUSED } else { count };
         self.enqueue_dispatch(seat, tokens, count, rung).map_err(|error| self.common.fixed.fail(error))?;
         let shape = &self.common.shape;
@@ -205,29 +205,49 @@ impl PlannedExchange {
         }
         let (tokens, seat) = (lease.tokens, lease.seat);
         let kernels = Kernels::sum_choices_names(spec.dtype)?;
-        let refused = if Arc::ptr_eq(&y.lease, &lease) {
-            check_tensor("combined tokens", out, tokens.into(), (spec.hidden, spec.dtype.size()), 16).err()
-        } else {
-            Some(CallError::WrongOutput { seen: y.lease.call, expected: lease.call }.into())
-        };
+        let shape = (spec.hidden, spec.dtype.size());
+        let unfit = check_tensor("combined tokens", out, tokens.into(), shape, 16).err();
+        // A sum that is refused leaves zeros, where there is room for them.
+        let summed = unfit.is_none().then_some(out);
+        let foreign = (!Arc::ptr_eq(&y.lease, &lease))
+            .then(|| CallError::WrongOutput { seen: y.lease.call, expected: lease.call }.into());
+        let refused = foreign.or(unfit);
         let (_, combines) = &mut self.calls[seat as usize];
         *combines += 1;
         let nth = *combines;
-        self.begin(seat, captured);
+        self.begin(seat, captured)?;
         let steps = if refused.is_some() { REFUSED } else { (y.base / Shape::STEP) as u32 };
         // Given back as of this call: no earlier one may use it.
         drop(y);
-        let summed = refused.is_none().then_some(out);
         self.enqueue_combine(seat, tokens, steps, summed).map_err(|error| self.common.fixed.fail(error))?;
         Ok(PlannedCombine { lease, nth, kernels, refused })
     }
 
-    fn begin(&self, seat: u32, captured: bool) {
-        if captured {
-            self.common.seats[seat as usize].capture();
-        } else {
-            self.common.space.count();
+    /// Counts a call that the planner will count as served: none of a seat that is a graph's.
+    fn begin(&self, seat: u32, captured: bool) -> Result<(), Error> {
+        let kept = &self.common.seats[seat as usize];
+        match (captured, kept.is_captured()) {
+            (true, false) => {
+                self.served()?;
+                kept.capture();
+            }
+            (false, false) => self.common.space.count(),
+            (_, true) => (),
         }
+        Ok(())
+    }
+
+    /// Waits until the planner has served what was enqueued, so that it tells these calls from replays.
+    fn served(&self) -> Result<(), Error> {
+        let common = &self.common;
+        while common.served.load(Ordering::Acquire) < common.space.enqueued() {
+            common.fixed.shared.hub.health().check()?;
+            if common.gone.load(Ordering::Acquire) {
+                return Err(PlanError::PlannerGone.into());
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        Ok(())
     }
 
     fn enqueue_dispatch(

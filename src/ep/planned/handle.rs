@@ -290,6 +290,17 @@ pub struct PlannedCombine {
 }
 
 impl PlannedCombine {
+    /// Says at once what was wrong with this rank's input; the other ranks hear of it when they finish.
+    ///
+    /// # Errors
+    /// As [`PlannedCombine::finish`], for this rank's own input.
+    pub fn accepted(self) -> Result<Self, Error> {
+        match self.refused {
+            Some(refused) => Err(refused),
+            None => Ok(self),
+        }
+    }
+
     /// Waits until the rows are home, though not for their sums. To be asked before another combine of the same dispatch is
     /// enqueued: the last one answers.
     ///

@@ -27,6 +27,8 @@ use crate::schedule::{
 
 /// Looks at the bells before the thread sleeps between two: calls often follow each other closely.
 const AWAKE: u32 = 20_000;
+/// How long the planner's stream is waited for when the world is dead: what it still uses could not be given back.
+const DRAIN: Duration = Duration::from_secs(10);
 /// Sleep between two looks.
 const NAP: Duration = Duration::from_micros(50);
 
@@ -105,6 +107,7 @@ impl Planner {
         let _end = EndsTheWorld(&fixed);
         if let Err(error) = self.listen() {
             let _ = self.common.fixed.fail(error);
+            self.engine.run_out(DRAIN);
         }
         self.common.gone.store(true, Ordering::Release);
         self.common.seats.iter().for_each(|seat| seat.tell(|_| ()));

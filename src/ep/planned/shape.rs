@@ -19,6 +19,8 @@ use crate::plan::{Chunk, Sizing};
 
 /// Everything begins at multiples of this.
 const GRAIN: u64 = 256;
+/// More than any device has: sums of a few of these do not overflow.
+const MOST: u64 = 1 << 56;
 /// Bytes of a word that a stream and a thread share: nothing else is in its line.
 const LINE: u64 = 64;
 
@@ -83,7 +85,7 @@ impl Shape {
             experts: (0..spec.map.ranks()).map(slots).max().unwrap_or(0),
             sizing: spec.sizing(CallKind::Dispatch, None),
             budget: spec.mode.budget(),
-            pool: if spec.mode.budget().is_some() { 0 } else { pool },
+            pool: if spec.mode.budget().is_some() { 0 } else { pool.min(MOST) },
             staged,
             words,
         }

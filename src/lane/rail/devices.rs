@@ -38,6 +38,16 @@ pub enum Registration {
     Address(NoDmaBuf),
 }
 
+impl Registration {
+    /// In a word.
+    pub fn name(self) -> &'static str {
+        match self {
+            Registration::DmaBuf => "dma-buf",
+            Registration::Address(_) => "address",
+        }
+    }
+}
+
 /// Why memory of a device was not registered by a descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NoDmaBuf {
@@ -70,6 +80,19 @@ pub enum Detour {
     Unordered,
     /// The device or the card of another rank (of the group) is why.
     Rank(u32),
+}
+
+impl Detour {
+    /// In a word or two: the lane's, if it is the reason.
+    pub fn name(self) -> &'static str {
+        match self {
+            Detour::Lane(lane) => lane,
+            Detour::Messages => "messages",
+            Detour::Card { .. } => "card",
+            Detour::Unordered => "unordered",
+            Detour::Rank(_) => "another rank",
+        }
+    }
 }
 
 /// Registered memory that no processor reads: of a member of a region of this rank's.

@@ -5,7 +5,7 @@ use std::ffi::c_char;
 use sidelane::ep::StreamReport;
 use sidelane::ep::planned::PlannedReport as Said;
 use sidelane::exec::Enqueued;
-use sidelane::world::Detour;
+use sidelane::world::{Detour, Registration};
 
 use super::memory::short_name;
 use super::objects::{PlannedHandle, Slots};
@@ -42,6 +42,10 @@ pub struct EnqueuedWork {
     pub rail_bytes: u64,
     /// Signals over rails.
     pub rail_signals: u64,
+    /// Of the puts, those of rows that cards read from memory of a device and wrote to that of another.
+    pub straight_puts: u64,
+    /// Their bytes.
+    pub straight_bytes: u64,
 }
 
 /// The name of a kernel; empty: no more kernels.
@@ -60,14 +64,17 @@ pub struct PlannedReport {
     pub size: usize,
     /// The lanes in use; "copy engine" is that within the node.
     pub lanes: [Lane; 8],
-    /// Why rows that cross go by memory of the host, if any do: "no dma-buf", or the lane that registers memory of the host alone.
+    /// Why rows that cross go by memory of the host, if any do: the lane that registers memory of the host alone, "messages" (signals
+    /// are), "card" (it does not take the device's memory), "unordered" (the device sees no order of what cards write), "another rank".
     pub detour: [c_char; 16],
     /// What the planner's stream was asked to do.
     pub enqueued: EnqueuedWork,
     /// Kernels that ran on the caller's stream: before rows were packed, or after they had landed.
     pub kernels: [KernelName; 4],
+    /// How cards know the device's memory, where rows cross straight from it and to it: "dma-buf" or "address".
+    pub registration: [c_char; 16],
 }
-versioned!(PlannedReport, "sidelane_planned_report_t", kernels: [KernelName; 4]);
+versioned!(PlannedReport, "sidelane_planned_report_t", registration: [c_char; 16]);
 
 /// What a dispatch and a combine in slots ask of a stream.
 #[repr(C)]
@@ -101,6 +108,8 @@ impl From<Enqueued> for EnqueuedWork {
             rail_puts: work.rail_puts,
             rail_bytes: work.rail_bytes,
             rail_signals: work.rail_signals,
+            straight_puts: work.straight_puts,
+            straight_bytes: work.straight_bytes,
         }
     }
 }
@@ -118,17 +127,13 @@ pub(super) fn planned_report(said: &Said) -> PlannedReport {
     for (lane, used) in lanes.iter_mut().zip(&said.lanes) {
         *lane = Lane { name: short_name(used.lane), ranks: used.ranks.into() };
     }
-    let detour = match said.detour {
-        None => "",
-        Some(Detour::NoDmaBuf) => "no dma-buf",
-        Some(Detour::Lane(lane)) => lane,
-    };
     PlannedReport {
         size: 0,
         lanes,
-        detour: short_name(detour),
+        detour: short_name(said.detour.map_or("", Detour::name)),
         enqueued: said.enqueued.into(),
         kernels: names(said.kernels),
+        registration: short_name(said.registration.map_or("", Registration::name)),
     }
 }
 

@@ -14,8 +14,8 @@ use crate::{Status, refuse};
 /// Collective; nobody waits. `output` is used up, whatever becomes of the call. `out` is there for what is enqueued on the exchange's
 /// stream afterwards.
 ///
-/// `combine` may be NULL: there is no need to finish it. A combine that was refused leaves zeros, and says why in the handle's
-/// status.
+/// `combine` may be NULL: there is no need to finish it, and what is wrong with this rank's own arguments is then said here. A combine
+/// that was refused leaves zeros where `out` has room for them, and says why in the handle's status.
 ///
 /// The caller's word: pointers are NULL or valid; `out` is as large as it says, and stays there until the stream has come
 /// past.
@@ -31,7 +31,15 @@ pub unsafe extern "C" fn sidelane_planned_combine(
         let layer = get(planned)?;
         let (seat, y) = (get(handle), retract(output).and_then(|output| output.take()));
         layer.seat.lend(|exchange| {
-            let seat = seat.inspect_err(|_| refuse::planned_dispatch(exchange, &lent::nowhere()))?;
+            let seat = match seat {
+                Ok(seat) => seat,
+                Err(fault) => {
+                    // It may hold the seat that the refusal needs.
+                    drop(y);
+                    refuse::planned_dispatch(exchange, &lent::nowhere());
+                    return Err(fault);
+                }
+            };
             seat.lend(|layout| {
                 let layout = layout.held();
                 let shape = (layout.tokens().into(), layer.hidden);
@@ -53,7 +61,7 @@ pub unsafe extern "C" fn sidelane_planned_combine(
                 let enqueued = exchange.combine(y, layout, &sums)?;
                 match wanted {
                     Some(out) => give(Seat::new(Kind::PlannedCombine, enqueued), out),
-                    None => Ok(()),
+                    None => Ok(enqueued.accepted().map(drop)?),
                 }
             })
         })

@@ -3,14 +3,28 @@
 //! Each goes on the stream that it is given, which the caller puts in order where there are several. What is refused is not
 //! enqueued, and can be made again: nobody is told, as peers' streams wait for the call that comes.
 
+use std::sync::Arc;
+
 use sidelane::ep::StreamTokens;
-use sidelane::error::PlanError;
+use sidelane::error::{DeviceError, PlanError};
 
 use super::lent::{self, Sent};
 use super::objects::{Slots, Stream};
+use super::slots::SlotsLayer;
 use super::tensor::{Routing, Tensor};
-use super::{border, get};
+use super::{Opaque, border, get};
 use crate::Status;
+use crate::fault::Fault;
+
+/// A stream of the exchange's device: with another the world would end.
+fn stream_of(layer: &SlotsLayer, stream: *mut Stream) -> Result<Arc<<Stream as Opaque>::Object>, Fault> {
+    let stream = get(stream)?;
+    let (found, expected) = (stream.device(), layer.context.device());
+    if found != expected {
+        return Err(DeviceError::OtherDevice { what: "stream", found, expected }.into());
+    }
+    Ok(stream)
+}
 
 /// First half of a dispatch in slots: packs, and sends. Collective; nobody waits. `x` is [tokens, hidden], and `routing` has
 /// its arrays, in memory of the device. It may be captured into a graph. A call that is refused can be made again.
@@ -25,7 +39,8 @@ pub unsafe extern "C" fn sidelane_slots_dispatch_start(
     routing: *const Routing,
 ) -> Status {
     border(|| {
-        let (layer, stream) = (get(slots)?, get(stream)?);
+        let layer = get(slots)?;
+        let stream = stream_of(&layer, stream)?;
         // SAFETY: as the caller promised.
         let sent = unsafe {
             let shape = (layer.hidden, layer.top_k);
@@ -54,8 +69,9 @@ pub unsafe extern "C" fn sidelane_slots_dispatch_start(
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_slots_dispatch_finish(slots: *mut Slots, stream: *mut Stream) -> Status {
     border(|| {
-        let stream = get(stream)?;
-        get(slots)?.seat.lend(|exchange| Ok(exchange.held.finish_dispatch(&stream)?))
+        let layer = get(slots)?;
+        let stream = stream_of(&layer, stream)?;
+        layer.seat.lend(|exchange| Ok(exchange.held.finish_dispatch(&stream)?))
     })
 }
 
@@ -63,8 +79,9 @@ pub extern "C" fn sidelane_slots_dispatch_finish(slots: *mut Slots, stream: *mut
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_slots_combine_start(slots: *mut Slots, stream: *mut Stream) -> Status {
     border(|| {
-        let stream = get(stream)?;
-        get(slots)?.seat.lend(|exchange| Ok(exchange.held.start_combine(&stream)?))
+        let layer = get(slots)?;
+        let stream = stream_of(&layer, stream)?;
+        layer.seat.lend(|exchange| Ok(exchange.held.start_combine(&stream)?))
     })
 }
 
@@ -79,7 +96,8 @@ pub unsafe extern "C" fn sidelane_slots_combine_finish(
     out: *const Tensor,
 ) -> Status {
     border(|| {
-        let (layer, stream) = (get(slots)?, get(stream)?);
+        let layer = get(slots)?;
+        let stream = stream_of(&layer, stream)?;
         layer.seat.lend(|exchange| {
             let shape = (exchange.tokens, layer.hidden);
             // SAFETY: as the caller promised.
@@ -93,8 +111,9 @@ pub unsafe extern "C" fn sidelane_slots_combine_finish(
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_slots_release(slots: *mut Slots, stream: *mut Stream) -> Status {
     border(|| {
-        let stream = get(stream)?;
-        get(slots)?.seat.lend(|exchange| Ok(exchange.held.release(&stream)?))
+        let layer = get(slots)?;
+        let stream = stream_of(&layer, stream)?;
+        layer.seat.lend(|exchange| Ok(exchange.held.release(&stream)?))
     })
 }
 
@@ -103,8 +122,9 @@ pub extern "C" fn sidelane_slots_release(slots: *mut Slots, stream: *mut Stream)
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_slots_synchronize(slots: *mut Slots, stream: *mut Stream) -> Status {
     border(|| {
-        let stream = get(stream)?;
-        get(slots)?.seat.lend(|exchange| Ok(exchange.synchronize(&stream)?))
+        let layer = get(slots)?;
+        let stream = stream_of(&layer, stream)?;
+        layer.seat.lend(|exchange| Ok(exchange.synchronize(&stream)?))
     })
 }
 

@@ -37,11 +37,17 @@ def _sent(ep: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
     return ep.start_dispatch(x.contiguous(), ids.contiguous(), weights.float().contiguous())
 
 
+def _usable(ep: ExpertParallel) -> None:
+    if ep.weighted:
+        raise ValueError("an ExpertParallel that weighs rows itself: servers or their experts do")
+
+
 def _tags(ep: ExpertParallel, handle: Handle) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row its expert, of all, and its weight, [rows, 1]; and the rows of each local expert."""
     counts = torch.tensor(handle.tokens_per_expert, dtype=torch.int32)
     held = torch.tensor(ep.expert_map[ep.rank], dtype=torch.int64)
-    ids = torch.repeat_interleave(held, counts.long()).reshape(-1, 1)
+    # Pads count as rows of their expert, with a weight of 0.
+    ids = torch.repeat_interleave(held, torch.tensor(handle.padded_tokens_per_expert)).reshape(-1, 1)
     return ids, torch.from_dlpack(handle.row_weights).reshape(-1, 1), counts
 
 
@@ -52,11 +58,13 @@ class PrepareFinalize:
 
         class Ours(PrepareFinalize, modular_kernel.FusedMoEPrepareAndFinalizeModular): ...
 
-    ``microbatch`` says which microbatch is running, where several threads overlap theirs: each has a handle of its own.
+    Where microbatches overlap, each has an ``ExpertParallel`` of its own, and ``microbatch`` says which of them is running.
     """
 
-    def __init__(self, ep: ExpertParallel, *, activation_format: Any = "standard", microbatch: Callable[[], int] = lambda: 0) -> None:
-        self._ep, self._format, self._microbatch = ep, activation_format, microbatch
+    def __init__(self, *eps: ExpertParallel, activation_format: Any = "standard", microbatch: Callable[[], int] = lambda: 0) -> None:
+        for ep in eps:
+            _usable(ep)
+        self._eps, self._format, self._microbatch = eps, activation_format, microbatch
         self._handles: dict[int, Handle] = {}
 
     @property
@@ -73,7 +81,7 @@ class PrepareFinalize:
         return None
 
     def num_dispatchers(self) -> int:
-        return self._ep.size
+        return self._eps[0].size
 
     def output_is_reduced(self) -> bool:
         return True
@@ -99,19 +107,21 @@ class PrepareFinalize:
         del expert_map, defer_input_quant  # Ids are of all experts; rows go as they are.
         if getattr(quant_config, "quant_dtype", None) is not None:
             raise ValueError("tokens are quantised by the experts: an ExpertParallel of fp8 records has no vLLM scales")
-        held = sum(len(of) for of in self._ep.expert_map)
+        batch = self._microbatch()
+        ep = self._eps[batch]
+        held = len({expert for of in ep.expert_map for expert in of})
         if held < num_experts:
             raise ValueError(f"{num_experts} experts where {held} are held")
         if apply_router_weight_on_input:
             if topk_ids.shape[1] != 1:
                 raise ValueError(f"weights go on the input of one expert, not of {topk_ids.shape[1]}")
             a1 = a1 * topk_weights.to(a1.dtype)
-        pending, batch = _sent(self._ep, a1, topk_ids, topk_weights), self._microbatch()
+        pending = _sent(ep, a1, topk_ids, topk_weights)
 
         def receive() -> tuple[Tensor, None, ExpertTokens, Tensor, Tensor]:
             rows, handle = pending.finish()
             self._handles[batch] = handle
-            ids, weights, counts = _tags(self._ep, handle)
+            ids, weights, counts = _tags(ep, handle)
             return rows, None, ExpertTokens(counts, counts), ids, weights
 
         return receive
@@ -133,13 +143,14 @@ class PrepareFinalize:
 
         Weights are applied here unless the experts have (``TopKWeightAndReduceNoOP``) or the input has them.
         """
-        handle = self._handles.pop(self._microbatch())
+        batch = self._microbatch()
+        handle = self._handles.pop(batch)
         rows = fused_expert_output
         if weight_and_reduce_impl is not None and not type(weight_and_reduce_impl).__name__.endswith("Delegate"):
             rows = weight_and_reduce_impl.apply(None, rows, topk_weights, topk_ids, apply_router_weight_on_input)
         elif not apply_router_weight_on_input:
             rows = rows.reshape(-1, rows.shape[-1]) * topk_weights.reshape(-1, 1).to(rows.dtype)
-        pending = self._ep.start_combine(rows.reshape(-1, output.shape[-1]).contiguous(), handle)
+        pending = self._eps[batch].start_combine(rows.reshape(-1, output.shape[-1]).contiguous(), handle)
 
         def receive() -> None:
             output.copy_(pending.finish())
@@ -170,40 +181,44 @@ class CombineInput(NamedTuple):
 
 
 class Dispatcher:
-    """SGLang's ``BaseDispatcher``, with halves for the overlap of two batches. Of each batch there is one."""
+    """SGLang's ``BaseDispatcher``, with halves for the overlap of two batches: each has a dispatcher on an ``ExpertParallel`` of its own."""
 
     def __init__(self, ep: ExpertParallel) -> None:
+        _usable(ep)
         self._ep = ep
         self._stage: str = "idle"
         self._pending: Any = None
 
-    def _step(self, of: str, to: str) -> None:
-        if self._stage != of:
-            raise RuntimeError(f"this step comes after {of!r}, and the dispatcher is at {self._stage!r}")
-        self._stage = to
+    def _at(self, stage: str) -> Any:
+        """What the last step left, if it was the one before this. A step that fails leaves the dispatcher idle."""
+        if self._stage != stage:
+            raise RuntimeError(f"this step comes after {stage!r}, and the dispatcher is at {self._stage!r}")
+        left, self._pending, self._stage = self._pending, None, "idle"
+        return left
+
+    def _go(self, stage: str, left: Any) -> None:
+        self._stage, self._pending = stage, left
 
     def dispatch_a(self, hidden_states: Tensor, topk_output: Any) -> None:
         """Sends the tokens; ``topk_output`` has ``topk_ids`` and ``topk_weights``."""
-        self._step("idle", "dispatching")
-        self._pending = _sent(self._ep, hidden_states, topk_output.topk_ids, topk_output.topk_weights)
+        self._at("idle")
+        self._go("dispatching", _sent(self._ep, hidden_states, topk_output.topk_ids, topk_output.topk_weights))
 
     def dispatch_b(self) -> DispatchOutput:
         """Waits for those of the others."""
-        self._step("dispatching", "dispatched")
-        rows, self._pending = self._pending.finish()
-        ids, weights, _ = _tags(self._ep, self._pending)
-        return DispatchOutput(rows, None, ids, weights, list(self._pending.tokens_per_expert))
+        rows, handle = self._at("dispatching").finish()
+        ids, weights, _ = _tags(self._ep, handle)
+        self._go("dispatched", handle)
+        return DispatchOutput(rows, None, ids, weights, list(handle.tokens_per_expert))
 
     def combine_a(self, combine_input: Any) -> None:
         """Sends rows home."""
-        self._step("dispatched", "combining")
-        self._pending = self._ep.start_combine(combine_input.hidden_states.contiguous(), self._pending)
+        handle = self._at("dispatched")
+        self._go("combining", self._ep.start_combine(combine_input.hidden_states.contiguous(), handle))
 
     def combine_b(self) -> Tensor:
         """Waits for them; their sums, [tokens, hidden]."""
-        self._step("combining", "idle")
-        tokens, self._pending = self._pending.finish(), None
-        return tokens
+        return self._at("combining").finish()
 
     def dispatch(self, hidden_states: Tensor, topk_output: Any) -> DispatchOutput:
         """Both halves."""
