@@ -32,9 +32,9 @@ impl Drop for Folder {
     }
 }
 
-/// Builds the kernel and gives its library, which goes with the folder.
-fn kernels() -> (Folder, String) {
-    let folder = Folder(std::env::temp_dir().join(format!("sidelane-kernels-{}", std::process::id())));
+/// Builds the kernel and gives its library, which goes with the folder: each test of this process has one of its own.
+fn kernels(of: &str) -> (Folder, String) {
+    let folder = Folder(std::env::temp_dir().join(format!("sidelane-kernels-{}-{of}", std::process::id())));
     std::fs::create_dir_all(&folder.0).unwrap();
     let (source, library) = (folder.0.join("kernels.c"), folder.0.join("kernels.so"));
     std::fs::write(&source, SOURCE).unwrap();
@@ -47,7 +47,7 @@ fn kernels() -> (Folder, String) {
 
 #[test]
 fn a_kernel_gets_the_parameters_that_it_takes_and_no_others() {
-    let (_folder, library) = kernels();
+    let (_folder, library) = kernels("parameters");
     apart(
         "modules::a_kernel_gets_the_parameters_that_it_takes_and_no_others",
         &[("SIDELANE_STAND_IN_KERNELS", &library)],
@@ -99,7 +99,7 @@ fn a_kernel_gets_the_parameters_that_it_takes_and_no_others() {
 
 #[test]
 fn a_multiprocessor_runs_as_many_blocks_as_threads_and_shared_memory_allow() {
-    let (_folder, library) = kernels();
+    let (_folder, library) = kernels("blocks");
     apart(
         "modules::a_multiprocessor_runs_as_many_blocks_as_threads_and_shared_memory_allow",
         &[("SIDELANE_STAND_IN_KERNELS", &library)],

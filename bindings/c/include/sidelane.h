@@ -1324,8 +1324,8 @@ sidelane_status_t sidelane_planned_output_close(sidelane_planned_output_t *outpu
 // Collective; nobody waits. `output` is used up, whatever becomes of the call. `out` is there for what is enqueued on the exchange's
 // stream afterwards.
 //
-// `combine` may be NULL: there is no need to finish it. A combine that was refused leaves zeros, and says why in the handle's
-// status.
+// `combine` may be NULL: there is no need to finish it, and what is wrong with this rank's own arguments is then said here. A combine
+// that was refused leaves zeros where `out` has room for them, and says why in the handle's status.
 //
 // The caller's word: pointers are NULL or valid; `out` is as large as it says, and stays there until the stream has come
 // past.

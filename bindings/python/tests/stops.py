@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +52,14 @@ def interrupt_when_in(name: str) -> None:
             os.sched_yield()
         os.kill(os.getpid(), signal.SIGINT)
 
+    def again(lost: Any) -> None:
+        # Python drops what is raised in a callback, such as one of ctypes that takes a tensor back.
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            threading.Thread(target=press, daemon=True).start()
+        else:
+            sys.__unraisablehook__(lost)
+
+    sys.unraisablehook = again
     threading.Thread(target=press, daemon=True).start()
 
 
