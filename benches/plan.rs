@@ -1,5 +1,5 @@
-//! What planning a dispatch costs: sorting a rank's own routing, placing it once counts are known, and bringing a
-//! block for a remote node into relay order.
+//! What planning a dispatch costs: sorting a rank's own routing, placing it once counts are known, filling the operands of
+//! its program, and bringing a block for a remote node into relay order. `sidelane planning` prints and plots the same.
 
 use std::hint::black_box;
 
@@ -9,10 +9,13 @@ use sidelane::plan::{
     Bins, Counts, Crossing, ExpertMap, Frame, Layout, Mode, Notes, Order, RankSets, RelayOrder, Sizes,
     Sizing, Sorted,
 };
+use sidelane::schedule::{CallerTables, Control, Setting, WindowId};
 use sidelane::topology::{NodeMap, Paths, Route};
 
 fn planning(c: &mut Criterion) {
-    for (tokens, experts, ranks) in [(64, 64, 8), (512, 64, 8), (4096, 256, 64)] {
+    for (tokens, experts, ranks) in
+        [(64, 64, 8), (512, 64, 8), (4096, 256, 8), (4096, 256, 64), (4096, 512, 512)]
+    {
         for (route, per_node) in [(Route::Direct, ranks), (Route::Pxn, ranks / 2)] {
             plan(c, (tokens, experts, ranks), route, per_node);
         }
@@ -48,6 +51,11 @@ fn plan(c: &mut Criterion, (tokens, experts, ranks): (u32, u32, u32), route: Rou
             layout.fill(&frame, (black_box(&sorted), &crossing), 8, &counts, &sizes);
         })
     });
+    let control = Control::new(&paths, &bins, u64::from(tokens) * 8, sizing.note_bytes());
+    let far = WindowId::POOL;
+    let setting = Setting { paths, control: &control, sizing, chunks: 4, parity: 0, far };
+    let mut tables = CallerTables::new(paths, 4);
+    group.bench_function("fill", |b| b.iter(|| tables.rows(&setting, black_box(&layout), true)));
     group.finish();
 }
 

@@ -14,12 +14,15 @@
 //! | `SIDELANE_PORT` | the rendezvous port | `MASTER_PORT` + 1 upwards |
 //! | `SIDELANE_JOB`, `SIDELANE_LAUNCHER_FD`, `SIDELANE_LAUNCHER_PID` | a launcher's: the job's name, and the pipe that ends with it | none |
 //! | `SIDELANE_RAIL` | what joins nodes: `auto`, `verbs`, `tcp`, `loop` ([`RailChoice`]) | auto |
+//! | `SIDELANE_PACE` | for tests and benchmarks: wires within a machine keep the time of a slower link, as bytes per second, `/`, microseconds: `2G/5` ([`Pace`]) | none |
 //! | `SIDELANE_VERBS_*`, `SIDELANE_IBVERBS` | cards, ports, addresses, timeouts: see `docs/verbs.md` | found out |
 //! | `SIDELANE_CUDA` | path of the CUDA driver's library | libcuda.so.1, as the loader finds it |
 //! | `SIDELANE_TCP_ADDRESS` | where partners connect to this rank: an address of this machine, or an interface | all addresses; loopback, if the ranks meet there |
 //! | `SIDELANE_NODE` | splits one machine into load domains: ranks with equal values share memory | empty |
 
 use std::net::IpAddr;
+use std::num::NonZeroU64;
+use std::time::Duration;
 
 use crate::error::BootstrapError;
 
@@ -61,6 +64,38 @@ impl RailChoice {
         let found = Self::ALL.into_iter().find(|choice| choice.name() == value);
         let (name, expected) = ("SIDELANE_RAIL", "auto, verbs, tcp, loop");
         found.ok_or(BootstrapError::BadVariable { name, value, expected })
+    }
+}
+
+/// A link whose time the wires within a machine keep (`SIDELANE_PACE`), so that what hides behind compute can be measured
+/// where there is no such link. Bytes move at once; signals come when the link would have brought them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Pace {
+    /// What a rank sends in a second, to all others together.
+    pub bytes_per_second: NonZeroU64,
+    /// From the last byte sent to the signal seen.
+    pub latency: Duration,
+}
+
+impl Pace {
+    /// Reads bytes per second, `/`, microseconds.
+    pub fn parse(text: &str) -> Option<Self> {
+        let (bytes, micros) = text.split_once('/')?;
+        let bytes_per_second = NonZeroU64::new(parse_bytes(bytes)?)?;
+        Some(Pace { bytes_per_second, latency: Duration::from_micros(micros.trim().parse().ok()?) })
+    }
+
+    /// From this process's environment.
+    ///
+    /// # Errors
+    /// [`BootstrapError::BadVariable`].
+    pub fn from_env() -> Result<Option<Self>, BootstrapError> {
+        let Ok(value) = std::env::var("SIDELANE_PACE") else { return Ok(None) };
+        let expected = "bytes per second (K, M, G), a slash and microseconds";
+        match Self::parse(&value) {
+            Some(pace) => Ok(Some(pace)),
+            None => Err(BootstrapError::BadVariable { name: "SIDELANE_PACE", value, expected }),
+        }
     }
 }
 
@@ -180,5 +215,14 @@ mod tests {
         assert!(matches!(seen, Err(BootstrapError::BadVariable { name: "SIDELANE_HEAP", .. })));
         let seen = Config::from_vars(&|name| (name == "SIDELANE_SYMMETRIC").then(|| "1024G".to_owned()));
         assert!(matches!(seen, Err(BootstrapError::BadVariable { name: "SIDELANE_SYMMETRIC", .. })));
+    }
+
+    #[test]
+    fn a_pace_is_bytes_and_microseconds() {
+        let pace = Pace::parse("2G/5").unwrap();
+        assert_eq!((pace.bytes_per_second.get(), pace.latency), (2 << 30, Duration::from_micros(5)));
+        for nonsense in ["2G", "0/5", "2G/-1", "fast/5", "/", ""] {
+            assert_eq!(Pace::parse(nonsense), None, "{nonsense}");
+        }
     }
 }

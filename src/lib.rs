@@ -10,21 +10,25 @@
 //! | [`error`], [`config`], [`dtype`], [`topology`] | words that everybody uses |
 //! | [`gate`] | router decisions: [`Routing`](gate::Routing), synthetic and recorded |
 //! | [`plan`] | from routing and counts to placement; pure |
-//! | [`schedule`] | programs of puts, signals, waits and sums; their proof and their random check; pure |
+//! | [`schedule`] | programs of puts, signals, waits and sums; their proof, their random check and their time by a model; pure |
 //! | [`bootstrap`] | meeting, authentication, liveness, descriptors, rebuild |
 //! | [`device`] | CUDA: what the driver and its GPUs can do; memory, streams, memory operations, modules |
 //! | [`memory`] | heaps, windows, the receive pool |
-//! | [`rows`] | the vector loops |
+//! | [`rows`] | the vector loops; matrix products |
 //! | `lane` (private) | shm, loop, verbs and tcp: how bytes and signals move |
 //! | [`exec`] | the stepper, and timelines |
 //! | [`world`] | worlds, groups, windows |
+//! | [`collective`] | all-reduce, broadcast, all-to-all, messages |
 //! | [`ep`] | dispatch, combine, gradients |
+//! | [`overlap`] | chunks, streams, the order of compute and transfers |
+//! | [`layer`] | a whole MoE layer: gate, dispatch, experts, combine, and their gradients |
 
 // Unit tests share files with those in `tests`, which name the library.
 #[cfg(test)]
 extern crate self as sidelane;
 
 pub mod bootstrap;
+pub mod collective;
 pub mod config;
 pub mod device;
 pub mod dtype;
@@ -33,7 +37,9 @@ pub mod error;
 pub mod exec;
 pub mod gate;
 mod lane;
+pub mod layer;
 pub mod memory;
+pub mod overlap;
 pub mod plan;
 pub mod rows;
 pub mod schedule;

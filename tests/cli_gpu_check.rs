@@ -85,6 +85,8 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
         "4 ranks",
         "8 ranks",
         "8 ranks in a graph",
+        "2 + 2 ranks, between nodes by memory of the host",
+        "2 + 2 ranks, the same in a graph",
         "two exchanges in turns",
         "planned, eager, 8 ranks",
         "planned, budget, 8 ranks",

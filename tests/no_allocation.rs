@@ -12,6 +12,8 @@ use std::cell::Cell;
 
 use half::bf16;
 use placer::Placer;
+use sidelane::collective::{Communicator, Sums};
+use sidelane::dtype::Wire;
 use sidelane::gate::{Call, Capacity, Gate, GateConfig, Keep, Noise, Preset, Routing, Select};
 use sidelane::plan::{Mode, Order, Overflow, RowLayout};
 use sidelane::topology::Route;
@@ -95,6 +97,35 @@ fn calls_of_known_shapes_do_not_allocate() {
                 assert_eq!(seen, 0, "at rank {}, {nodes:?}, {route:?}, {order:?}", world.rank());
             });
         }
+    }
+}
+
+#[test]
+fn collectives_and_messages_of_known_shapes_do_not_allocate() {
+    for (nodes, sums) in [[0; 4], [0, 1, 1, 2]]
+        .into_iter()
+        .flat_map(|nodes| [Sums::Direct, Sums::Ring(Wire::F32)].map(|sums| (nodes, sums)))
+    {
+        on_ranks(&nodes, &small(), |world| {
+            let builder = world.all().unwrap();
+            let mut group = Communicator::builder(&builder).chunk(4096).whole(64).sums(sums).build().unwrap();
+            let (mut data, mut came, mut parts) =
+                (vec![1.0f32; 5000], vec![0.0f32; 5000], Vec::with_capacity(5000));
+            let (me, pair) = (world.rank(), world.rank() ^ 1);
+            let mut round = || {
+                group.all_reduce(&mut data).unwrap();
+                group.all_reduce(&mut data[..8]).unwrap();
+                group.broadcast(1, &mut data).unwrap();
+                group.all_to_all(&data, &mut came).unwrap();
+                group.all_to_all_v(&data[..1000], &[0, 300, 300, 400], &mut parts).unwrap();
+                group.exchange(pair, &data[..3000], &mut came[..3000]).unwrap();
+                data.fill(me as f32);
+            };
+            round();
+            let before = allocations();
+            (0..5).for_each(|_| round());
+            assert_eq!(allocations() - before, 0, "at rank {me}, {nodes:?}, {sums:?}");
+        });
     }
 }
 

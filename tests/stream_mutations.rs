@@ -6,12 +6,15 @@ mod replays;
 use std::collections::BTreeMap;
 
 use replays::{slots, thrice};
+use sidelane::error::CallKind;
 use sidelane::schedule::check::check;
-use sidelane::schedule::mutate::{Change, mutations};
+use sidelane::schedule::mutate::{Change, Mutation, mutations};
 use sidelane::schedule::prove::prove;
 use sidelane::schedule::story::StreamCall::{self, Combine, Dispatch, Release};
 use sidelane::schedule::story::{Step, Story, StreamScript, Streams};
-use sidelane::schedule::{Level, Op};
+use sidelane::schedule::stream::Across;
+use sidelane::schedule::{Item, Level, Op};
+use sidelane::topology::NodeMap;
 
 /// What a rank does with a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -106,8 +109,14 @@ fn moved(story: &Story, rank: u32, from: usize, to: usize) -> Story {
 }
 
 fn tell(ranks: u32, calls: &[StreamCall]) -> Story {
-    Story::of_streams(&StreamScript { slots: slots(ranks), streams: Streams::One, calls, slip: None })
-        .unwrap()
+    Story::of_streams(&StreamScript {
+        slots: slots(ranks),
+        streams: Streams::One,
+        across: None,
+        calls,
+        slip: None,
+    })
+    .unwrap()
 }
 
 /// What became of the mutants of one class: how many, how many of them were found, and how.
@@ -210,4 +219,86 @@ fn everything_that_is_left_out_or_leaves_its_stream_is_found() {
         every_change(ranks, &thrice(&[Dispatch(0), Release(0)]));
         every_change(ranks, &thrice(&[Dispatch(0), Dispatch(1), Combine(1), Combine(0)]));
     }
+}
+
+/// What a mutant of slots across nodes changes: whose operation, and how it is changed.
+fn class(mutation: &Mutation, nodes: &NodeMap) -> String {
+    let peer = |to: u32| match to {
+        to if to == mutation.rank => "own",
+        to if nodes.same_node(to, mutation.rank) => "near",
+        _ => "far",
+    };
+    let act = match mutation.item.op {
+        Op::Put { to, .. } => format!("put {}", peer(to)),
+        Op::Signal { to, of, level: Level::Nothing, .. } if to == of => "bell back".into(),
+        Op::Signal { of, level: Level::Nothing, .. } => format!("set back {}", peer(of)),
+        Op::Signal { to, of, .. } if to == of => "bell".into(),
+        Op::Signal { to, of, .. } if to == mutation.rank => format!("tell of {}", peer(of)),
+        Op::Signal { to, .. } => format!("signal {}", peer(to)),
+        Op::Wait { from, level: Level::Call, .. } => format!("wait rail {}", peer(from)),
+        Op::Wait { from, .. } if from == mutation.rank => "wait bell".into(),
+        Op::Wait { from, .. } => format!("wait {}", peer(from)),
+        other => panic!("streams have none: {other:?}"),
+    };
+    format!("{} {act}: {:?}", mutation.stage, mutation.change)
+}
+
+/// Whether one operation of a track must come before the next.
+fn bound(me: u32, ranks: u32, first: Op, then: Op) -> bool {
+    match (first, then) {
+        // Rows before the word, or the bell, behind them.
+        (Op::Put { to: a, .. }, Op::Signal { to: b, .. }) if a != me => a == b,
+        (Op::Put { slot, .. }, Op::Signal { to, of, .. }) => slot.0 < 2 * ranks && to == me && of == me,
+        // A word before what it lets happen: that it is set back, or handed on.
+        (Op::Wait { from, .. }, Op::Signal { to, of, .. }) => to == me && from == of,
+        _ => false,
+    }
+}
+
+/// Why a bug across nodes does no harm, if that is so.
+fn harmless(mutation: &Mutation, way: Across, ranks: u32) -> Option<&'static str> {
+    let Mutation { rank, kind, item: Item { op, .. }, change, .. } = *mutation;
+    let rings = matches!(op, Op::Signal { to, of, level: Level::Credit, .. } if to == of);
+    let of_rail = matches!(op, Op::Signal { level: Level::Call, .. });
+    match (change, mutation.other) {
+        (Change::Swap, Some(next)) if !bound(rank, ranks, op, next) => Some("the order of the two is free"),
+        (Change::Retrack, _) if rings && way == Across::Straight => {
+            Some("what the bell follows was packed before the stage")
+        }
+        (Change::Drop, _) if of_rail && kind == CallKind::Dispatch => {
+            Some("one word grows for both calls: the combine says it, too, behind the same rows")
+        }
+        _ => None,
+    }
+}
+
+#[test]
+fn every_bug_across_nodes_is_found_or_does_no_harm() {
+    for labels in [&[0, 0, 1, 1][..], &[0, 0, 0, 1, 1]] {
+        every_bug_across(labels, Across::Straight);
+        every_bug_across(labels, Across::Detour);
+    }
+}
+
+fn every_bug_across(labels: &[u32], way: Across) {
+    let (nodes, ranks) = (NodeMap::from_labels(labels), labels.len() as u32);
+    let (calls, across) = (thrice(&[Dispatch(0), Combine(0)]), Some((&nodes, way)));
+    let script =
+        StreamScript { slots: slots(ranks), streams: Streams::One, across, calls: &calls, slip: None };
+    let story = Story::of_streams(&script).unwrap();
+    prove(&story).expect("the real schedule has no fault");
+    let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
+    for mutation in mutations(&story) {
+        let why = harmless(&mutation, way, ranks);
+        let seen = prove(&mutation.plant(&story));
+        assert_eq!(seen.is_ok(), why.is_some(), "{way:?} {mutation:?}: {why:?}, {seen:?}");
+        let class =
+            format!("{}{}", class(&mutation, &nodes), why.map_or("".into(), |why| format!(" ({why})")));
+        let tally = tallies.entry(class).or_default();
+        tally.mutants += 1;
+        if let Err(fault) = seen {
+            (tally.found, tally.example) = (tally.found + 1, fault.to_string());
+        }
+    }
+    report(&format!("{labels:?} {way:?}: changed"), &tallies);
 }

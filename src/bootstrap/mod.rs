@@ -49,5 +49,5 @@ pub use descriptors::{Location, exchange_fds};
 pub use hub::{Hub, threads};
 pub use identity::{Identity, Launcher, LauncherPipe, Secret};
 pub use meet::{Pass, Reception, connect};
-pub(crate) use watch::interrupted;
 pub use watch::{Clocks, Health, interruptible};
+pub(crate) use watch::{interrupted, questioned};

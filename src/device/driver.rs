@@ -9,7 +9,7 @@ use cudarc::driver::sys;
 use super::call;
 use super::context::Context;
 use super::library::Library;
-use super::probe::{DeviceFacts, ModuleLoading, Probe};
+use super::probe::{DeviceFacts, ModuleLoading, Probe, queues};
 use super::version::Version;
 use crate::error::DeviceError;
 
@@ -100,15 +100,25 @@ impl Driver {
         }
     }
 
-    /// From now on this thread's calls do not spoil captures of other threads. It makes none that would change what they
-    /// capture.
-    ///
-    /// # Errors
-    /// [`DeviceError::Call`].
-    pub fn ignore_captures_of_others(&self) -> Result<(), DeviceError> {
+    /// Hardware queues that streams of a device are folded on, as the environment has it (`CUDA_DEVICE_MAX_CONNECTIONS`; 8 if
+    /// not set).
+    pub fn hardware_queues(&self) -> u32 {
+        queues(std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok().as_deref())
+    }
+
+    /// Runs something whose calls do not spoil captures of other threads, nor are refused for them. It must make none that would
+    /// change what they capture. Behind it this thread is as it was.
+    pub fn beside_captures<T>(&self, run: impl FnOnce() -> T) -> T {
         let mut mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: takes the mode, and puts the one before in its place.
-        unsafe { call!(self.library, None, cuThreadExchangeStreamCaptureMode(&raw mut mode)) }
+        let mut exchange =
+            || unsafe { call!(self.library, None, cuThreadExchangeStreamCaptureMode(&raw mut mode)) };
+        let exchanged = exchange();
+        let result = run();
+        if exchanged.is_ok() {
+            let _ = exchange();
+        }
+        result
     }
 
     /// Whether a device can reach the memory of another.

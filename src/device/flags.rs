@@ -60,12 +60,7 @@ impl Stream {
     /// # Errors
     /// As [`Stream::wait`]; [`DeviceError::Unsupported`] if the device can do neither.
     pub fn wait_for_card<T: Value>(&self, word: Word<'_, T>, value: T) -> Result<(), DeviceError> {
-        let facts = self.context.facts();
-        if facts.write_order != WriteOrder::None {
-            return self.wait(word, value);
-        }
-        self.context.require(facts.flush_remote_writes, "order of what network cards write")?;
-        self.wait_as(word, value, AT_OR_PAST | FLUSHED)
+        self.wait_as(word, value, card_wait(&self.context)?)
     }
 
     fn wait_as<T: Value>(&self, word: Word<'_, T>, value: T, how: u32) -> Result<(), DeviceError> {
@@ -112,6 +107,8 @@ impl Stream {
 pub struct MemoryOperations {
     device: u32,
     wide: bool,
+    /// How it waits for what a card writes, if it can.
+    card_wait: Result<u32, DeviceError>,
     operations: Vec<sys::CUstreamBatchMemOpParams>,
     held: Held,
 }
@@ -121,7 +118,8 @@ impl MemoryOperations {
     pub fn with_capacity(context: &Context, count: usize) -> Self {
         let wide = context.facts().wide_memory_operations;
         let (device, operations) = (context.device(), Vec::with_capacity(count));
-        MemoryOperations { device, wide, operations, held: Held::default() }
+        let card_wait = card_wait(context);
+        MemoryOperations { device, wide, card_wait, operations, held: Held::default() }
     }
 
     /// Adds a write of `value`.
@@ -149,6 +147,19 @@ impl MemoryOperations {
     /// # Errors
     /// [`DeviceError::NoAccess`], [`DeviceError::Unsupported`].
     pub fn wait<T: Value>(&mut self, word: Word<'_, T>, value: T) -> Result<(), DeviceError> {
+        self.wait_as(word, value, AT_OR_PAST)
+    }
+
+    /// Adds a wait for a word that a network card writes: see [`Stream::wait_for_card`].
+    ///
+    /// # Errors
+    /// As [`MemoryOperations::wait`]; [`DeviceError::Unsupported`] if the device does not see what cards write in order.
+    pub fn wait_for_card<T: Value>(&mut self, word: Word<'_, T>, value: T) -> Result<(), DeviceError> {
+        let how = self.card_wait.clone()?;
+        self.wait_as(word, value, how)
+    }
+
+    fn wait_as<T: Value>(&mut self, word: Word<'_, T>, value: T, flags: u32) -> Result<(), DeviceError> {
         type Params = sys::CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st;
         type Number = sys::CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st__bindgen_ty_1;
         let wide = self.admit(word)?;
@@ -157,7 +168,7 @@ impl MemoryOperations {
         let operation =
             if wide { Kind::CU_STREAM_MEM_OP_WAIT_VALUE_64 } else { Kind::CU_STREAM_MEM_OP_WAIT_VALUE_32 };
         let address = word.address;
-        let params = Params { operation, address, __bindgen_anon_1: number, flags: AT_OR_PAST, alias: 0 };
+        let params = Params { operation, address, __bindgen_anon_1: number, flags, alias: 0 };
         let mut entry = sys::CUstreamBatchMemOpParams { pad: [0; 6] };
         entry.waitValue = params;
         self.operations.push(entry);
@@ -196,6 +207,16 @@ impl std::fmt::Debug for MemoryOperations {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} memory operations for device {}", self.len(), self.device)
     }
+}
+
+/// How to wait for a word that a card writes, so that what it wrote before is visible behind the wait.
+fn card_wait(context: &Context) -> Result<u32, DeviceError> {
+    let facts = context.facts();
+    if facts.write_order != WriteOrder::None {
+        return Ok(AT_OR_PAST);
+    }
+    context.require(facts.flush_remote_writes, "order of what network cards write")?;
+    Ok(AT_OR_PAST | FLUSHED)
 }
 
 fn is_wide<T: Value>(context: &Context) -> Result<bool, DeviceError> {

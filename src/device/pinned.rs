@@ -4,7 +4,7 @@ use std::any::Any;
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
 use super::call;
 use super::context::Context;
@@ -99,7 +99,10 @@ impl PinnedMemory {
     /// seen to be done.
     pub fn is_claimed(&self) -> bool {
         // Two claims are this value's own: the memory, and the range as devices see it.
-        Arc::strong_count(&self.pinned) > 2
+        let claimed = Arc::strong_count(&self.pinned) > 2;
+        // Who sees that nobody has sees what they wrote.
+        fence(Ordering::Acquire);
+        claimed
     }
 
     /// Its size in bytes.

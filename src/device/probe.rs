@@ -85,7 +85,7 @@ impl Probe {
                 Some(BatchCopy::Second(_)) => BatchedCopies::Second,
             },
             module_loading: driver.module_loading()?,
-            queues: queues(std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok().as_deref()),
+            queues: driver.hardware_queues(),
             devices: (0..count).map(|device| driver.device(device)).collect::<Result<_, _>>()?,
             peers: (0..count)
                 .map(|a| (0..count).map(|b| reaches(a, b)).collect())
@@ -95,7 +95,7 @@ impl Probe {
 }
 
 /// What the driver makes of `CUDA_DEVICE_MAX_CONNECTIONS`: 1 to 32, and 8 by default.
-fn queues(value: Option<&str>) -> u32 {
+pub(super) fn queues(value: Option<&str>) -> u32 {
     value.and_then(|text| text.trim().parse().ok()).filter(|n| (1..=32).contains(n)).unwrap_or(8)
 }
 

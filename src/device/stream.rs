@@ -164,6 +164,22 @@ impl Stream {
         unsafe { call!(self.library(), Some(self.device()), cuStreamWaitEvent(self.raw, event.raw, 0)) }
     }
 
+    /// What is enqueued from now on waits for all that `other` has now, by the mark `at`. This stream takes over the claims of the
+    /// other: they are done with when it is, and a graph that it captures holds them.
+    ///
+    /// # Errors
+    /// As [`Event::record`] and [`wait_event`](Self::wait_event).
+    pub fn join(&self, other: &Stream, at: &Event) -> Result<(), DeviceError> {
+        let claims = {
+            let mut held = other.held();
+            at.record(other)?;
+            std::mem::take(&mut *held)
+        };
+        let mut held = self.held();
+        held.add_all(&claims);
+        self.wait_event(at)
+    }
+
     /// How many claims on memory the stream holds since it was last seen to be done.
     pub fn claims(&self) -> usize {
         self.held().len()

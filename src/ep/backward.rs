@@ -87,10 +87,11 @@ impl ExpertParallel {
         handle: &Handle,
     ) -> Result<(ExpertRows, Option<Vec<f32>>), Error> {
         if !self.fixed.spec.weighted {
-            let rows = self.cached(CallKind::CombineBackward, 0, gradients, handle)?;
+            let rows = self.cached(CallKind::CombineBackward, 0, Ok(()), gradients, handle)?;
             return Ok((rows, None));
         }
-        let mut rows = self.cached(CallKind::CombineBackward, options::WEIGHTED, gradients, handle)?;
+        let mut rows =
+            self.cached(CallKind::CombineBackward, options::WEIGHTED, Ok(()), gradients, handle)?;
         let (output, checked) = match self.weight_gradients(&mut rows, handle) {
             Ok(output) => (output.into(), Ok(())),
             Err(error) => (Contribution::Elsewhere { bytes: &[], dtype: self.fixed.spec.dtype }, Err(error)),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::ExpertParallel;
 use crate::dtype::{Dtype, RecordShape, Wire};
-use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::error::{CallKind, Error, PlanError};
 use crate::plan::{ExpertMap, Mode, Notes, Order, RowLayout, Sizing, Strategy};
 use crate::topology::Route;
 use crate::world::Group;
@@ -58,14 +58,14 @@ impl Spec {
     /// Sizes of what moves in a call of this kind, where relays sum to `partial_bytes`.
     pub fn sizing(&self, kind: CallKind, partial_bytes: Option<u64>) -> Sizing {
         let (columns, dtype) = self.sent(kind);
-        let (row_bytes, home_bytes) = ((columns * dtype.size()) as u64, self.row_bytes());
+        let row_bytes = if kind == CallKind::Prepare { 0 } else { (columns * dtype.size()) as u64 };
         let words_home = match self.layout {
             _ if self.gathers => 0,
             RowLayout::RankMajor => self.top_k,
             RowLayout::ExpertMajor => 1,
         };
         let words_out = self.notes().words(self.top_k);
-        Sizing { row_bytes, home_bytes, words_out, words_home, partial_bytes }
+        Sizing { row_bytes, home_bytes: self.row_bytes(), words_out, words_home, partial_bytes }
     }
 
     /// Bytes of a row.
@@ -219,10 +219,13 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// Allocates the control window and lays what wires are missing. Collective.
     ///
     /// # Errors
-    /// [`PlanError`] if a setting cannot be used, [`CallError::ConfigsDiffer`] if ranks chose differently,
+    /// [`PlanError`] if a setting cannot be used, [`CallError::ConfigsDiffer`](crate::error::CallError::ConfigsDiffer) if ranks chose differently,
     /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank has no room for the control window.
     pub fn build(self) -> Result<ExpertParallel, Error> {
         let (group, spec) = self.agreed()?;
+        // Rows and outputs of a balanced call, and half as much again.
+        let choices = 3 * u64::from(spec.max_tokens) * u64::from(spec.top_k);
+        group.touch_pools(choices.saturating_mul(spec.row_bytes()));
         ExpertParallel::new(group, spec)
     }
 
@@ -331,26 +334,6 @@ impl<'g> ExpertParallelBuilder<'g> {
             ("spans", spec.spans.into()),
             ("strategy", spec.strategy as u64),
         ];
-        alike(self.group, &settings)
+        self.group.alike(&settings)
     }
-}
-
-/// Compares settings between all ranks. The first says whether a rank can use its own.
-///
-/// # Errors
-/// [`CallError::ConfigsDiffer`], but not at a rank that cannot use its own: that has its own reason to report.
-pub(super) fn alike(group: &Group, settings: &[(&'static str, u64)]) -> Result<(), Error> {
-    let mine: Vec<u64> = settings.iter().map(|&(_, value)| value).collect();
-    let rank = group.rank();
-    for (blob, peer) in group.gather(bytemuck::cast_slice(&mine))?.iter().zip(0..) {
-        let theirs: Vec<u64> = bytemuck::allocation::pod_collect_to_vec(blob);
-        let differs = settings.iter().zip(theirs.into_iter().chain(std::iter::repeat(u64::MAX)));
-        if mine[0] == 1
-            && let Some((&(what, mine), theirs)) =
-                differs.into_iter().find(|((_, mine), theirs)| mine != theirs)
-        {
-            return Err(CallError::ConfigsDiffer { what, rank, peer, mine, theirs }.into());
-        }
-    }
-    Ok(())
 }

@@ -194,7 +194,7 @@ impl<'g> CollectiveBuilder<'g> {
             ("route", self.route as u64),
             ("node_sums", self.node_sums.map_or(0, |wire| 1 + wire as u64)),
         ];
-        super::builder::alike(self.group, &settings)
+        self.group.alike(&settings)
     }
 }
 
@@ -218,8 +218,8 @@ impl Collective {
         if let Ok(count) = checked {
             ep.sorted.fill_gathered(&ep.fixed.bins, ep.fixed.lanes.rank, count, None);
         }
-        let most = ep.fixed.most_bytes(&ep.numbers.sizes);
-        let opened = ep.open(checked.map(drop), most, false)?;
+        let most = ep.fixed.most_bytes(CallKind::Dispatch, &ep.numbers.sizes);
+        let opened = ep.open(CallKind::Dispatch, checked.map(drop), most, false)?;
         let (mut extent, inner) = ep.land(opened, bytemuck::cast_slice(rows), 0, false)?;
         let landing = ep.fixed.sizing(CallKind::Dispatch).landing(inner.layout.landed);
         let mut counts = vec![0; ep.size() as usize];
@@ -317,16 +317,29 @@ impl Collective {
         rows: impl Into<Contribution<'a>>,
         shares: &Shares,
     ) -> Result<Vec<E>, Error> {
+        let mut sums = vec![E::zeroed(); shares.handle.tokens() as usize * self.ep.spec().hidden];
+        self.reduce_scatter_into(rows, shares, &mut sums)?;
+        Ok(sums)
+    }
+
+    /// As [`Collective::reduce_scatter`], into `sums`, `[rows, columns]` of this rank.
+    ///
+    /// # Errors
+    /// As [`Collective::reduce_scatter`]. Unless the world ends, `sums` is then as it was.
+    pub fn reduce_scatter_into<'a, E: Element>(
+        &mut self,
+        rows: impl Into<Contribution<'a>>,
+        shares: &Shares,
+        sums: &mut [E],
+    ) -> Result<(), Error> {
         let (ep, handle) = (&mut self.ep, &shares.handle);
-        let mut sums = vec![E::zeroed(); handle.tokens() as usize * ep.spec().hidden];
         let settings = (ep.spec().hidden, ep.spec().dtype);
-        let checked = super::buffers::check_tensor("sums", &sums, handle.tokens(), settings);
+        let checked = super::buffers::check_tensor("sums", sums, handle.tokens(), settings);
         let parts = Parts { rows: true, weights: false };
         let call = Return { kind: CallKind::Combine, parts, weighted: false, keep: false };
         let started = ep.start_return(call, rows.into(), None, handle, checked, false)?;
-        let output = bytemuck::cast_slice_mut(&mut sums);
-        ep.finish_return(started, handle, Some(Io { output, ..Io::default() }))?;
-        Ok(sums)
+        let output = bytemuck::cast_slice_mut(sums);
+        ep.finish_return(started, handle, Some(Io { output, ..Io::default() }))
     }
 }
 

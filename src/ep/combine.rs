@@ -112,7 +112,7 @@ impl ExpertParallel {
         Ok(PendingCombine { begun: Begun::new(self), handle, started })
     }
 
-    fn combine_call(&self) -> Return {
+    pub(super) fn combine_call(&self) -> Return {
         let weighted = self.fixed.spec.weighted;
         Return {
             kind: CallKind::Combine,

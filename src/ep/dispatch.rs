@@ -15,7 +15,7 @@ use crate::exec::Moved;
 use crate::gate::Routing;
 use crate::lane::Io;
 use crate::memory::Extent;
-use crate::plan::{Overflow, Traffic};
+use crate::plan::{Frame, Overflow, Traffic};
 use crate::rows::Stores;
 use crate::schedule::{Tag, WindowId};
 
@@ -39,6 +39,13 @@ pub(super) struct Opened {
     ready: Result<Extent, Error>,
     relaying: Relaying,
     inner: Inner,
+}
+
+impl Opened {
+    /// Which call it is of.
+    pub fn kind(&self) -> CallKind {
+        self.tag.kind
+    }
 }
 
 impl ExpertParallel {
@@ -78,18 +85,38 @@ impl ExpertParallel {
         routing: &'a Routing<'_>,
         away: bool,
     ) -> Result<PendingDispatch<'a>, Error> {
-        let sorted = self.sort(x, routing);
-        let most = self.fixed.most_bytes(&self.numbers.sizes);
-        let opened = match &mut self.gather {
-            None => self.open(sorted, most, away)?,
-            Some(gather) => gather.open(sorted, routing, most, away)?,
-        };
+        let sent = self.spec().sent(CallKind::Dispatch);
+        let checked = self.check_routing(routing);
+        let checked = checked.and_then(|()| check_tensor("tokens", x, routing.tokens(), sent));
+        let opened = self.begin(CallKind::Dispatch, checked, routing, away)?;
         let (x, top_k, weights) = (bytemuck::cast_slice(x), routing.top_k(), routing.weights());
         Ok(PendingDispatch { begun: Begun::new(self), x, top_k, weights, opened })
     }
 
+    /// First half of what is placed by a routing, if that and what comes with it was `checked`.
+    pub(super) fn begin(
+        &mut self,
+        kind: CallKind,
+        checked: Result<(), Error>,
+        routing: &Routing<'_>,
+        away: bool,
+    ) -> Result<Opened, Error> {
+        let sorted = checked.and_then(|()| self.sort(routing));
+        let most = self.fixed.most_bytes(kind, &self.numbers.sizes);
+        match &mut self.gather {
+            None => self.open(kind, sorted, most, away),
+            Some(gather) => gather.open(kind, sorted, routing, most, away),
+        }
+    }
+
     /// First half of whatever was `sorted`: announces memory, `most` bytes of it at most, and publishes counts.
-    pub(super) fn open(&mut self, sorted: Result<(), Error>, most: u64, away: bool) -> Result<Opened, Error> {
+    pub(super) fn open(
+        &mut self,
+        kind: CallKind,
+        sorted: Result<(), Error>,
+        most: u64,
+        away: bool,
+    ) -> Result<Opened, Error> {
         self.enter()?;
         if sorted.is_err() {
             self.sorted.clear(&self.fixed.bins);
@@ -97,22 +124,23 @@ impl ExpertParallel {
         self.publish()?;
         let ready = sorted.map(|()| self.pool().announce(most));
         let (base, handle) = ready.as_ref().map_or((0, 0), |extent| (extent.offset(), extent.len()));
-        let tag = entry(Tag { kind: CallKind::Dispatch, base, handle, ..Tag::default() }, &ready);
+        let tag = entry(Tag { kind, base, handle, ..Tag::default() }, &ready);
         self.tables.clear();
         self.tables.tags.fill(tag);
         let skeletons = Arc::clone(&self.skeletons);
         self.run(skeletons.dispatch.entry.start(), None, &mut Io::default(), Stores::Cached)?;
         let mut inner = self.spare_handle();
-        let row_bytes = self.fixed.sizing(CallKind::Dispatch).row_bytes;
+        let row_bytes = self.fixed.sizing(kind).row_bytes;
         let stores = self.stores(self.sorted.entries() as u64 * row_bytes);
         let relaying = self.relay(away, |calls| {
             let forward = inner.forward.take().unwrap_or_default();
-            Errand { stores, ..Errand::new(calls, CallKind::Dispatch, forward) }
+            Errand { stores, ..Errand::new(calls, kind, forward) }
         })?;
         Ok(Opened { tag, ready, relaying, inner })
     }
 
-    fn sort<E: Element>(&mut self, x: &[E], routing: &Routing<'_>) -> Result<(), Error> {
+    /// Whether a routing is one of this instance.
+    pub(super) fn check_routing(&self, routing: &Routing<'_>) -> Result<(), Error> {
         let (tokens, spec) = (routing.tokens(), &self.fixed.spec);
         if routing.top_k() != spec.top_k {
             let (what, seen) = ("routing", routing.experts().len());
@@ -127,7 +155,11 @@ impl ExpertParallel {
         if tokens > spec.max_tokens {
             return Err(PlanError::TooManyTokens { tokens, max: spec.max_tokens }.into());
         }
-        check_tensor("tokens", x, tokens, spec.sent(CallKind::Dispatch))?;
+        Ok(())
+    }
+
+    fn sort(&mut self, routing: &Routing<'_>) -> Result<(), Error> {
+        let spec = &self.fixed.spec;
         let (bins, rank) = (&self.fixed.bins, self.fixed.lanes.rank);
         self.sorted.fill(&spec.map, bins, spec.notes(), rank, routing)?;
         if let Some(slots) = spec.mode.slots() {
@@ -157,7 +189,7 @@ impl ExpertParallel {
     /// Places, once everybody agrees: from everybody's counts to this rank's layout.
     fn place(&mut self, inner: &mut Inner, tag: Tag, top_k: u32) -> Result<(), Error> {
         let fixed = Arc::clone(&self.fixed);
-        let meeting = fixed.meeting(self.calls, CallKind::Dispatch);
+        let meeting = fixed.meeting(self.calls, tag.kind);
         meeting.judge(tag, &mut self.numbers)?;
         let Numbers { counts, sizes, landing, .. } = &self.numbers;
         self.tables.landing.clone_from(landing);
@@ -185,7 +217,7 @@ impl ExpertParallel {
         x: &[u8],
         kind: CallKind,
     ) -> Result<(), Error> {
-        let noted = kind == CallKind::Dispatch;
+        let noted = kind.places();
         let fixed = Arc::clone(&self.fixed);
         self.tables.rows(&fixed.meeting(self.calls, kind).setting, &inner.layout, noted);
         let stores = self.stores(inner.layout.terms.len() as u64 * fixed.sizing(kind).row_bytes);
@@ -208,13 +240,14 @@ impl ExpertParallel {
     /// # Errors
     /// As [`ExpertParallel::dispatch`], and [`CallError::ForeignHandle`].
     pub fn dispatch_cached<E: Element>(&mut self, x: &[E], handle: &Handle) -> Result<ExpertRows, Error> {
-        self.cached(CallKind::CachedDispatch, 0, x, handle)
+        self.cached(CallKind::CachedDispatch, 0, Ok(()), x, handle)
     }
 
     pub(super) fn cached<E: Element>(
         &mut self,
         kind: CallKind,
         options: u32,
+        checked: Result<(), Error>,
         x: &[E],
         handle: &Handle,
     ) -> Result<ExpertRows, Error> {
@@ -222,7 +255,7 @@ impl ExpertParallel {
         let inner = handle.inner();
         let sizing = self.fixed.sizing(kind);
         let row_bytes = sizing.row_bytes;
-        let ready = self.check_handle(inner).and_then(|()| {
+        let ready = checked.and_then(|()| self.check_handle(inner)).and_then(|()| {
             check_tensor("tokens", x, inner.layout.tokens, self.spec().sent(kind))?;
             Ok(self.pool().take(sizing.extent_bytes(inner.layout.landed, inner.layout.staged))?)
         });
@@ -277,12 +310,12 @@ impl ExpertParallel {
                 return Err(error);
             }
         };
-        let sizing = self.fixed.sizing(CallKind::Dispatch);
+        let sizing = self.fixed.sizing(tag.kind);
         if !room {
             announced.trim(sizing.extent_bytes(inner.layout.landed, inner.layout.staged));
         }
         self.host.take_moved();
-        self.put_rows(&inner, &mut relaying, x, CallKind::Dispatch)?;
+        self.put_rows(&inner, &mut relaying, x, tag.kind)?;
         inner.report.moved = self.host.take_moved();
         inner.report.relayed = Moved::default();
         if let Some(errand) = self.relayed(relaying) {
@@ -293,7 +326,7 @@ impl ExpertParallel {
         if !room {
             announced.trim(sizing.landing(inner.layout.landed).bytes());
         }
-        let (frame, forward) = (self.fixed.frame(), inner.forward.as_deref());
+        let (frame, forward) = (Frame { sizing, ..self.fixed.frame() }, inner.forward.as_deref());
         inner.report.traffic =
             Traffic::count(&frame, &self.sorted, &inner.layout, forward, &mut self.numbers.scratch);
         inner.report.lanes.clone_from(&self.lane_use);
@@ -309,24 +342,32 @@ impl ExpertParallel {
         inner.returned.store(Moved::default());
     }
 
-    /// The rows and the handle of a dispatch that has landed.
-    pub(super) fn received(
-        &self,
-        extent: Extent,
-        mut inner: Inner,
+    /// Second half, by an exchange or an all-gather: what landed, and its layout with what came beside the rows.
+    pub(super) fn receive(
+        &mut self,
+        opened: Opened,
+        x: &[u8],
+        top_k: u32,
         weights: &[f32],
-    ) -> Result<(ExpertRows, Handle), Error> {
+    ) -> Result<(Extent, Inner), Error> {
+        let kind = opened.kind();
+        let (extent, mut inner) = match self.gather.take() {
+            None => self.land(opened, x, top_k, false)?,
+            Some(mut gather) => {
+                let landed = gather.land(self, opened, x);
+                self.gather = Some(gather);
+                landed?
+            }
+        };
         inner.weights.clear();
         if self.spec().weighted {
             inner.weights.extend_from_slice(weights);
         }
-        let (rows, sizing) = (inner.layout.landed, self.fixed.sizing(CallKind::Dispatch));
-        let landing = sizing.landing(rows);
+        let landing = self.fixed.sizing(kind).landing(inner.layout.landed);
         let words = extent.slice::<u32>(landing.notes_at(), landing.notes as usize)?;
         let experts = self.spec().map.slots_of(self.rank()).len();
         inner.received.fill(self.spec().notes(), &inner.layout, experts, words);
-        let (row_bytes, record, index) = (sizing.row_bytes, self.record(), inner.received.index.clone());
-        Ok((ExpertRows { extent, rows, row_bytes, record, index }, self.handle_of(inner)))
+        Ok((extent, inner))
     }
 
     pub(super) fn check_handle(&self, inner: &Inner) -> Result<(), Error> {
@@ -345,14 +386,9 @@ impl PendingDispatch<'_> {
     pub fn finish(self) -> Result<(ExpertRows, Handle), Error> {
         let PendingDispatch { mut begun, x, top_k, weights, opened } = self;
         let ep = begun.finish();
-        let (extent, inner) = match ep.gather.take() {
-            None => ep.land(opened, x, top_k, false)?,
-            Some(mut gather) => {
-                let landed = gather.land(ep, opened, x);
-                ep.gather = Some(gather);
-                landed?
-            }
-        };
-        ep.received(extent, inner, weights)
+        let (extent, inner) = ep.receive(opened, x, top_k, weights)?;
+        let (rows, row_bytes) = (inner.layout.landed, ep.fixed.sizing(CallKind::Dispatch).row_bytes);
+        let (record, index) = (ep.record(), inner.received.index.clone());
+        Ok((ExpertRows { extent, rows, row_bytes, record, index }, ep.handle_of(inner)))
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{ExpertOutput, ExpertParallel, ExpertRows, Handle};
 use crate::error::{BootstrapError, Error};
-use crate::lane::{Floor, Moves, RAW};
+use crate::lane::{Floor, Moves, RAW, is_copied};
 use crate::plan::Forward;
 use crate::rows::{Arithmetic, Stores};
 use crate::world::{Group, SymmetricRange};
@@ -96,7 +96,7 @@ impl ExpertParallel {
     ) -> Result<Yardstick, Error> {
         let inner = handle.inner();
         // Only what goes to other machines needs a place there; of it all ranks have the same idea.
-        let away = group.shared.rails.as_ref().is_some_and(|rails| rails.report.lane != "loop");
+        let away = group.shared.rails.as_ref().is_some_and(|rails| !is_copied(rails.report.lane));
         let scratch = group.take_symmetric(if away { RAW } else { 0 })?;
         let (mut landing, mut bases) = (Vec::new(), Vec::new());
         let mine = [rows.extent.offset(), output.extent.offset()];

@@ -22,7 +22,9 @@ use crate::error::{CallKind, Cause, Error};
 use crate::gate::Routing;
 use crate::lane::Io;
 use crate::memory::Extent;
-use crate::plan::{Block, Everyone, ExpertMap, Known, Mode, Order, Regroup, RowLayout, Strategy, Traffic};
+use crate::plan::{
+    Block, Everyone, ExpertMap, Frame, Known, Mode, Order, Regroup, RowLayout, Strategy, Traffic,
+};
 use crate::schedule::{Index, Item, Op, Operand, Operands, Place, Slot, WindowId};
 use crate::world::Group;
 
@@ -77,6 +79,7 @@ impl Gather {
     /// First half, for a routing that was `checked`; the rows that are kept take `most` bytes at most.
     pub fn open(
         &mut self,
+        kind: CallKind,
         checked: Result<(), Error>,
         routing: &Routing,
         most: u64,
@@ -87,8 +90,8 @@ impl Gather {
             let bins = &engine.fixed.bins;
             engine.sorted.fill_gathered(bins, me, routing.tokens(), Some(routing));
         }
-        let most = engine.fixed.most_bytes(&engine.numbers.sizes).saturating_add(most);
-        engine.open(checked, most, away)
+        let most = engine.fixed.most_bytes(kind, &engine.numbers.sizes).saturating_add(most);
+        engine.open(kind, checked, most, away)
     }
 
     /// Second half: the rows of the experts of `ep`, and their layout.
@@ -98,17 +101,17 @@ impl Gather {
         opened: Opened,
         x: &[u8],
     ) -> Result<(Extent, Inner), Error> {
-        let top_k = ep.spec().top_k;
+        let (top_k, kind) = (ep.spec().top_k, opened.kind());
         let (mut extent, gathered) = self.engine.land(opened, x, top_k, true)?;
-        let chunk = self.engine.fixed.sizing(CallKind::Dispatch).landing(gathered.layout.landed);
+        let chunk = self.engine.fixed.sizing(kind).landing(gathered.layout.landed);
         let words = extent.slice::<u32>(chunk.notes_at(), chunk.notes as usize)?;
         let known = self.sort(ep, words);
         known.map_err(|cause| ep.fail(cause.into()))?;
-        let rows = self.admit(ep, chunk.bytes())?;
+        let rows = self.admit(ep, kind, chunk.bytes())?;
         extent.trim(chunk.bytes() + rows);
         let (from, to) = extent.split(chunk.bytes());
-        let inner = self.place(ep, &gathered)?;
-        let landed = self.copy(ep, &from, to, inner);
+        let inner = self.place(ep, kind, &gathered)?;
+        let landed = self.copy(ep, kind, (&from, to), inner);
         // What was gathered is nobody's any more, and neither is its layout.
         let _ = self.engine.spare.push(gathered);
         landed
@@ -147,9 +150,9 @@ impl Gather {
 
     /// Whether every rank may have its rows, and has room for them behind what it gathered, `behind` bytes. All ranks find
     /// the same. Returns the bytes of this rank's rows.
-    fn admit(&self, ep: &ExpertParallel, behind: u64) -> Result<u64, Error> {
-        let (sizing, sizes) = (ep.fixed.sizing(CallKind::Dispatch), self.everyone.sizes());
-        let meeting = ep.fixed.meeting(self.engine.calls, CallKind::Dispatch);
+    fn admit(&self, ep: &ExpertParallel, kind: CallKind, behind: u64) -> Result<u64, Error> {
+        let (sizing, sizes) = (ep.fixed.sizing(kind), self.everyone.sizes());
+        let meeting = ep.fixed.meeting(self.engine.calls, kind);
         meeting.within_budget(sizes)?;
         for ((rank, &rows), &free) in (0..).zip(&sizes.rows).zip(&self.engine.numbers.free) {
             let asked = behind.saturating_add(sizing.landing(rows).bytes());
@@ -161,9 +164,10 @@ impl Gather {
     }
 
     /// The layout that an exchange would have had, and what this rank copies.
-    fn place(&mut self, ep: &mut ExpertParallel, gathered: &Inner) -> Result<Inner, Error> {
+    fn place(&mut self, ep: &mut ExpertParallel, kind: CallKind, gathered: &Inner) -> Result<Inner, Error> {
         let (fixed, me, top_k) = (std::sync::Arc::clone(&ep.fixed), ep.rank(), ep.spec().top_k);
-        let (frame, mut inner) = (fixed.frame(), ep.spare_handle());
+        let (sizing, mut inner) = (fixed.sizing(kind), ep.spare_handle());
+        let frame = Frame { sizing, ..fixed.frame() };
         let Gather { everyone, regroup, sources, blocks, block_weights, .. } = self;
         inner.required.clone_from(&everyone.sizes().required);
         let words = frame.sizing.words_out as usize;
@@ -212,11 +216,11 @@ impl Gather {
     fn copy(
         &self,
         ep: &mut ExpertParallel,
-        from: &Extent,
-        mut to: Extent,
+        kind: CallKind,
+        (from, mut to): (&Extent, Extent),
         mut inner: Inner,
     ) -> Result<(Extent, Inner), Error> {
-        let (me, sizing) = (ep.rank(), ep.fixed.sizing(CallKind::Dispatch));
+        let (me, sizing) = (ep.rank(), ep.fixed.sizing(kind));
         let Regroup { runs, rows, .. } = &self.regroup;
         let own = Operand::Rows {
             first: 0,
@@ -228,6 +232,7 @@ impl Gather {
             base: to.offset(),
             row_bytes: sizing.row_bytes,
         };
+        let own = if sizing.row_bytes > 0 { own } else { Operand::Empty };
         let operands = Operands { table: &[own], runs, rows, ..Operands::default() };
         let items = [Item { track: me, op: Op::PutRows { to: me, slot: Slot(0) } }];
         let stores = ep.stores(rows.len() as u64 * sizing.row_bytes);

@@ -3,7 +3,8 @@
 //! Nobody can take back a wait that is enqueued, and the driver does not know what it waits for. So when the world dies,
 //! a thread writes to every word that this rank waits for, again and again, since a late signal or a reset may undo it, until
 //! no stream can be waiting any more. Streams drain, and what they carry on with is worth nothing; the *status* word says so,
-//! to the host and to kernels. An exchange that is dropped while a stream may wait leaves the guard behind.
+//! to the host and to kernels. What the host does not reach, words in memory of a device, somebody else writes, as often. An
+//! exchange that is dropped while a stream may wait leaves the guard behind.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +15,7 @@ use crate::device::PinnedMemory;
 use crate::error::DeviceError;
 
 /// Past every value that is waited for, counted in a circle of 32 bits.
-const POISON: u64 = 1 << 30;
+pub(super) const POISON: u64 = 1 << 30;
 /// Between two rounds of writing.
 const ROUND: Duration = Duration::from_millis(1);
 
@@ -25,14 +26,17 @@ pub(super) struct Guard {
     health: Arc<Health>,
 }
 
-#[derive(Debug)]
-struct Words {
+/// What writes words that the host does not reach.
+pub(super) type Beyond = Box<dyn Fn() + Send + Sync>;
+
+pub(super) struct Words {
     memory: PinnedMemory,
     /// Where the words lie that this rank waits for.
     awaited: Vec<usize>,
     /// Where it is said that the world is dead; the first is asked for.
     status: Vec<usize>,
     dead: u64,
+    beyond: Option<Beyond>,
     /// Calls can be made.
     in_use: AtomicBool,
 }
@@ -44,13 +48,14 @@ impl Guard {
         memory: &PinnedMemory,
         awaited: Vec<usize>,
         (status, dead): (Vec<usize>, u64),
+        beyond: Option<Beyond>,
     ) -> Result<Self, DeviceError> {
         // All lie inside: later looks cannot fail.
         for &place in awaited.iter().chain(&status) {
             memory.word(place)?;
         }
         let in_use = AtomicBool::new(true);
-        let words = Arc::new(Words { memory: memory.clone(), awaited, status, dead, in_use });
+        let words = Arc::new(Words { memory: memory.clone(), awaited, status, dead, beyond, in_use });
         let (watched, dead) = (Arc::downgrade(&words), Arc::downgrade(health));
         health.on_failure(move |_| {
             if let (Some(words), Some(health)) = (watched.upgrade(), dead.upgrade()) {
@@ -59,6 +64,11 @@ impl Guard {
             }
         });
         Ok(Guard { words, health: health.clone() })
+    }
+
+    /// The words, which are this rank's for as long as they are needed.
+    pub fn words(&self) -> &Arc<Words> {
+        &self.words
     }
 
     /// The first status: 0, what a kernel found, or that the world is dead.
@@ -85,18 +95,27 @@ impl Drop for Guard {
 impl Words {
     /// Ends waits in a thread of its own, as soon as the world is dead and as long as there may be any.
     fn drain(self: Arc<Self>, health: Arc<Health>) {
+        let (words, alive) = (Arc::clone(&self), Arc::clone(&health));
         let drain = move || {
-            while self.in_use.load(Ordering::Acquire) || self.memory.is_claimed() {
-                if health.check().is_err() {
-                    self.release();
+            while words.in_use.load(Ordering::Acquire) || words.memory.is_claimed() {
+                if alive.check().is_err() {
+                    words.release_all();
                 }
                 std::thread::sleep(ROUND);
             }
         };
-        // Without a thread the waits that there are have been ended once.
         if let Err(error) = std::thread::Builder::new().name("sidelane-drain".into()).spawn(drain) {
             tracing::warn!(%error, "no thread ends the waits of streams");
+            // Of a dead world, the waits that there are end at least once.
+            if health.check().is_err() {
+                self.release_all();
+            }
         }
+    }
+
+    fn release_all(&self) {
+        self.release();
+        self.beyond.iter().for_each(|release| release());
     }
 
     fn release(&self) {
@@ -106,13 +125,24 @@ impl Words {
         }
     }
 
-    fn set(&self, place: usize, value: u64) {
+    /// Whether anybody but the guard and whoever shares its words has a claim on them: a stream may be under way.
+    pub fn is_claimed(&self) -> bool {
+        self.memory.is_claimed()
+    }
+
+    pub fn set(&self, place: usize, value: u64) {
         if let Ok(word) = self.memory.word(place) {
             word.store(value, Ordering::Release);
         }
     }
 
-    fn get(&self, place: usize) -> u64 {
+    pub fn get(&self, place: usize) -> u64 {
         self.memory.word(place).map_or(0, |word| word.load(Ordering::Acquire))
+    }
+}
+
+impl std::fmt::Debug for Words {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Words").field("awaited", &self.awaited).finish_non_exhaustive()
     }
 }

@@ -146,8 +146,8 @@ impl<'a> Meeting<'a> {
             if [mine.refusal, theirs.refusal] != [Refusal::None; 2] {
                 continue;
             }
-            // A dispatch with counts has no handle yet: its tag says how much memory is free.
-            let handles = if kind == CallKind::Dispatch { (0, 0) } else { (mine.handle, theirs.handle) };
+            // Where counts are exchanged there is no handle yet: the tag says how much memory is free.
+            let handles = if kind.places() { (0, 0) } else { (mine.handle, theirs.handle) };
             let options = (u64::from(mine.options), u64::from(theirs.options));
             for (what, (mine, theirs)) in [("options", options), ("handle", handles)] {
                 if mine != theirs {
@@ -262,7 +262,7 @@ impl<'a> Meeting<'a> {
         for (rank, (&rows, &required)) in (0..).zip(sizes.rows.iter().zip(&sizes.required)) {
             let tag = if rank == self.paths().me() { mine } else { self.tag_of(rank)? };
             let staged = sizes.staged_at(rank);
-            let asked = self.fixed.extent_bytes(rows, staged);
+            let asked = self.fixed.extent_bytes(mine.kind, rows, staged);
             if asked > tag.handle || required.max(staged) == u32::MAX {
                 return Err(self.out_of_space(rank, asked, tag.handle));
             }

@@ -13,6 +13,8 @@
 //!   finish   everybody's counts are here: check that all make the same call, place, put rows, wait for mine
 //! ```
 //!
+//! [`prepare`](ExpertParallel::prepare) makes the layout alone, before there are tokens; a cached dispatch then brings the rows.
+//!
 //! Beside it, [`Collective`] is all-gather and reduce-scatter by the same programs, [`TokenSlices`] what is made of them for
 //! a tensor-parallel group; and a dispatch may itself go out by all-gather ([`Strategy::Gather`](crate::plan::Strategy)). On
 //! GPUs, [`planned`] does dispatch and combine beside a stream.
@@ -42,9 +44,12 @@ mod index;
 mod meeting;
 mod notes;
 mod parallel;
+mod passage;
 pub mod planned;
+mod prepare;
 mod proxy;
 mod records;
+mod refuse;
 mod relay;
 mod remap;
 mod slices;

@@ -198,8 +198,8 @@ impl Fixed {
     }
 
     /// Bytes in which `rows` rows can land with all that must lie behind them: `staged` rows to be handed on, or arrivals.
-    pub fn extent_bytes(&self, rows: u32, staged: u32) -> u64 {
-        let sizing = self.sizing(CallKind::Dispatch);
+    pub fn extent_bytes(&self, kind: CallKind, rows: u32, staged: u32) -> u64 {
+        let sizing = self.sizing(kind);
         if !self.arrives() {
             return sizing.extent_bytes(rows, staged);
         }
@@ -208,11 +208,10 @@ impl Fixed {
 
     /// What this rank receives at most: as many rows as there are slots (of these `sizes`) or a budget; else, if every token of
     /// every rank chooses as many of its experts as it can. And what it hands on, if all cross that can.
-    pub fn most_bytes(&self, sizes: &Sizes) -> u64 {
+    pub fn most_bytes(&self, kind: CallKind, sizes: &Sizes) -> u64 {
         let (spec, paths, rank) = (&self.spec, self.paths(), self.lanes.rank);
-        let sizing = self.sizing(CallKind::Dispatch);
         if spec.mode.slots().is_some() {
-            return sizing.extent_bytes(sizes.rows[rank as usize], sizes.staged_at(rank));
+            return self.extent_bytes(kind, sizes.rows[rank as usize], sizes.staged_at(rank));
         }
         let bins = self.bins.of(rank).len() as u32;
         let (ranks, tokens) = (self.lanes.ranks(), spec.max_tokens);
@@ -220,7 +219,7 @@ impl Fixed {
         let rows = rows.saturating_add(bins.saturating_mul(spec.align - 1));
         let rows = rows.min(spec.mode.budget().unwrap_or(u32::MAX));
         let blocks = if spec.route == Route::Pxn { paths.sources().count() as u32 } else { 0 };
-        self.extent_bytes(rows, blocks.saturating_mul(tokens))
+        self.extent_bytes(kind, rows, blocks.saturating_mul(tokens))
     }
 
     /// Bytes of a partial sum, where relays sum: they do where they serve more than themselves.

@@ -18,6 +18,7 @@ use super::relay::{Errand, Relay};
 use crate::error::{Cause, Error, LaneError};
 use crate::exec::Host;
 use crate::lane::Io;
+use crate::world::Shared;
 
 /// A relay that the host steps.
 pub(super) struct HostRelay {
@@ -112,12 +113,12 @@ impl Drop for Seat {
 }
 
 /// Should a thread panic, its caller must not wait for it.
-pub(super) struct EndsTheWorld<'a>(pub &'a Fixed);
+pub(super) struct EndsTheWorld<'a>(pub &'a Shared);
 
 impl Drop for EndsTheWorld<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let hub = &self.0.shared.hub;
+            let hub = &self.0.hub;
             hub.cancel(Cause::Cancelled { by: hub.rank() });
         }
     }
@@ -132,7 +133,7 @@ impl Proxy {
         let thread = std::thread::Builder::new()
             .name(format!("sidelane-relay-{}", fixed.lanes.rank))
             .spawn(move || {
-                let _end = EndsTheWorld(&fixed);
+                let _end = EndsTheWorld(&fixed.shared);
                 for (mut relay, mut errand) in todo {
                     let result = relay.meet(&mut errand).and_then(|()| relay.carry(&mut errand));
                     if let Err(error) = result {

@@ -91,7 +91,7 @@ impl Relay {
     pub fn meet(&mut self, errand: &mut Errand, run: &mut Run<'_>) -> Result<(), Error> {
         let fixed = Arc::clone(&self.fixed);
         let meeting = fixed.meeting(errand.calls, errand.kind);
-        let placed = errand.kind == CallKind::Dispatch;
+        let placed = errand.kind.places();
         let counted = placed && fixed.spec.mode.slots().is_none();
         self.run(errand, run, |s| &s.met)?;
         let own = meeting.tag_of(fixed.lanes.rank)?;
@@ -123,8 +123,8 @@ impl Relay {
         let setting = fixed.meeting(errand.calls, errand.kind).setting;
         self.run(errand, run, |s| &s.headers)?;
         match errand.kind {
-            CallKind::Dispatch | CallKind::CachedDispatch | CallKind::CombineBackward => {
-                let noted = errand.kind == CallKind::Dispatch;
+            CallKind::Dispatch | CallKind::Prepare | CallKind::CachedDispatch | CallKind::CombineBackward => {
+                let noted = errand.kind.places();
                 if noted {
                     self.learn(errand)?;
                 }
@@ -134,7 +134,13 @@ impl Relay {
                 }
                 self.run(errand, run, |s| &s.forward)?;
             }
-            CallKind::ExpertMap | CallKind::Unknown => {}
+            CallKind::ExpertMap
+            | CallKind::AllReduce
+            | CallKind::Broadcast
+            | CallKind::AllToAll
+            | CallKind::Send
+            | CallKind::Receive
+            | CallKind::Unknown => {}
             CallKind::Combine | CallKind::DispatchBackward | CallKind::WeightsHome => {
                 for source in fixed.paths().sources() {
                     let tag = fixed.port.flag(source, Flag::Block)?.tag(errand.calls.value());

@@ -18,6 +18,18 @@ pub enum CallKind {
     WeightsHome = 6,
     /// Another expert map.
     ExpertMap = 7,
+    /// Layout with counts, and no rows.
+    Prepare = 8,
+    /// Sum over all ranks, for all.
+    AllReduce = 9,
+    /// One rank's elements for all.
+    Broadcast = 10,
+    /// Elements of each rank for each.
+    AllToAll = 11,
+    /// A message to one rank.
+    Send = 12,
+    /// A message from one rank.
+    Receive = 13,
     /// Something no call of this version says.
     Unknown = 0,
 }
@@ -33,10 +45,21 @@ impl CallKind {
             CallKind::CombineBackward,
             CallKind::WeightsHome,
             CallKind::ExpertMap,
+            CallKind::Prepare,
+            CallKind::AllReduce,
+            CallKind::Broadcast,
+            CallKind::AllToAll,
+            CallKind::Send,
+            CallKind::Receive,
         ]
         .into_iter()
         .find(|&kind| kind as u16 == code)
         .unwrap_or(CallKind::Unknown)
+    }
+
+    /// Whether counts are exchanged, from which a layout is made; other calls follow one.
+    pub fn places(self) -> bool {
+        matches!(self, CallKind::Dispatch | CallKind::Prepare)
     }
 }
 
@@ -148,6 +171,16 @@ pub enum CallError {
     NoSeat {
         /// How many it has.
         seats: u32,
+    },
+    /// A rank that messages were sent to wanted others: of another length or type. They were dropped there.
+    #[error("rank {peer} refused {count} messages of rank {rank}: it wanted others")]
+    MessageRefused {
+        /// This rank.
+        rank: u32,
+        /// Who refused.
+        peer: u32,
+        /// How many, since this rank heard of it last.
+        count: u32,
     },
     /// A gradient was asked for that the forward call did not keep.
     #[error("{missing} was not kept by the forward call")]

@@ -59,6 +59,14 @@ pub enum LaneError {
         /// What it says.
         reason: String,
     },
+    /// The time of a slower link was to be kept (`SIDELANE_PACE`) by wires that have a time of their own.
+    #[error(
+        "rank {rank}: SIDELANE_PACE is for wires within one machine (the loop lane), which does not join these nodes"
+    )]
+    NoPace {
+        /// This rank.
+        rank: u32,
+    },
     /// Two ranks did not get a connection to each other.
     #[error(
         "no {lane} connection between rank {rank} and rank {peer} at {addresses:?} within {} ms: {}",

@@ -14,6 +14,8 @@
 //! | [`GateError`] | bad input of a router |
 //! | [`PlanError`] | routing and placement: bad input of a call |
 //! | [`CallError`] | dispatch and combine as collective calls |
+//! | [`LayerError`] | experts, and layers made of them |
+//! | [`OverlapError`] | compute and transfers that run beside each other |
 
 mod bootstrap;
 mod call;
@@ -23,7 +25,9 @@ mod device;
 mod fault;
 mod gate;
 mod lane;
+mod layer;
 mod memory;
+mod overlap;
 mod plan;
 mod simd;
 mod verbs;
@@ -36,7 +40,9 @@ pub use device::DeviceError;
 pub use fault::Fault;
 pub use gate::GateError;
 pub use lane::LaneError;
+pub use layer::{LayerError, Pass, Whose};
 pub use memory::MemoryError;
+pub use overlap::{OverlapError, Place, Stream, Work};
 pub use plan::PlanError;
 pub use simd::SimdError;
 pub use verbs::VerbsError;
@@ -71,6 +77,12 @@ pub enum Error {
     /// Ranks disagree about a call, or a call is used wrongly.
     #[error(transparent)]
     Call(#[from] CallError),
+    /// Work that ran beside other work was not carried out.
+    #[error(transparent)]
+    Overlap(#[from] OverlapError),
+    /// Experts did not do their part, or a layer is used wrongly.
+    #[error(transparent)]
+    Layer(#[from] LayerError),
 }
 
 impl From<VerbsError> for Error {

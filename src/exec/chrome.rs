@@ -3,6 +3,7 @@
 //! ```text
 //!   process "rank 1 (node 0)"
 //!     thread "calls"      |------------ dispatch ------------|  |------ combine ------|
+//!     thread "compute 0"                               |- experts 0 -|     a stream of an overlap
 //!     thread "track 0"      |signal entry 0||put rows 0|   |wait landed 0|
 //!     thread "track 1"                            |put rows 1|       ^
 //!   process "rank 0 (node 0)"                                        | an arrow from a signal to the wait that it ends
@@ -12,7 +13,7 @@
 //! Readers take an identifier of 0 for the idle process, and one of a thread for the same thread wherever it comes up:
 //! processes count from 1, and no two threads of a trace share a number.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::io::{self, Write};
 
 use serde_json::{Value, json};
@@ -22,7 +23,7 @@ use crate::schedule::Flag;
 use crate::topology::NodeMap;
 
 /// Writes the timelines of all ranks of a group (`ranks[r]`, placed by `nodes`) as one trace: a process per rank, a
-/// thread for its calls and one per track, and arrows from the signals of a call to the waits in it. Tracks are numbered
+/// thread for its calls, one per stream of its overlaps and one per track, and arrows from the signals of a call to the waits in it. Tracks are numbered
 /// as in the schedule: those of a rank's own program, then those of its relay.
 ///
 /// # Errors
@@ -42,6 +43,13 @@ pub fn write_chrome_trace(out: &mut dyn Write, nodes: &NodeMap, ranks: &[Timelin
             line(json!({
                 "ph": "X", "cat": "call", "name": call.name, "pid": Ids::process(rank), "tid": ids.calls(rank),
                 "ts": ids.us(call.start_ns), "dur": call.nanos as f64 / 1e3,
+            }))?;
+        }
+        for span in &timeline.spans {
+            line(json!({
+                "ph": "X", "cat": "overlap", "name": format!("{} {}", span.name, span.chunk),
+                "pid": Ids::process(rank), "tid": ids.stream(rank, &span.stream),
+                "ts": ids.us(span.start_ns), "dur": span.nanos as f64 / 1e3, "args": {"chunk": span.chunk},
             }))?;
         }
         for event in &timeline.events {
@@ -88,8 +96,10 @@ fn name_rank(
         None => format!("track {track}"),
     };
     let tracks = tracks.into_iter().map(|track| (ids.track(rank, track), title(track.into())));
-    for (index, (tid, name)) in [(ids.calls(rank), "calls".to_owned())].into_iter().chain(tracks).enumerate()
-    {
+    let own = |stream: &&String| timeline.spans.iter().any(|span| span.stream == **stream);
+    let streams = ids.streams.iter().filter(own).map(|stream| (ids.stream(rank, stream), stream.clone()));
+    let threads = [(ids.calls(rank), "calls".to_owned())].into_iter().chain(streams).chain(tracks);
+    for (index, (tid, name)) in threads.enumerate() {
         line(json!({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}))?;
         line(
             json!({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": index}}),
@@ -102,6 +112,8 @@ fn name_rank(
 struct Ids {
     ranks: u64,
     tracks: u64,
+    /// Names of streams of overlaps, of all ranks, in their order.
+    streams: Vec<String>,
     origin_ns: u64,
 }
 
@@ -109,8 +121,12 @@ impl Ids {
     fn of(ranks: &[Timeline]) -> Self {
         let events = || ranks.iter().flat_map(|rank| &rank.events);
         let calls = ranks.iter().flat_map(|rank| &rank.calls);
+        let spans = || ranks.iter().flat_map(|rank| &rank.spans);
         let starts = calls.map(|call| call.start_ns).chain(events().map(|event| event.start_ns));
+        let starts = starts.chain(spans().map(|span| span.start_ns));
+        let streams: BTreeSet<&String> = spans().map(|span| &span.stream).collect();
         Ids {
+            streams: streams.into_iter().cloned().collect(),
             ranks: ranks.len() as u64,
             tracks: events().map(|event| u64::from(event.track) + 1).max().unwrap_or(0),
             origin_ns: starts.min().unwrap_or(0),
@@ -128,6 +144,13 @@ impl Ids {
 
     fn track(&self, rank: u32, track: u32) -> u64 {
         self.ranks + 1 + u64::from(rank) * self.tracks + u64::from(track)
+    }
+
+    /// Behind all tracks.
+    fn stream(&self, rank: u32, name: &str) -> u64 {
+        let at = self.streams.iter().position(|stream| stream == name).unwrap_or_default();
+        let streams = self.streams.len() as u64;
+        self.ranks * (1 + self.tracks) + 1 + u64::from(rank) * streams + at as u64
     }
 
     fn us(&self, ns: u64) -> f64 {
@@ -169,7 +192,7 @@ fn in_calls(ranks: &[Timeline], kind: Kind) -> impl Iterator<Item = (usize, u32,
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::exec::Call;
+    use crate::exec::{Call, Span};
 
     fn event(kind: Kind, flag: Option<Flag>, peer: u32, start_ns: u64, nanos: u64) -> Event {
         let of = if kind == Kind::Signal { 0 } else { peer };
@@ -178,6 +201,10 @@ mod tests {
 
     fn call(start_ns: u64) -> Call {
         Call { name: "dispatch".into(), start_ns, nanos: 1000 }
+    }
+
+    fn span(stream: &str, start_ns: u64) -> Span {
+        Span { stream: stream.into(), name: "experts".into(), chunk: 2, start_ns, nanos: 100 }
     }
 
     /// Rank 0 signals rank 1 while it waits already, and a second time outside the call.
@@ -189,10 +216,12 @@ mod tests {
         [
             Timeline {
                 calls: vec![call(1000)],
+                spans: vec![span("transfer 0", 1050), span("compute 0", 1400)],
                 events: vec![put, event(Kind::Signal, landed, 1, 1300, 10), late],
             },
             Timeline {
                 calls: vec![call(1100)],
+                spans: vec![span("compute 0", 1500)],
                 events: vec![licence, event(Kind::Wait, landed, 0, 1200, 150)],
             },
         ]
@@ -209,10 +238,12 @@ mod tests {
     fn every_call_and_event_is_a_slice_of_its_rank_with_time_peer_and_bytes() {
         let ranks = two_ranks();
         let slices: Vec<Value> = trace(&ranks).into_iter().filter(|e| e["ph"] == "X").collect();
-        assert_eq!(slices.len(), 7);
+        assert_eq!(slices.len(), 10);
         let put = slices.iter().find(|e| e["name"] == "put rows 1").unwrap();
         assert_eq!((&put["pid"], &put["ts"], &put["dur"]), (&json!(1), &json!(0.1), &json!(0.2)));
         assert_eq!(put["args"], json!({"peer": 1, "of": 1, "bytes": 64}));
+        let computed = slices.iter().filter(|e| e["name"] == "experts 2" && e["pid"] == 1);
+        assert_eq!(computed.map(|e| e["ts"].as_f64().unwrap()).collect::<Vec<_>>(), [0.05, 0.4]);
         let called = slices.iter().filter(|e| e["name"] == "dispatch");
         assert_eq!(called.map(|e| e["pid"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 2]);
     }
@@ -228,11 +259,14 @@ mod tests {
         assert_eq!(processes, ["rank 0 (node 0)", "rank 1 (node 1)"]);
         let threads = names("thread_name");
         let called: Vec<&Value> = threads.iter().map(|(_, name)| name).collect();
-        assert_eq!(called, ["calls", "track 1", "relay 3", "calls", "track 0"]);
+        assert_eq!(
+            called,
+            ["calls", "compute 0", "transfer 0", "track 1", "relay 3", "calls", "compute 0", "track 0"]
+        );
         let mut numbers: Vec<u64> = threads.iter().map(|(tid, _)| tid.as_u64().unwrap()).collect();
         numbers.sort_unstable();
         numbers.dedup();
-        assert_eq!((numbers.len(), numbers[0]), (5, 1), "all different, and none is 0");
+        assert_eq!((numbers.len(), numbers[0]), (8, 1), "all different, and none is 0");
         for slice in events.iter().filter(|e| e["ph"] == "X") {
             assert!(threads.iter().any(|(tid, _)| *tid == slice["tid"]), "{slice}");
         }

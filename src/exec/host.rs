@@ -60,6 +60,11 @@ impl Host {
         Host { dtype, recorder, scratch: Scratch::default(), moved: Moved::default() }
     }
 
+    /// Goes on with rows of another type.
+    pub(crate) fn retype(&mut self, dtype: Dtype) {
+        self.dtype = dtype;
+    }
+
     /// What has been moved since the last call of this function.
     pub fn take_moved(&mut self) -> Moved {
         std::mem::take(&mut self.moved)
@@ -92,6 +97,7 @@ impl Host {
     }
 
     /// Runs one operation; returns the bytes it moved or read.
+    #[inline]
     fn step(
         &mut self,
         port: &Port,
@@ -106,6 +112,9 @@ impl Host {
                 self.put_rows(port, to, operands.table[slot.0 as usize], operands, io, stores)
             }
             Op::Signal { to, of, flag, level } => {
+                if stores == Stores::Streaming {
+                    Rows::fence();
+                }
                 port.signal(to, (of, flag), operands.value(level), operands.tag(to, flag, level))?;
                 self.moved.signals += 1;
                 Ok(0)
@@ -115,6 +124,7 @@ impl Host {
         }
     }
 
+    #[inline]
     fn put(
         &mut self,
         port: &Port,
@@ -208,6 +218,7 @@ impl Host {
         Ok(bytes)
     }
 
+    #[inline]
     fn count(&mut self, port: &Port, to: u32, bytes: u64) {
         match port.lanes().reach[to as usize] {
             Reach::Rail(_) => self.moved.rail_bytes += bytes,

@@ -2,11 +2,12 @@
 //!
 //! The host stepper (`Host`) steps all tracks of a rank in the caller's thread, in launch order. The planner's stepper
 //! (`Engine`) reads the same programs, and enqueues what they move on a CUDA stream. A stream program, which nobody steps, is
-//! `Lowered` once and enqueued as a whole. A [`Recorder`] can watch the host stepper (or any other executor), and
+//! `Lowered` once and enqueued as a whole; what of it crosses to other nodes is `Crossed`. A [`Recorder`] can watch the host stepper (or any other executor), and
 //! [`write_chrome_trace`] writes what the ranks' recorders saw as one timeline.
 
 mod across;
 mod chrome;
+mod crossed;
 mod engine;
 mod enqueued;
 mod host;
@@ -15,9 +16,10 @@ mod outbox;
 mod recorder;
 
 pub use chrome::write_chrome_trace;
+pub(crate) use crossed::Crossed;
 pub(crate) use engine::{Engine, Ground, Near, Packed};
 pub use enqueued::Enqueued;
 pub(crate) use host::Host;
 pub use host::Moved;
 pub use lowered::{Lowered, PeerWindows};
-pub use recorder::{Call, Event, Kind, Recorder, Timeline};
+pub use recorder::{Call, Event, Kind, Recorder, Span, Timeline};

@@ -50,40 +50,51 @@ pub enum Step {
 impl Step {
     /// Puts or signals.
     pub fn perform(self, port: &Port, notes: &[u8], done: &mut Enqueued) -> Result<(), Error> {
-        let (bytes, signals) = match self {
-            Step::Span { to, span } => {
+        match self {
+            Step::Span { to, span } | Step::Straight { to, span } => {
                 port.put(to, &span, &Io::default(), Stores::Cached)?;
-                (span.len, 0)
-            }
-            Step::Straight { to, span } => {
-                port.put(to, &span, &Io::default(), Stores::Cached)?;
-                done.straight_puts += 1;
-                done.straight_bytes += span.len;
-                (span.len, 0)
             }
             Step::Word { to, of, flag, value } => {
                 let (word, to_offset) = (value.to_le_bytes(), Control::flag(of, flag, port.lanes().ranks()));
                 let (from, len) = (Place::Input, word.len() as u64);
                 let span = SpanCopy { from, from_offset: 0, to: WindowId::POOL, to_offset, len };
                 port.put(to, &span, &Io { input: &word, ..Io::default() }, Stores::Cached)?;
-                (len, 0)
             }
             Step::Rows { target, run, at, row_bytes } => {
                 let outbox = Place::Window { owner: port.lanes().rank, window: WindowId::TWIN };
                 let len = u64::from(run.count) * row_bytes;
                 let bytes = port.source(outbox, at, Some(len), &Io::default())?;
-                put_run(port, target, run, (bytes, row_bytes))?
+                put_run(port, target, run, (bytes, row_bytes))?;
             }
             Step::Notes { target, run, row_bytes } => put_run(port, target, run, (notes, row_bytes))?,
             Step::Signal { to, of, flag, value, tag } => {
                 port.signal(to, (of, flag), value, tag.as_ref())?;
-                (0, 1)
+            }
+        }
+        self.count(done);
+        Ok(())
+    }
+
+    /// Counts it.
+    pub fn count(&self, done: &mut Enqueued) {
+        let bytes = match *self {
+            Step::Signal { .. } => {
+                done.rail_signals += 1;
+                return;
+            }
+            Step::Span { span, .. } => span.len,
+            Step::Straight { span, .. } => {
+                done.straight_puts += 1;
+                done.straight_bytes += span.len;
+                span.len
+            }
+            Step::Word { value, .. } => size_of_val(&value) as u64,
+            Step::Rows { run, row_bytes, .. } | Step::Notes { run, row_bytes, .. } => {
+                u64::from(run.count + run.pad) * row_bytes
             }
         };
+        done.rail_puts += 1;
         done.rail_bytes += bytes;
-        done.rail_signals += signals;
-        done.rail_puts += 1 - signals;
-        Ok(())
     }
 }
 
@@ -92,8 +103,7 @@ fn put_run(
     (to, window, base): (u32, WindowId, u64),
     run: RowRun,
     (bytes, row_bytes): (&[u8], u64),
-) -> Result<(u64, u64), Error> {
+) -> Result<(), Error> {
     let source = RowSource { bytes, row_bytes, rows: &[], index: Index::Straight };
-    port.put_run(to, (window, base), run, source, Stores::Cached)?;
-    Ok((u64::from(run.count + run.pad) * row_bytes, 0))
+    port.put_run(to, (window, base), run, source, Stores::Cached)
 }

@@ -1,6 +1,7 @@
 //! The recorder: what a rank did and when, for timelines.
 //!
 //! ```text
+//!   streams    |-------- dispatch 1 ------||-- experts 0 --|                      Recorder::span, by an overlap's executor
 //!   caller     |-------- dispatch --------|          |------ combine ------|      Recorder::call, around the call
 //!   executor      |put rows 1|s| |wait 1|              |wait 1||- reduce -|       Recorder::record, by the executor
 //! ```
@@ -13,6 +14,7 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::{Place, Work};
 use crate::schedule::{Flag, Item, Level, Op};
 
 /// Kinds of operations, as timelines tell them apart.
@@ -130,11 +132,29 @@ impl Call {
     }
 }
 
+/// What a stream of an overlap did to one chunk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Span {
+    /// The stream: "compute 0".
+    pub stream: String,
+    /// What it did: "experts".
+    pub name: String,
+    /// To which chunk.
+    pub chunk: u32,
+    /// Begin, in nanoseconds of the monotonic clock.
+    pub start_ns: u64,
+    /// Duration, in nanoseconds.
+    pub nanos: u64,
+}
+
 /// What one rank did.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Timeline {
     /// Calls, in order.
     pub calls: Vec<Call>,
+    /// Nodes of overlaps, in the order in which they ended.
+    #[serde(default)]
+    pub spans: Vec<Span>,
     /// Operations, in the order in which they ended.
     pub events: Vec<Event>,
 }
@@ -147,9 +167,9 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// Room for `bound` events, reserved now, and as many calls.
+    /// Room for `bound` events, reserved now, and as many calls and spans.
     pub fn new(bound: usize) -> Self {
-        let timeline = Timeline { calls: Vec::new(), events: Vec::with_capacity(bound) };
+        let timeline = Timeline { events: Vec::with_capacity(bound), ..Timeline::default() };
         Recorder { timeline: Mutex::new(timeline), bound }
     }
 
@@ -173,11 +193,28 @@ impl Recorder {
         done
     }
 
+    /// Keeps what a stream has just done since `start`, if there is room.
+    pub fn span(&self, place: Place, start: Instant) {
+        let (start_ns, nanos) = since(start);
+        let Place { work: Work { name, chunk }, stream } = place;
+        let mut timeline = self.timeline.lock().unwrap_or_else(PoisonError::into_inner);
+        if timeline.spans.len() < self.bound {
+            timeline.spans.push(Span {
+                stream: stream.to_string(),
+                name: name.to_owned(),
+                chunk,
+                start_ns,
+                nanos,
+            });
+        }
+    }
+
     /// Everything so far; the recorder is empty afterwards, and has its room still.
     pub fn take(&self) -> Timeline {
         let mut timeline = self.timeline.lock().unwrap_or_else(PoisonError::into_inner);
         let taken = timeline.clone();
         timeline.calls.clear();
+        timeline.spans.clear();
         timeline.events.clear();
         taken
     }
@@ -225,6 +262,7 @@ mod flag_name {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Stream;
     use crate::schedule::Slot;
 
     fn event(op: Op) -> Event {
@@ -235,12 +273,16 @@ mod tests {
     fn what_is_beyond_the_bound_is_not_kept_until_the_recorder_is_emptied() {
         let recorder = Recorder::new(2);
         let sum = event(Op::Reduce { slot: Slot(0) });
+        let place = Place { work: Work { name: "experts", chunk: 3 }, stream: Stream::Compute(1) };
         for _ in 0..3 {
             recorder.record(sum);
             recorder.call("call", || ());
+            recorder.span(place, Instant::now());
         }
         let taken = recorder.take();
-        assert_eq!((taken.events.len(), taken.calls.len()), (2, 2));
+        assert_eq!((taken.events.len(), taken.calls.len(), taken.spans.len()), (2, 2, 2));
+        let Span { stream, name, chunk, .. } = &taken.spans[0];
+        assert_eq!((stream.as_str(), name.as_str(), *chunk), ("compute 1", "experts", 3));
         assert_eq!(recorder.take(), Timeline::default());
         recorder.record(sum);
         assert_eq!(recorder.take().events, [sum]);

@@ -11,7 +11,7 @@
 //! reader, never two, because each call waits for everybody's entry.
 
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use rustix::thread::futex;
@@ -35,21 +35,22 @@ impl<'a> FlagLine<'a> {
     }
 
     /// The current value, with everything its writer did before.
+    #[inline]
     pub fn value(self) -> u64 {
         self.words[0].load(Ordering::Acquire)
     }
 
     /// Raises the value, tag first, and wakes who sleeps on it. For the word's only writer.
+    #[inline]
     pub fn raise(self, value: u64, tag: Option<&Tag>) {
         if let Some(tag) = tag {
             for (word, value) in self.words[tag_at(value)..].iter().zip(tag.to_words()) {
                 word.store(value, Ordering::Relaxed);
             }
         }
-        self.words[0].store(value, Ordering::Release);
-        // Orders the store before the look at the sleepers; `sleep` has the other half.
-        fence(Ordering::SeqCst);
-        if self.sleepers().load(Ordering::Relaxed) != 0 {
+        // In one order with the look at the sleepers: either these see the value or this sees them (Dekker).
+        self.words[0].store(value, Ordering::SeqCst);
+        if self.sleepers().load(Ordering::SeqCst) != 0 {
             let _ = futex::wake(self.low_half(), futex::Flags::empty(), u32::MAX >> 1);
         }
     }
@@ -67,9 +68,8 @@ impl<'a> FlagLine<'a> {
 
     /// Sleeps until the value is no longer `seen`, or for `slice`.
     pub fn sleep(self, seen: u64, slice: Duration) {
-        self.sleepers().fetch_add(1, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
-        if self.value() == seen {
+        self.sleepers().fetch_add(1, Ordering::SeqCst);
+        if self.words[0].load(Ordering::SeqCst) == seen {
             let slice =
                 futex::Timespec { tv_sec: slice.as_secs() as i64, tv_nsec: slice.subsec_nanos().into() };
             let _ = futex::wait(self.low_half(), futex::Flags::empty(), seen as u32, Some(&slice));

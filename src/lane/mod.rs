@@ -2,8 +2,9 @@
 //!
 //! | lane | between | put | signal | wait |
 //! |---|---|---|---|---|
-//! | shm | ranks of a node | copy into the peer's mapped heap | fence after streaming stores, store-release, wake if a waiter is counted | pause, yield, futex |
+//! | shm | ranks of a node | copy into the peer's mapped heap | a store, fenced by who streamed; wake if a waiter is counted | look, pause, yield, futex |
 //! | loop | "nodes" of one machine | records in a ring that only the pair has mapped, with credits | a record behind the puts | as shm |
+//! | paced | as loop, to measure overlap with | as loop | as loop, held until a slower link would bring it | as shm |
 //! | verbs | machines with RDMA cards | RDMA write from where the bytes lie, if they are registered, else from a copy | a write or an addition behind the puts, or a number that comes with the last one | looks, as nobody wakes it; by number: as shm |
 //! | tcp | any machines | records on a connection, from where the bytes lie to where they belong | a record behind the puts | as shm |
 //! | copy engine | GPUs of a node | copies of a stream | a memory operation of the stream, behind the copies | looks, as nobody wakes it |
@@ -41,11 +42,15 @@ pub use group::{Lanes, Reach};
 pub use landing::flush;
 pub use port::{Part, Port, Window};
 pub use rail::Counters as RailCounters;
-pub use rail::{Adapter, Card, Ground, Link, Region, Setup, Target, TcpWires, Wiring, ring_bytes};
+pub use rail::is_copied;
+pub use rail::{
+    Adapter, Card, Egress, Ground, LOOP, Link, PACED, Region, Setup, Target, TcpWires, Wiring, ring_bytes,
+};
 pub use rail::{Detour, DeviceMemory, NoDmaBuf, Registration};
 #[cfg(test)]
 pub use rail::{Fabric, Settings, SignalMode};
 pub use raw::RAW;
 pub use source::{Io, RowSource};
 pub use sum::Scratch;
+pub use wait::sleep_at_once;
 pub use word::COPY_ENGINE;

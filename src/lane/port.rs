@@ -12,7 +12,7 @@ use super::{FlagLine, Io, Lanes, Reach, RowSource};
 use crate::error::{Error, LaneError, MemoryError};
 use crate::memory::Mapped;
 use crate::plan::RowRun;
-use crate::rows::{Rows, Stores};
+use crate::rows::Stores;
 use crate::schedule::{Control, Flag, Place, SpanCopy, Tag, WindowId};
 
 /// A window: one range of bytes at each rank of the group.
@@ -41,6 +41,7 @@ pub struct Part {
 
 impl Window {
     /// Address of bytes in the part of a rank whose memory is mapped here.
+    #[inline]
     fn at(&self, rank: u32, offset: u64, len: u64) -> Result<std::ptr::NonNull<u8>, MemoryError> {
         let part = self.part(rank, offset, len)?;
         self.mapped.at(part.member, part.offset + offset, len)
@@ -61,6 +62,7 @@ impl Window {
     }
 
     /// The part of a rank, if the bytes lie inside it.
+    #[inline]
     fn part(&self, rank: u32, offset: u64, len: u64) -> Result<&Part, MemoryError> {
         let part = self.parts.get(rank as usize);
         let size = part.map_or(0, |p| p.len);
@@ -95,21 +97,24 @@ impl Port {
         &self.lanes
     }
 
+    #[inline]
     pub(super) fn window(&self, window: WindowId) -> Result<&Window, MemoryError> {
-        let missing = MemoryError::OutOfBounds { peer: self.lanes.rank, offset: 0, len: 0, size: 0 };
-        self.windows.get(window.0 as usize).ok_or(missing)
+        let missing = || MemoryError::OutOfBounds { peer: self.lanes.rank, offset: 0, len: 0, size: 0 };
+        self.windows.get(window.0 as usize).ok_or_else(missing)
     }
 
+    #[inline]
     pub(super) fn reach(&self, to: u32) -> Result<&Reach, LaneError> {
-        let missing =
-            LaneError::NoLane { rank: self.lanes.rank, peer: to, missing: "no such rank in the group" };
-        self.lanes.reach.get(to as usize).ok_or(missing)
+        let rank = self.lanes.rank;
+        let missing = || LaneError::NoLane { rank, peer: to, missing: "no such rank in the group" };
+        self.lanes.reach.get(to as usize).ok_or_else(missing)
     }
 
     /// The bytes of a place from `offset` on: `len` of them, or all there are.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`], [`LaneError::SourceBounds`].
+    #[inline]
     pub fn source<'a>(
         &'a self,
         place: Place,
@@ -141,6 +146,7 @@ impl Port {
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`], [`LaneError::SourceBounds`], and whatever ends a wait for credit.
+    #[inline]
     pub fn put(&self, to: u32, span: &SpanCopy, io: &Io<'_>, stores: Stores) -> Result<(), Error> {
         if let Place::Window { owner, window } = span.from
             && self.window(window)?.of_devices
@@ -220,6 +226,7 @@ impl Port {
         put.map_err(|e| self.stuck(rail.as_ref(), to, e))
     }
 
+    #[inline]
     fn put_bytes(
         &self,
         to: u32,
@@ -243,10 +250,13 @@ impl Port {
         }
     }
 
-    /// Raises the flag at `to` that speaks of rank `of`, after all earlier puts and reads of this rank.
+    /// Raises the flag at `to` that speaks of rank `of`, after all earlier puts and reads of this rank. Puts with streaming
+    /// stores need [`Rows::fence`](crate::rows::Rows::fence) first: no store orders them, and where there are none a fence would
+    /// only cost time.
     ///
     /// # Errors
     /// As [`Port::put`].
+    #[inline]
     pub fn signal(
         &self,
         to: u32,
@@ -258,8 +268,6 @@ impl Port {
         let window = self.window(self.flags)?;
         match self.reach(to)? {
             Reach::Own | Reach::Load => {
-                // Streaming stores are not ordered by a release store.
-                Rows::fence();
                 // SAFETY: a flag line of the owner's window, checked; windows are aligned to cache lines.
                 unsafe { FlagLine::new(window.at(to, offset, 64)?) }.raise(value, tag);
                 Ok(())
@@ -304,6 +312,7 @@ impl Port {
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`] if there is no such rank.
+    #[inline]
     pub fn flag(&self, from: u32, flag: Flag) -> Result<FlagLine<'_>, MemoryError> {
         if from >= self.lanes.ranks() {
             return Err(MemoryError::OutOfBounds { peer: from, offset: 0, len: 64, size: 0 });

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::rail::Rail;
+use super::rail::{Rail, is_copied};
 use super::{Lanes, Reach, Window};
 use crate::error::Error;
 
@@ -26,7 +26,7 @@ impl Raw {
 
     /// So many bytes more go to a rank. `false` if no wire to another machine leads there, and nothing will go.
     pub fn add(&mut self, to: u32, bytes: u64) -> bool {
-        let wired = matches!(&self.lanes.reach[to as usize], Reach::Rail(rail) if rail.lane() != "loop");
+        let wired = matches!(&self.lanes.reach[to as usize], Reach::Rail(rail) if !is_copied(rail.lane()));
         if wired {
             match self.out.iter_mut().find(|(peer, _)| *peer == to) {
                 Some((_, sum)) => *sum += bytes,

@@ -1,15 +1,20 @@
-//! How a rank waits: pause, then yield, then sleep. Every wait ends.
+//! How a rank waits: look, then pause, then yield, then sleep. Every wait ends.
 //!
-//! On an idle core the value comes while pausing (tens of nanoseconds). With more ranks than cores the one that is
+//! On an idle core the value comes while looking (tens of nanoseconds). With more ranks than cores the one that is
 //! awaited needs the core: yielding hands it over for less than a wake-up costs. Sleeping is for long waits, and in
 //! slices, so that a dead world is noticed even if nobody wakes the sleeper.
 
+use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 use super::FlagLine;
 use crate::bootstrap::{Health, interrupted};
 use crate::error::{Cause, Loss};
 
+/// Looks before the first pause, which alone may take as long as the whole way of a signal: the flag lies in this core's cache
+/// until it is raised. Where ranks share cores, the awaited one may need this one.
+const LOOKS: u32 = 1000;
+const LOOKS_IN_A_CROWD: u32 = 4;
 /// Bounds of the three steps. Where ranks share cores, pausing only keeps the awaited one from running.
 const PAUSES: u32 = 50;
 const PAUSES_IN_A_CROWD: u32 = 4;
@@ -23,6 +28,16 @@ pub(super) const NAP: Duration = Duration::from_micros(50);
 /// The longest time between two looks of a waiter that is awake. What goes beyond it is a stop of this process, which
 /// is nobody else's fault: it does not count as waiting.
 const STRIDE: Duration = Duration::from_millis(500);
+
+thread_local! {
+    static BESIDE_COMPUTE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// From now on this thread sleeps where it would pause and yield. Beside threads that compute on the same cores, who yields has
+/// its turn again when these have had their time, some milliseconds, and who sleeps when it is woken.
+pub fn sleep_at_once() {
+    BESIDE_COMPUTE.set(true);
+}
 
 /// How long to wait, and what ends it early.
 #[derive(Clone, Copy, Debug)]
@@ -57,6 +72,7 @@ pub enum Interrupted {
 #[derive(Debug)]
 pub struct Waiter<'a> {
     patience: Patience<'a>,
+    beside_compute: bool,
     turns: u32,
     waited: Duration,
     looked: Option<Instant>,
@@ -66,7 +82,8 @@ pub struct Waiter<'a> {
 impl<'a> Waiter<'a> {
     /// A wait that has not begun to wait.
     pub fn new(patience: Patience<'a>) -> Self {
-        Waiter { patience, turns: 0, waited: Duration::ZERO, looked: None, absent: false }
+        let beside_compute = BESIDE_COMPUTE.get();
+        Waiter { patience, beside_compute, turns: 0, waited: Duration::ZERO, looked: None, absent: false }
     }
 
     /// One turn: returns at once while pausing, after a moment later on. `sleep` is called on the last step with the
@@ -76,13 +93,20 @@ impl<'a> Waiter<'a> {
     /// [`Interrupted`] if the world died, the deadline passed, or the caller asks for it.
     pub fn turn(&mut self, sleep: impl FnOnce(Duration)) -> Result<(), Interrupted> {
         self.turns = self.turns.saturating_add(1);
-        let pauses = if self.patience.crowded { PAUSES_IN_A_CROWD } else { PAUSES };
+        let pauses = match self.patience.crowded || self.beside_compute {
+            true => PAUSES_IN_A_CROWD,
+            false => PAUSES,
+        };
         if self.turns <= pauses {
             std::hint::spin_loop();
             return Ok(());
         }
         self.patience.health.check().map_err(Interrupted::Dead)?;
-        let yields = if self.patience.silent { YIELDS_IN_SILENCE } else { YIELDS };
+        let yields = match (self.beside_compute, self.patience.silent) {
+            (true, _) => 0,
+            (false, true) => YIELDS_IN_SILENCE,
+            (false, false) => YIELDS,
+        };
         if self.turns <= pauses + yields {
             std::thread::yield_now();
             return Ok(());
@@ -119,6 +143,11 @@ pub(super) fn until(
     patience: Patience<'_>,
     mut progress: impl FnMut(),
 ) -> Result<(), (u64, Interrupted)> {
+    for _ in 0..if patience.crowded || BESIDE_COMPUTE.get() { LOOKS_IN_A_CROWD } else { LOOKS } {
+        if flag.value() >= value {
+            return Ok(());
+        }
+    }
     let mut waiter = Waiter::new(patience);
     loop {
         let seen = flag.value();
@@ -126,7 +155,11 @@ pub(super) fn until(
             return Ok(());
         }
         progress();
-        waiter.turn(|slice| flag.sleep(seen, slice)).map_err(|why| (seen, why))?;
+        if let Err(why) = waiter.turn(|slice| flag.sleep(seen, slice)) {
+            // What came with this very turn has come.
+            let seen = flag.value();
+            return if seen >= value { Ok(()) } else { Err((seen, why)) };
+        }
     }
 }
 

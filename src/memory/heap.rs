@@ -53,6 +53,20 @@ impl Heap {
         Ok(Heap { rank, mapped, boundary, symmetric, pool })
     }
 
+    /// Touches the beginning of a neighbour's pool, `bytes` of it or all there is, where extents are taken from first: its
+    /// owner has touched the memory, which so lies near it, and this only learns the way there. Nothing of ranks of other
+    /// nodes.
+    ///
+    /// # Errors
+    /// [`MemoryError::System`].
+    pub(crate) fn touch(&self, rank: u32, bytes: u64) -> Result<(), MemoryError> {
+        let there = self.mapped.len_of(rank).saturating_sub(self.boundary);
+        match there.min(bytes) {
+            0 => Ok(()),
+            bytes => self.mapped.populate(rank, self.boundary, bytes),
+        }
+    }
+
     /// The mapping of all reachable heaps, by rank.
     pub fn mapped(&self) -> &Arc<Mapped> {
         &self.mapped

@@ -78,6 +78,7 @@ impl Mapped {
     }
 
     /// Bytes mapped of a member; 0 where it is out of reach.
+    #[inline]
     pub fn len_of(&self, member: u32) -> u64 {
         self.lens.get(member as usize).copied().unwrap_or(0)
     }
@@ -86,6 +87,7 @@ impl Mapped {
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`] if any of them lies outside.
+    #[inline]
     pub fn at(&self, member: u32, offset: u64, len: u64) -> Result<NonNull<u8>, MemoryError> {
         let size = self.len_of(member);
         if offset.checked_add(len).is_none_or(|end| end > size) {

@@ -100,7 +100,9 @@ impl Pool {
             };
             let waited = since.get_or_insert_with(Instant::now).elapsed();
             let over = waited > self.deadline || self.health.check().is_err() || interrupted();
-            if state.retired.is_empty() || over {
+            // Retired extents of no bytes only hold what their licences hold.
+            let coming = state.retired.iter().any(|r| r.len > 0);
+            if !coming || over {
                 return Err(MemoryError::OutOfSpace {
                     rank: self.rank,
                     asked: len,

@@ -10,6 +10,7 @@
 //! The entries lie by bin, as the source sorted them. So the relay puts each row straight to its final place, and knows
 //! what to bring home later: in a return, the entries of a block come home in this very order.
 
+use super::sorted::held;
 use super::{Bins, RowRun};
 
 /// Where the entries of one bin land.
@@ -40,6 +41,10 @@ pub struct Block {
 }
 
 impl Block {
+    pub(super) fn held(&self) -> usize {
+        held(&self.landed) + held(&self.segments) + held(&self.index)
+    }
+
     /// Number of entries.
     pub fn entries(&self) -> u32 {
         self.segments.iter().map(|segment| segment.count).sum()

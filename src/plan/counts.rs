@@ -1,7 +1,7 @@
 //! What a rank needs to know of the others' counts, and the sizes that follow.
 
 use super::Bins;
-use super::sorted::refill;
+use super::sorted::{held, refill};
 use crate::topology::Paths;
 
 /// Two numbers per bin, whoever counts and however the numbers come.
@@ -26,6 +26,11 @@ pub struct Counts {
 }
 
 impl Counts {
+    /// Bytes that its tables hold, used or kept for the next call.
+    pub fn held(&self) -> usize {
+        held(&self.below) + held(&self.total)
+    }
+
     /// Forgets everything: no rank has contributed. `words` are the bins, and the ranks where rows are handed on.
     pub fn clear(&mut self, words: u32) {
         refill(&mut self.below, words as usize, 0);

@@ -1,6 +1,6 @@
 //! Which tokens cross to other nodes: all that a rank can know of its blocks before the counts of others arrive.
 
-use super::sorted::refill;
+use super::sorted::{held, refill};
 use super::{Bins, Sorted};
 use crate::topology::{Paths, Route};
 
@@ -18,11 +18,19 @@ pub struct Crossing {
     pub index: Vec<u32>,
     /// First of `index` of each block; one more than there are blocks.
     pub index_starts: Vec<u32>,
-    /// Per token: its row in the block that is being made.
+    /// Per token of the block that is being made: its row.
     row_of: Vec<u32>,
+    /// A bit per token: whether it is of that block.
+    marks: Vec<u64>,
 }
 
 impl Crossing {
+    /// Bytes that its tables hold, used or kept for the next call.
+    pub fn held(&self) -> usize {
+        let words = [&self.tokens, &self.starts, &self.index, &self.index_starts, &self.row_of];
+        words.map(held).iter().sum::<usize>() + held(&self.marks)
+    }
+
     /// Lists what crosses.
     pub fn fill(&mut self, bins: &Bins, paths: &Paths, sorted: &Sorted) {
         self.tokens.clear();
@@ -38,19 +46,29 @@ impl Crossing {
         }
     }
 
+    /// Blocks are many where nodes are, and small: so what is looked at for each is a bit a token, not the tokens.
     fn add(&mut self, bins: &Bins, served: &[u32], sorted: &Sorted) {
-        const ABSENT: u32 = u32::MAX;
-        let entries = |&rank: &u32| sorted.tokens_of(bins.of(rank)).iter().copied();
-        refill(&mut self.row_of, sorted.tokens_here() as usize, ABSENT);
-        for token in served.iter().flat_map(entries) {
-            self.row_of[token as usize] = 0;
+        let entries = || served.iter().map(|&rank| sorted.tokens_of(bins.of(rank)));
+        let tokens_here = sorted.tokens_here() as usize;
+        refill(&mut self.marks, tokens_here.div_ceil(64), 0);
+        for &token in entries().flatten() {
+            self.marks[token as usize / 64] |= 1 << (token % 64);
         }
-        let first = self.tokens.len();
-        for (row, token) in self.row_of.iter_mut().zip(0..).filter(|(row, _)| **row != ABSENT) {
-            *row = (self.tokens.len() - first) as u32;
-            self.tokens.push(token);
+        // What others of the last block have left there is not read.
+        self.row_of.resize(self.row_of.len().max(tokens_here), 0);
+        let mut row = 0;
+        for (nth, &marked) in (0..).zip(&self.marks) {
+            let mut left = marked;
+            while left != 0 {
+                let token = nth * 64 + left.trailing_zeros();
+                self.row_of[token as usize] = row;
+                self.tokens.push(token);
+                (row, left) = (row + 1, left & (left - 1));
+            }
         }
-        self.index.extend(served.iter().flat_map(entries).map(|token| self.row_of[token as usize]));
+        for tokens in entries() {
+            self.index.extend(tokens.iter().map(|&token| self.row_of[token as usize]));
+        }
     }
 
     /// Rows of the `nth` block.

@@ -12,7 +12,7 @@
 
 use super::block::{Block, Segment};
 use super::counts::padded;
-use super::sorted::{NONE, refill};
+use super::sorted::{NONE, held, refill};
 use super::{Bins, Chunk, Counts, Crossing, Mode, Order, Sizes, Sizing, Sorted};
 use crate::dtype::PARTIAL;
 use crate::topology::{Paths, Route};
@@ -391,6 +391,35 @@ impl Layout {
             true => (&self.terms, &self.term_starts, &self.choices),
             false => (&self.sums, &self.sum_starts, &self.sum_choices),
         }
+    }
+
+    /// Bytes that its tables hold, used or kept for the next call.
+    pub fn held(&self) -> usize {
+        let words = [
+            &self.rows,
+            &self.run_starts,
+            &self.block_runs,
+            &self.term_starts,
+            &self.choices,
+            &self.sum_starts,
+            &self.sum_choices,
+            &self.groups,
+            &self.group_starts,
+            &self.held_by,
+            &self.sizes,
+            &self.begin,
+            &self.places,
+            &self.cursors,
+            &self.home_rows,
+            &self.partials,
+            &self.home_partials,
+        ];
+        let terms = [&self.terms, &self.sums, &self.fetched, &self.row_of_bin];
+        let others =
+            held(&self.runs) + held(&self.chunks) + held(&self.rows_per_bin) + held(&self.padded_per_bin);
+        let blocks: usize = self.blocks.iter().map(Block::held).sum();
+        let words: usize = words.into_iter().map(held).sum();
+        words + terms.into_iter().map(held).sum::<usize>() + others + held(&self.blocks) + blocks
     }
 
     /// Number of ranks.

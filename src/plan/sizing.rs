@@ -83,7 +83,7 @@ impl Notes {
 /// Sizes of what moves: the same in every call of one `ExpertParallel`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizing {
-    /// Bytes of one row that goes out.
+    /// Bytes of one row that goes out; 0 if only what is beside it does.
     pub row_bytes: u64,
     /// Bytes of one row that comes home.
     pub home_bytes: u64,

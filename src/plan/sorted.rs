@@ -78,9 +78,27 @@ impl Sorted {
         self.dropped.resize(routing.experts().len(), false);
         match notes {
             Notes::Choices | Notes::Indexed => self.place_ranks(routing),
-            Notes::Weight | Notes::Marked | Notes::Gathered => self.place(routing),
+            Notes::Marked => self.place::<2>(routing),
+            // What is gathered is chosen by nobody: `fill_gathered` notes more of it.
+            Notes::Weight | Notes::Gathered => self.place::<1>(routing),
         }
         Ok(())
+    }
+
+    /// Bytes that its tables hold, used or kept for the next call.
+    pub fn held(&self) -> usize {
+        let words = [
+            &self.counts,
+            &self.starts,
+            &self.tokens,
+            &self.notes,
+            &self.choices,
+            &self.token_starts,
+            &self.choice_bins,
+            &self.cursors,
+        ];
+        let words: usize = words.into_iter().map(held).sum();
+        words + held(&self.dropped) + held(&self.experts) + held(&self.latest)
     }
 
     /// Number of entries.
@@ -206,12 +224,17 @@ impl Sorted {
         self.cursors.clone_from(&self.starts);
     }
 
-    /// A row per choice. Every id was checked by `count`.
-    fn place(&mut self, routing: &Routing) {
+    /// A row per choice, with its weight and marks behind that. Every id was checked by `count`.
+    ///
+    /// How many words that is the compiler knows: where it does not, this takes half as long again.
+    fn place<const WORDS: usize>(&mut self, routing: &Routing) {
         self.reserve();
-        let Sorted { tokens, choices, notes, cursors, experts, words, .. } = self;
-        let (tokens, choices, notes) = (&mut tokens[..], &mut choices[..], &mut notes[..]);
-        let (cursors, experts, words) = (&mut cursors[..], &experts[..], *words);
+        let Sorted { tokens, choices, notes, cursors, experts, .. } = self;
+        let (notes, _) = notes.as_chunks_mut::<WORDS>();
+        let entries = tokens.len().min(notes.len());
+        let (tokens, choices, notes) =
+            (&mut tokens[..entries], &mut choices[..entries], &mut notes[..entries]);
+        let (cursors, experts) = (&mut cursors[..], &experts[..]);
         let (k, mut choice) = (routing.top_k() as usize, 0);
         for ((token, ids), weights) in
             (0..).zip(routing.experts().chunks_exact(k)).zip(routing.weights().chunks_exact(k))
@@ -223,8 +246,8 @@ impl Sorted {
                     *cursor += 1;
                     tokens[entry] = token;
                     choices[entry] = choice;
-                    notes[entry * words] = weight.to_bits();
-                    notes[entry * words + 1..(entry + 1) * words].fill(1);
+                    notes[entry] = [1; WORDS];
+                    notes[entry][0] = weight.to_bits();
                 }
                 choice += 1;
             }
@@ -303,6 +326,11 @@ impl Sorted {
         });
         true
     }
+}
+
+/// Bytes that a table has taken from the allocator.
+pub(crate) fn held<T>(table: &Vec<T>) -> usize {
+    table.capacity() * size_of::<T>()
 }
 
 /// Sets a table to `len` equal entries without giving its memory back.

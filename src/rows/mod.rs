@@ -27,6 +27,7 @@ mod e4m3;
 mod format;
 mod gradient;
 mod portable;
+mod product;
 mod record;
 mod simd;
 mod sum;
@@ -39,6 +40,7 @@ mod avx2;
 mod avx512;
 
 pub use format::Arithmetic;
+pub use product::{Matrix, product};
 pub use simd::{SIMD_VARIABLE, Simd};
 pub use sum::{GroupedSum, Out};
 

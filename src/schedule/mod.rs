@@ -7,12 +7,12 @@
 //! ```text
 //!                    skeleton (built once)  +  operands (per call)
 //!                                 |
-//!          +----------------+-----+----------+------------------+
-//!          |                |                |                  |
-//!     exec::host         prove             check            recorder
-//!     moves bytes    no deadlock, no    random visibility   timeline
-//!                    race, each byte    within the lanes'
-//!                    written once       contract
+//!          +----------------+-----+----------+------------------+---------------+
+//!          |                |                |                  |               |
+//!     exec::host         prove             check               time         recorder
+//!     moves bytes    no deadlock, no    random visibility   a model of      timeline
+//!                    race, each byte    within the lanes'   engines, links
+//!                    written once       contract            and cards
 //! ```
 //!
 //! Because a schedule has no branches and every flag word is monotone with one writer, no operation can disable
@@ -31,10 +31,12 @@ mod operands;
 mod relay;
 
 pub mod check;
+pub mod collective;
 pub mod mutate;
 pub mod prove;
 pub mod story;
 pub mod stream;
+pub mod time;
 
 pub use caller::{Caller, DispatchSkeleton, ReturnSkeleton};
 pub use calls::Calls;

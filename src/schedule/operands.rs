@@ -263,6 +263,7 @@ pub struct Operands<'a> {
 
 impl Operands<'_> {
     /// The value of a level in this call.
+    #[inline]
     pub fn value(&self, level: Level) -> u64 {
         match level {
             Level::Call => self.call,
@@ -274,6 +275,7 @@ impl Operands<'_> {
     }
 
     /// The tag that comes with a signal: with those that begin something.
+    #[inline]
     pub fn tag(&self, to: u32, flag: Flag, level: Level) -> Option<&Tag> {
         let begins = level == Level::Call && matches!(flag, Flag::Entry | Flag::Block);
         begins.then(|| self.tags.get(to as usize)).flatten()

@@ -19,16 +19,19 @@ pub(super) fn on_conditions(hub: &dyn Hub, options: &Options) -> Result<(), Erro
     Err(BootstrapError::ConditionsDiffer { rank: differs as u32, seen, expected }.into())
 }
 
-/// Peers check offsets against sizes that they take to be their own.
+/// Peers check offsets against sizes that they take to be their own, and hold signals back at both ends of a wire or at
+/// none.
 pub(super) fn on_sizes(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
     let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
-    let mine = [options.config.heap, options.config.symmetric];
+    let pace = options.pace.map_or([0; 2], |pace| {
+        [pace.bytes_per_second.get(), u64::try_from(pace.latency.as_nanos()).unwrap_or(u64::MAX)]
+    });
+    let mine = [options.config.heap, options.config.symmetric, pace[0], pace[1]];
     let said = hub.gather("world/sizes", rank, size, bytemuck::cast_slice(&mine), deadline)?;
     for (blob, peer) in said.iter().zip(0..) {
-        let theirs = bytemuck::try_pod_read_unaligned::<[u64; 2]>(blob).unwrap_or_default();
-        for (what, mine, theirs) in
-            [("SIDELANE_HEAP", mine[0], theirs[0]), ("SIDELANE_SYMMETRIC", mine[1], theirs[1])]
-        {
+        let theirs = bytemuck::try_pod_read_unaligned::<[u64; 4]>(blob).unwrap_or_default();
+        let names = ["SIDELANE_HEAP", "SIDELANE_SYMMETRIC", "SIDELANE_PACE", "SIDELANE_PACE"];
+        for ((what, mine), theirs) in names.into_iter().zip(mine).zip(theirs) {
             if mine != theirs {
                 return Err(CallError::ConfigsDiffer { what, rank, peer, mine, theirs }.into());
             }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::{Shared, Window, wires};
-use crate::error::{BootstrapError, Error, LaneError, MemoryError, PlanError};
+use crate::error::{BootstrapError, CallError, Error, LaneError, MemoryError, PlanError};
 use crate::lane::{self, Lanes, Part, Reach, Target};
 use crate::memory::SymmetricExtent;
 use crate::topology::{NodeMap, Paths, Route};
@@ -69,6 +69,17 @@ impl Group {
         self.shared.nodes.subset(&self.ranks)
     }
 
+    /// Touches so many bytes of the pool of each other member of this node, so that no first call pays for page faults. All
+    /// members must have their worlds by then: whoever touches memory first decides where it lies. A rank that cannot goes on,
+    /// as others wait for it, and pays in its first call.
+    pub(crate) fn touch_pools(&self, bytes: u64) {
+        for &rank in self.ranks.iter().filter(|&&rank| rank != self.ranks[self.me as usize]) {
+            if let Err(error) = self.shared.heap.touch(rank, bytes) {
+                tracing::debug!(rank, bytes, %error, "a neighbour's pool was not touched");
+            }
+        }
+    }
+
     /// Exchanges small blobs: what each member contributes, in order. Goes through the rendezvous, not the lanes.
     ///
     /// # Errors
@@ -86,6 +97,26 @@ impl Group {
     /// if one of them has no room.
     pub fn window(&self, len: u64) -> Result<Window, Error> {
         Window::symmetric(self, len)
+    }
+
+    /// Compares settings between all members. The first says whether a rank can use its own.
+    ///
+    /// # Errors
+    /// [`CallError::ConfigsDiffer`], but not at a rank that cannot use its own: that has its own reason to report.
+    pub(crate) fn alike(&self, settings: &[(&'static str, u64)]) -> Result<(), Error> {
+        let mine: Vec<u64> = settings.iter().map(|&(_, value)| value).collect();
+        let rank = self.me;
+        for (blob, peer) in self.gather(bytemuck::cast_slice(&mine))?.iter().zip(0..) {
+            let theirs: Vec<u64> = bytemuck::allocation::pod_collect_to_vec(blob);
+            let differs = settings.iter().zip(theirs.into_iter().chain(std::iter::repeat(u64::MAX)));
+            if mine[0] == 1
+                && let Some((&(what, mine), theirs)) =
+                    differs.into_iter().find(|((_, mine), theirs)| mine != theirs)
+            {
+                return Err(CallError::ConfigsDiffer { what, rank, peer, mine, theirs }.into());
+            }
+        }
+        Ok(())
     }
 
     /// Makes a caller's own memory a window: `memory` is a memfd, sealed against shrinking, that the caller has mapped
@@ -138,11 +169,15 @@ impl Group {
 
     /// Takes symmetric bytes at every member; all succeed or all give them back. Collective.
     ///
-    /// The control window of a layer that is gone is held until peers have read what was last offered in it. If there is
+    /// The windows of a layer that is gone are held until its peers have said that they are done with them. If there is
     /// no room, all members are here, so they have: the second try finds what is really free.
     pub(crate) fn take_symmetric(&self, len: u64) -> Result<SymmetricRange, Error> {
         let first = self.try_symmetric(len);
         if let Err(Error::Memory(MemoryError::OutOfSpace { .. })) = first {
+            // Signals that are messages have come, but may not have been read.
+            if let Some(rails) = &self.shared.rails {
+                rails.card.progress();
+            }
             self.shared.heap.pool().reap();
             return self.try_symmetric(len);
         }

@@ -8,7 +8,8 @@ use crate::bootstrap::{Hub, Location};
 use crate::config::RailChoice;
 use crate::error::{BootstrapError, Error, LaneError, VerbsError};
 use crate::lane::{
-    Adapter, Card, Detour, DeviceMemory, Ground, Region, Registration, Setup, TcpWires, Wiring,
+    Adapter, Card, Detour, DeviceMemory, Egress, Ground, LOOP, PACED, Region, Registration, Setup, TcpWires,
+    Wiring,
 };
 use crate::memory::Heap;
 use crate::topology::NodeMap;
@@ -27,8 +28,8 @@ pub(crate) struct Rails {
 /// What wires are made of.
 #[derive(Debug)]
 pub(crate) enum Kind {
-    /// A segment for each pair.
-    Loop,
+    /// A segment for each pair, which may keep the time of a slower link.
+    Loop(Option<Arc<Egress>>),
     /// Ends that are told of each other.
     Wired(Box<dyn Wiring>),
 }
@@ -102,13 +103,15 @@ impl Rails {
         place.compare()?;
         let here = &machines[rank as usize];
         let stranger = (0..).zip(machines).find(|(_, other)| !other.same_machine(here));
-        let card = Card::start(rank, Arc::clone(hub.health()), crowded(machines, rank))?;
+        let within = if options.pace.is_some() { PACED } else { LOOP };
+        let card = Card::start(rank, Arc::clone(hub.health()), crowded(machines, rank, 2))?;
         let (lane, kind, why) = match (choice, stranger) {
             (RailChoice::Loop, Some((rank, _))) => {
                 return Err(BootstrapError::Unreachable { me: hub.rank(), rank }.into());
             }
-            (RailChoice::Loop, None) => ("loop", Kind::Loop, Why::Asked),
-            (RailChoice::Auto, None) => ("loop", Kind::Loop, Why::OneMachine),
+            (RailChoice::Loop, None) => (within, place.segments(), Why::Asked),
+            (RailChoice::Auto, None) => (within, place.segments(), Why::OneMachine),
+            _ if options.pace.is_some() => return Err(LaneError::NoPace { rank }.into()),
             (RailChoice::Verbs, _) => ("verbs", place.all_have("verbs", place.cards(&card))??, Why::Asked),
             (RailChoice::Tcp, _) => ("tcp", place.all_have("tcp", place.tcp(&card))??, Why::Asked),
             (RailChoice::Auto, Some(_)) => match place.all_have("verbs", place.cards(&card))? {
@@ -134,7 +137,7 @@ impl Rails {
     pub fn register(&self, region: Region) -> Result<(u32, Vec<u8>), Error> {
         let number = self.card.regions().add(region.clone());
         match &self.kind {
-            Kind::Loop => Ok((number, Vec::new())),
+            Kind::Loop(_) => Ok((number, Vec::new())),
             Kind::Wired(wiring) => match wiring.register(number, &region) {
                 Ok(said) => Ok((number, said)),
                 Err(error) => {
@@ -181,6 +184,11 @@ impl Place<'_> {
                 Err(LaneError::ChoicesDiffer { rank, peer, mine, theirs }.into())
             }
         }
+    }
+
+    /// What pairs of one machine share is made when they are wired.
+    fn segments(&self) -> Kind {
+        Kind::Loop(self.options.pace.map(|pace| Arc::new(Egress::new(pace))))
     }
 
     /// This rank's sockets.

@@ -9,7 +9,7 @@ use super::RailCounters;
 use super::rails::{Place, RailReport, Rails};
 use super::{Group, agree};
 use crate::bootstrap::{self, Clocks, Health, Hub, Identity, Location, Secret};
-use crate::config::{Config, RailChoice, TcpAddress};
+use crate::config::{Config, Pace, RailChoice, TcpAddress};
 use crate::error::{BootstrapError, Cause, Error, LaneError, MemoryError};
 use crate::exec::Recorder;
 use crate::memory::{Heap, HeapSizes, Pool, Segment};
@@ -28,6 +28,8 @@ pub struct Options {
     pub record: usize,
     /// What joins nodes.
     pub rail: RailChoice,
+    /// The time of a link that wires within a machine keep. All ranks must choose alike.
+    pub pace: Option<Pace>,
     /// Where partners connect to this rank, if that is tcp.
     pub tcp_address: TcpAddress,
     /// Forecast what cards will be asked for ([`World::rail_forecast`]).
@@ -47,7 +49,8 @@ impl Options {
     /// [`BootstrapError::BadVariable`].
     pub fn from_env() -> Result<Self, BootstrapError> {
         let (config, clocks, rail) = (Config::from_env()?, Clocks::from_env()?, RailChoice::from_env()?);
-        Ok(Options { config, clocks, rail, tcp_address: TcpAddress::from_env(), ..Options::default() })
+        let (pace, tcp_address) = (Pace::from_env()?, TcpAddress::from_env());
+        Ok(Options { config, clocks, rail, pace, tcp_address, ..Options::default() })
     }
 }
 
@@ -140,10 +143,19 @@ impl World {
                     })
                 })
                 .collect();
-            ranks
-                .into_iter()
-                .map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-                .collect()
+            let (mut worlds, mut errors) = (Vec::new(), Vec::new());
+            for rank in ranks {
+                match rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)) {
+                    Ok(world) => worlds.push(world),
+                    Err(error) => errors.push(error),
+                }
+            }
+            // Who was left by another rank is not why.
+            let left = |error: &Error| matches!(error, Error::Bootstrap(BootstrapError::Left { .. }));
+            match errors.into_iter().min_by_key(left) {
+                Some(error) => Err(error),
+                None => Ok(worlds),
+            }
         })
     }
 
@@ -360,7 +372,7 @@ impl Shared {
 
     /// Whether this machine has fewer cores for this process than ranks.
     pub(crate) fn crowded(&self) -> bool {
-        crowded(&self.machines, self.hub.rank())
+        crowded(&self.machines, self.hub.rank(), 1)
     }
 
     /// How many groups of these ranks were made before this one.
@@ -372,8 +384,8 @@ impl Shared {
     }
 }
 
-/// Whether the machine of a rank has fewer cores for this process than ranks.
-pub(super) fn crowded(machines: &[Location], rank: u32) -> bool {
+/// Whether the machine of a rank has fewer cores for this process than its ranks have threads that want one.
+pub(super) fn crowded(machines: &[Location], rank: u32, threads: usize) -> bool {
     let here = machines.iter().filter(|place| place.same_machine(&machines[rank as usize])).count();
-    std::thread::available_parallelism().is_ok_and(|cores| cores.get() < here)
+    std::thread::available_parallelism().is_ok_and(|cores| cores.get() < here * threads)
 }

@@ -8,7 +8,8 @@
 //! A flag in memory of the host may be seen before rows in memory of a device: these are two places on the bus, with no order
 //! between them. So whoever puts rows there writes a *word* there, too, before it raises the flag; and the stream that goes on
 //! with the rows awaits the word, once the host has seen the flag. What a device sees of a card's writes is in order by itself,
-//! or the wait makes it so ([`WriteOrder`]).
+//! or the wait makes it so ([`WriteOrder`]). The host does not write such words: when a world dies, a stream does, which needs
+//! another hardware queue than those that wait. Where there is one queue only, rows take the detour.
 
 use std::sync::Arc;
 
@@ -38,10 +39,12 @@ impl Straight {
     pub fn new(group: &Group, lanes: &Lanes, memory: &DeviceMemory) -> Result<Result<Self, Detour>, Error> {
         let (facts, len) = (memory.context.facts(), memory.own.len());
         let ordered = facts.write_order != WriteOrder::None || facts.flush_remote_writes;
+        let several = memory.context.driver().hardware_queues() > 1;
         let rails = group.shared.rails.as_ref().ok_or(Detour::Lane("none"));
-        let registered = match ordered {
-            true => rails.and_then(|rails| rails.register_device(memory)),
-            false => Err(Detour::Unordered),
+        let registered = match (ordered, several) {
+            (true, true) => rails.and_then(|rails| rails.register_device(memory)),
+            (false, _) => Err(Detour::Unordered),
+            (_, false) => Err(Detour::OneQueue),
         };
         let region = registered.as_ref().ok().map(|(number, ..)| Registered::of(group, *number));
         let mut said = vec![u8::from(registered.is_ok())];
@@ -53,12 +56,14 @@ impl Straight {
         let (Ok((_, _, registration)), Some(region)) = (&registered, region) else {
             return Ok(Err(registered.err().unwrap_or(Detour::Rank(group.rank()))));
         };
+        // Before anything is learnt: that may fail at one rank alone, which must not go on as the others do then.
+        if let Some((member, _)) = (0..).zip(&heard).find(|(_, blob)| blob[..] == [0]) {
+            return Ok(Err(Detour::Rank(member)));
+        }
         let mut parts = Vec::new();
         for (blob, member) in heard.iter().zip(0..) {
-            let (number, key) = match blob.split_first_chunk::<5>() {
-                Some(([1, number @ ..], key)) => (number, key),
-                None if blob[..] == [0] => return Ok(Err(Detour::Rank(member))),
-                _ => return Err(BootstrapError::Malformed { peer: format!("rank {member}") }.into()),
+            let Some(([1, number @ ..], key)) = blob.split_first_chunk::<5>() else {
+                return Err(BootstrapError::Malformed { peer: format!("rank {member}") }.into());
             };
             let region = u32::from_le_bytes(*number);
             if let Reach::Rail(rail) = &lanes.reach[member as usize] {

@@ -7,7 +7,7 @@ use super::Group;
 use super::rails::Kind;
 use crate::bootstrap::exchange_fds;
 use crate::error::{BootstrapError, Error, LaneError};
-use crate::lane::{self, Card, Link, Wiring};
+use crate::lane::{self, Card, Egress, Link, Wiring};
 use crate::memory::{Mapped, Segment};
 use crate::topology::Paths;
 
@@ -17,13 +17,18 @@ pub(super) fn lay(group: &Group, paths: &Paths) -> Result<(), Error> {
     let missing = |(&rank, position)| paths.wired(position) && rails.card.rail_to(rank).is_none();
     let wanted: Vec<bool> = group.ranks().iter().zip(0..).map(missing).collect();
     match &rails.kind {
-        Kind::Loop => lay_segments(group, &rails.card, &wanted),
+        Kind::Loop(egress) => lay_segments(group, &rails.card, egress.as_ref(), &wanted),
         Kind::Wired(wiring) => join_ends(group, &rails.card, wiring.as_ref(), &wanted),
     }
 }
 
 /// Every pair shares a segment of its own. The lower rank of the world makes it.
-fn lay_segments(group: &Group, card: &Card, wanted: &[bool]) -> Result<(), Error> {
+fn lay_segments(
+    group: &Group,
+    card: &Card,
+    egress: Option<&Arc<Egress>>,
+    wanted: &[bool],
+) -> Result<(), Error> {
     let own = group.shared.hub.rank();
     let mut made: Vec<Option<Segment>> = Vec::new();
     for (&rank, &want) in group.ranks().iter().zip(wanted) {
@@ -54,7 +59,8 @@ fn lay_segments(group: &Group, card: &Card, wanted: &[bool]) -> Result<(), Error
         };
         let mapped = Arc::new(Mapped::new(&[Some(&wire)])?);
         mapped.populate(0, 0, wire.len())?;
-        card.attach(Arc::new(Link::new(rank, own < rank, mapped, bell, Arc::clone(card.regions()))?))?;
+        let (regions, egress) = (Arc::clone(card.regions()), egress.cloned());
+        card.attach(Arc::new(Link::new(rank, own < rank, mapped, bell, regions, egress)?))?;
     }
     Ok(())
 }

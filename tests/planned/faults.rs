@@ -7,6 +7,7 @@ use sidelane::ep::planned::{PlannedExchange, Status, Tokens};
 use sidelane::error::{CallError, Cause, DeviceError, MemoryError, PlanError};
 use sidelane::gate::Routing;
 use sidelane::plan::{Mode, Overflow};
+use sidelane::topology::Route;
 use sidelane::{Error, Options};
 
 use super::on_devices;
@@ -177,11 +178,19 @@ fn where_all_streams_share_one_hardware_queue_the_exchange_is_refused() {
     });
 }
 
+/// Nodes of three ranks, and how rows go between them.
+const WAYS: [([u32; 3], Route); 4] =
+    [([0; 3], Route::Direct), ([0, 1, 0], Route::Direct), ([0, 1, 0], Route::Pxn), ([0, 0, 1], Route::Pxn)];
+
 /// What ends a dispatch that one rank does not make.
-fn ended_by(nodes: &[u32; 3], options: &Options, body: impl Fn(&mut Rank<bf16>, bool) + Sync) {
-    on_ranks(nodes, options, |world| {
+fn ended_by(
+    (nodes, route): ([u32; 3], Route),
+    options: &Options,
+    body: impl Fn(&mut Rank<bf16>, bool) + Sync,
+) {
+    on_ranks(&nodes, options, |world| {
         let group = world.all().unwrap();
-        let mut rank = Rank::<bf16>::new(&group, &Case::across(nodes, 4, 2));
+        let mut rank = Rank::<bf16>::new(&group, &Case { route, ..Case::across(&nodes, 4, 2) });
         rank.round(&input(world.rank()));
         body(&mut rank, world.rank() == 1);
         if world.rank() == 1 {
@@ -198,17 +207,15 @@ fn ended_by(nodes: &[u32; 3], options: &Options, body: impl Fn(&mut Rank<bf16>, 
 #[test]
 fn a_cancelled_world_ends_all_waits_of_streams() {
     on_devices("faults::a_cancelled_world_ends_all_waits_of_streams", 8, 7, || {
-        for nodes in [[0; 3], [0, 1, 0]] {
-            cancelled(&nodes);
-        }
+        WAYS.into_iter().for_each(cancelled);
     });
 }
 
-fn cancelled(nodes: &[u32; 3]) {
+fn cancelled((nodes, route): ([u32; 3], Route)) {
     let all = std::sync::Barrier::new(nodes.len());
-    on_ranks(nodes, &small(), |world| {
+    on_ranks(&nodes, &small(), |world| {
         let group = world.all().unwrap();
-        let mut rank = Rank::<bf16>::new(&group, &Case::across(nodes, 4, 2));
+        let mut rank = Rank::<bf16>::new(&group, &Case { route, ..Case::across(&nodes, 4, 2) });
         rank.round(&input(world.rank()));
         // Nobody is still in the round when the world ends.
         all.wait();
@@ -231,9 +238,10 @@ fn cancelled(nodes: &[u32; 3]) {
 fn a_rank_that_makes_no_call_is_named_after_the_deadline() {
     on_devices("faults::a_rank_that_makes_no_call_is_named_after_the_deadline", 8, 8, || {
         let mut options = small();
-        options.clocks.deadline = Duration::from_secs(3);
-        for nodes in [[0; 3], [0, 1, 0]] {
-            ended_by(&nodes, &options, |rank, absent| {
+        for way in WAYS {
+            // Who waits for a relay waits an eighth longer than the relay does: as long as ranks may begin apart.
+            options.clocks.deadline = Duration::from_secs(if way.1 == Route::Pxn { 12 } else { 3 });
+            ended_by(way, &options, |rank, absent| {
                 if absent {
                     return;
                 }

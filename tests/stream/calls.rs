@@ -33,7 +33,7 @@ fn write(rank: &Rank, to: &sidelane::device::Range, bytes: &[u8]) {
 }
 
 /// A dispatch and a combine, every byte compared.
-fn round(rank: &mut Rank, round: u64) {
+pub fn round(rank: &mut Rank, round: u64) {
     let (me, case) = (rank.me(), rank.case);
     let inputs = case.inputs(round);
     let tensors = rank.tensors(&inputs[me as usize]);

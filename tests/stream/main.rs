@@ -9,11 +9,13 @@ mod apart;
 mod calls;
 mod faults;
 mod graphs;
+mod nodes;
 #[path = "../kernels/world.rs"]
 mod packed;
 mod processes;
 mod rank;
 mod refusals;
+mod replays;
 mod rounds;
 #[path = "../rows_common/mod.rs"]
 mod rows_common;

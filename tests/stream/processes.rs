@@ -5,7 +5,7 @@ use std::process::Command;
 use sidelane::World;
 
 use super::on_stand_in;
-use super::rank::{Case, Rank, Tensors, content, copied_back};
+use super::rank::{Case, Rank};
 
 const CASE: Case = Case { ranks: 4, experts: 10, top_k: 3, hidden: 24, max_tokens: 3 };
 const ROUNDS: u64 = 1000;
@@ -16,21 +16,7 @@ const UNDER_WAY: usize = 25;
 fn a_rank_of_the_world_below() {
     let mut rank = Rank::new(CASE, World::from_env().unwrap());
     let me = rank.me();
-    let rounds: Vec<u64> = (0..ROUNDS).collect();
-    for rounds in rounds.chunks(UNDER_WAY) {
-        let inputs: Vec<_> = rounds.iter().map(|&round| CASE.input(round, me)).collect();
-        let tensors: Vec<Tensors> = inputs.iter().map(|input| rank.tensors(input)).collect();
-        for tensors in &tensors {
-            rank.exchange.dispatch(&rank.stream, &tensors.tokens()).unwrap();
-            rank.experts_copy();
-            rank.exchange.combine(&rank.stream, tensors.out()).unwrap();
-        }
-        rank.exchange.synchronize(&rank.stream).unwrap();
-        for (input, tensors) in inputs.iter().zip(&tensors) {
-            let expected = copied_back(CASE, input);
-            assert_eq!(content(&tensors.out)[..expected.len()], expected, "rank {me}");
-        }
-    }
+    rank.rounds(0..ROUNDS, UNDER_WAY);
     println!("rank {me}: {ROUNDS} rounds are right to the bit");
 }
 

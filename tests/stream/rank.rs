@@ -1,5 +1,6 @@
 //! One rank of a world, with a device, an exchange and tensors.
 
+use std::ops::Range as Rounds;
 use std::sync::Arc;
 
 use half::bf16;
@@ -96,6 +97,30 @@ impl Rank {
         self.stream.copy(staging.range().span(0, from.len()).unwrap(), whole).unwrap();
         self.exchange.synchronize(&self.stream).unwrap();
         content(&staging)
+    }
+
+    /// Dispatches and combines of these rounds, so many enqueued at once, experts that copy; every row of every sum compared.
+    pub fn rounds(&mut self, rounds: Rounds<u64>, under_way: usize) {
+        let (case, me) = (self.case, self.me());
+        for rounds in rounds.collect::<Vec<u64>>().chunks(under_way) {
+            let inputs: Vec<_> = rounds.iter().map(|&round| case.input(round, me)).collect();
+            let tensors: Vec<Tensors> = inputs.iter().map(|input| self.tensors(input)).collect();
+            for tensors in &tensors {
+                self.exchange.dispatch(&self.stream, &tensors.tokens()).unwrap();
+                self.experts_copy();
+                self.exchange.combine(&self.stream, tensors.out()).unwrap();
+            }
+            self.exchange.synchronize(&self.stream).unwrap();
+            for (input, tensors) in inputs.iter().zip(&tensors) {
+                let expected = copied_back(case, input);
+                assert_eq!(
+                    content(&tensors.out)[..expected.len()],
+                    expected,
+                    "{} tokens at {me}",
+                    input.tokens
+                );
+            }
+        }
     }
 
     /// The experts of most tests: each partial row is the row itself. Nothing waits for the host.
@@ -198,7 +223,12 @@ pub fn sums(
 
 /// Runs the body on every rank of a world of threads, all on one node.
 pub fn on_ranks(ranks: u32, options: &Options, body: impl Fn(World) + Sync) {
-    let worlds = World::threads_with(&vec![0; ranks as usize], options).unwrap();
+    on_nodes(&vec![0; ranks as usize], options, body);
+}
+
+/// The same on nodes: that of each rank.
+pub fn on_nodes(nodes: &[u32], options: &Options, body: impl Fn(World) + Sync) {
+    let worlds = World::threads_with(nodes, options).unwrap();
     std::thread::scope(|scope| worlds.into_iter().for_each(|world| _ = scope.spawn(|| body(world))));
 }
 

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use sidelane::Error;
 use sidelane::device::{Allocation, Context, Stream};
 use sidelane::ep::StreamTokens;
-use sidelane::error::{CallError, DeviceError, Fault, LaneError, MemoryError, PlanError};
-use sidelane::{Error, Options, World};
+use sidelane::error::{CallError, DeviceError, Fault, MemoryError, PlanError};
 
 use super::rank::{Case, Rank, content, context, copied_back, on_ranks, options};
 use super::{on_each, on_stand_in};
@@ -108,24 +108,6 @@ fn settings_that_differ_or_cannot_be_used_are_refused_on_every_rank() {
             assert!(expected, "{unusable:?}");
             let bytes = CASE.builder(&group, &context).dtype(sidelane::Dtype::Bytes).build().map(drop);
             assert!(matches!(bytes, Err(Error::Plan(PlanError::NoArithmetic { .. }))), "{bytes:?}");
-        });
-    });
-}
-
-#[test]
-fn ranks_of_two_nodes_have_no_copy_engines_in_common() {
-    on_stand_in("refusals::ranks_of_two_nodes_have_no_copy_engines_in_common", || {
-        let worlds = World::threads_with(&[0, 1], &Options { ..options() }).unwrap();
-        std::thread::scope(|scope| {
-            for world in worlds {
-                scope.spawn(move || {
-                    let (group, context) = (world.all().unwrap(), context(world.rank()));
-                    let refused = CASE.builder(&group, &context).build().map(drop);
-                    let (rank, peer) = (world.rank(), 1 - world.rank());
-                    let missing = "a node in common";
-                    assert_eq!(refused, Err(LaneError::NoLane { rank, peer, missing }.into()));
-                });
-            }
         });
     });
 }

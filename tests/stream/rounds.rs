@@ -2,35 +2,17 @@
 
 use stand_in_cuda::StandIn;
 
-use super::rank::{Case, Rank, Tensors, content, copied_back, on_ranks, options};
+use super::rank::{Case, Rank, content, copied_back, on_ranks, options};
 use super::{on_each, on_stand_in};
 
 /// So many rounds under way at once, with tensors of their own.
-const UNDER_WAY: u64 = 20;
-
-fn rounds(rank: &mut Rank, rounds: u64) {
-    let (case, me) = (rank.case, rank.me());
-    for first in (0..rounds).step_by(UNDER_WAY as usize) {
-        let inputs: Vec<_> = (first..first + UNDER_WAY).map(|round| case.input(round, me)).collect();
-        let tensors: Vec<Tensors> = inputs.iter().map(|input| rank.tensors(input)).collect();
-        for tensors in &tensors {
-            rank.exchange.dispatch(&rank.stream, &tensors.tokens()).unwrap();
-            rank.experts_copy();
-            rank.exchange.combine(&rank.stream, tensors.out()).unwrap();
-        }
-        rank.exchange.synchronize(&rank.stream).unwrap();
-        for (input, tensors) in inputs.iter().zip(&tensors) {
-            let expected = copied_back(case, input);
-            assert_eq!(content(&tensors.out)[..expected.len()], expected, "{} tokens at {me}", input.tokens);
-        }
-    }
-}
+const UNDER_WAY: usize = 20;
 
 fn many_rounds(test: &str, queues: &str, case: Case, number: u64) {
     let run = |seed| [("SIDELANE_STAND_IN_SEED", seed), ("CUDA_DEVICE_MAX_CONNECTIONS", queues)];
     let runs = ["0", "1", "2"].map(run);
     on_each(test, &runs.each_ref().map(|run| &run[..]), || {
-        on_ranks(case.ranks, &options(), |world| rounds(&mut Rank::new(case, world), number));
+        on_ranks(case.ranks, &options(), |world| Rank::new(case, world).rounds(0..number, UNDER_WAY));
     });
 }
 

@@ -6,11 +6,16 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use crate::bench::ConfigError;
+use crate::collectives::CollectivesError;
 use crate::engines::EnginesError;
 use crate::launch::ShapeError;
+use crate::layer::LayerError;
+use crate::peers::PeerError;
 use crate::perf::PerfError;
+use crate::planning::PlanningError;
 use crate::route::RouteError;
 use crate::routing::RoutingError;
+use crate::simulate::SimulateError;
 
 /// Any error that ends the program.
 #[derive(Debug, thiserror::Error)]
@@ -45,9 +50,25 @@ pub enum CliError {
     #[error(transparent)]
     Engines(#[from] EnginesError),
 
+    /// What `simulate` is asked for cannot be timed.
+    #[error(transparent)]
+    Simulate(#[from] SimulateError),
+
+    /// What `planning` is asked for cannot be planned.
+    #[error(transparent)]
+    Planning(#[from] PlanningError),
+
+    /// What `layer` is asked for is no layer.
+    #[error(transparent)]
+    Layer(#[from] LayerError),
+
     /// The ranks or sizes of `perf` are none.
     #[error(transparent)]
     Perf(#[from] PerfError),
+
+    /// The sizes of `collectives` are none.
+    #[error(transparent)]
+    Collectives(#[from] CollectivesError),
 
     /// What this program hands to its ranks did not arrive whole.
     #[error("the task of a rank is not what `sidelane` writes: {0}")]
@@ -56,6 +77,10 @@ pub enum CliError {
     /// What a rank recorded or found did not arrive whole.
     #[error("what a rank tells is not what `sidelane` writes: {0}")]
     Told(#[source] serde_json::Error),
+
+    /// A peer that was beside us is not there any more.
+    #[error(transparent)]
+    Peer(#[from] PeerError),
 
     /// The library reports an error.
     #[error(transparent)]
@@ -94,7 +119,11 @@ impl CliError {
             | CliError::Routing(_)
             | CliError::Route(_)
             | CliError::Engines(_)
+            | CliError::Layer(_)
             | CliError::Perf(_)
+            | CliError::Collectives(_)
+            | CliError::Simulate(_)
+            | CliError::Planning(_)
             | CliError::NoSecret { .. }
             | CliError::Conditions { .. }
             | CliError::Task(_) => 2,

@@ -4,6 +4,7 @@
 //!   command --> task (JSON) --launch--> the same program, once per rank, as a hidden subcommand --> join the others
 //! ```
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -24,6 +25,17 @@ pub fn start(
     machines: &MachineArgs,
     task: &impl Serialize,
 ) -> Result<ExitCode, CliError> {
+    start_with(subcommand, ranks_per_node, machines, task, Vec::new())
+}
+
+/// The same, with more variables in their environment.
+pub fn start_with(
+    subcommand: &str,
+    ranks_per_node: &[u32],
+    machines: &MachineArgs,
+    task: &impl Serialize,
+    variables: Vec<(String, OsString)>,
+) -> Result<ExitCode, CliError> {
     let program =
         std::env::current_exe().map_err(|source| CliError::Prepare { what: "find this program", source })?;
     let json = serde_json::to_string(task).expect("numbers, names and paths are always JSON");
@@ -31,7 +43,7 @@ pub fn start(
         nodes: ranks_per_node.to_vec(),
         part: machines.part(ranks_per_node)?,
         command: vec![program.into(), subcommand.into(), json.into()],
-        env: machines.variables(),
+        env: [machines.variables(), variables].concat(),
         grace: Duration::from_secs(5),
         tag: false,
     };

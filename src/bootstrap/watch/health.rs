@@ -36,6 +36,7 @@ impl Health {
 
     /// The status word: 0 while the world lives. Otherwise the low byte is the kind of the cause, the bits
     /// above it the rank the cause names.
+    #[inline]
     pub fn status(&self) -> u32 {
         self.status.load(Ordering::Acquire)
     }

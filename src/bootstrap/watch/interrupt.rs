@@ -45,6 +45,11 @@ pub fn interruptible<T>(ask: impl Fn() -> bool + 'static, call: impl FnOnce() ->
     call()
 }
 
+/// Whether this thread brings a question: what it waits for by other means than polling, it must leave now and then to ask.
+pub(crate) fn questioned() -> bool {
+    QUESTION.with_borrow(Option::is_some)
+}
+
 /// Whether this thread's user wants to stop.
 pub(crate) fn interrupted() -> bool {
     let due = QUESTION.with_borrow_mut(|question| {

@@ -17,7 +17,7 @@ mod liveness;
 pub use clocks::Clocks;
 pub use health::Health;
 pub(super) use health::lock;
-pub(crate) use interrupt::interrupted;
 pub use interrupt::interruptible;
+pub(crate) use interrupt::{interrupted, questioned};
 pub(super) use launcher::Launcher;
 pub(super) use liveness::Liveness;

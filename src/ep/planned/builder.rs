@@ -5,7 +5,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::common::Common;
 use super::exchange::{Parts, PlannedExchange};
-use super::passage::Passage;
 use super::planner::{Kept, Planner, Programs, Scratch};
 use super::seat::Seat;
 use super::shape::{Bell, Shape};
@@ -13,10 +12,11 @@ use super::space::Space;
 use super::{Status, apart};
 use crate::device::{Context, Driver, Kernels, PinnedMemory, Stream};
 use crate::ep::ExpertParallelBuilder;
-use crate::ep::builder::{Spec, alike};
+use crate::ep::builder::Spec;
 use crate::ep::guard::Guard;
 use crate::ep::meeting::Numbers;
 use crate::ep::parallel::{Fixed, Room};
+use crate::ep::passage::{Needs, Passage};
 use crate::ep::relay::Relay;
 use crate::error::{Error, MemoryError, PlanError};
 use crate::exec::{Engine, Ground, Near};
@@ -74,14 +74,19 @@ impl<'g> PlannedBuilder<'g> {
         let usable = check(&spec, seats).and_then(|()| prepare(&context, &stream));
         let usable_here = [("whether their streams can be used (1: yes)", usable.is_ok().into())];
         let settings = [("seats", seats.into()), ("bytes of the pool", pool)];
-        let told = alike(group, &[usable_here.as_slice(), &settings].concat());
+        let told = group.alike(&[usable_here.as_slice(), &settings].concat());
         let (apart, kernels) = usable?;
         told?;
         let room =
             Room { total: shape.pool().1, space: "pool of the exchange", setting: "PlannedBuilder::pool" };
         let window = DeviceWindow::new(group, &context, (shape.device_bytes(), words), Ok(()))?;
         let members = window.members();
-        let passage = Passage::find(group, &context, &lanes, &members, &shape)?;
+        let needs = Needs {
+            words: shape.words().1,
+            desk: shape.arrives().then(|| shape.desk_bytes()),
+            twin: shape.twin_bytes(),
+        };
+        let passage = Passage::find(group, &context, &lanes, &members, needs)?;
         let (fixed, control) = Fixed::new(group, spec, room, passage.ground())?;
         let fixed = Arc::new(fixed);
         let own = members[group.rank() as usize].as_ref();
@@ -110,7 +115,7 @@ impl<'g> PlannedBuilder<'g> {
         };
         let awaited = bells(&[Bell::Listed, Bell::Packed, Bell::Dispatched, Bell::Combined]);
         let status = (bells(&[Bell::Status]), Status::DEAD.0.into());
-        let guard = Guard::new(fixed.shared.hub.health(), &common.host, awaited, status)?;
+        let guard = Guard::new(fixed.shared.hub.health(), &common.host, awaited, status, None)?;
         let near = |Member { memory, words, same_device }: Member| Near { memory, words, same_device };
         let ranks = members.into_iter().map(|member| member.map(near)).collect();
         let (zeros_at, zeros_len) = shape.zeros();
@@ -206,8 +211,7 @@ fn start(
     let driver = driver.clone();
     let started = thread.spawn(move || {
         // Whoever captures meanwhile would have this thread's looks at its own stream refused; then they are not made.
-        let _ = driver.ignore_captures_of_others();
-        planner.serve();
+        driver.beside_captures(|| planner.serve());
     });
     Ok(started.map_err(|_| PlanError::PlannerGone)?)
 }

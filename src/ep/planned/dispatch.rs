@@ -145,7 +145,7 @@ impl Planner {
             let (base, len) = common.shape.rows(seat);
             return Landing { base, len, extent: None };
         }
-        let extent = common.space.announce(common.fixed.most_bytes(&self.numbers.sizes));
+        let extent = common.space.announce(common.fixed.most_bytes(CallKind::Dispatch, &self.numbers.sizes));
         Landing { base: extent.offset(), len: extent.len(), extent: Some(extent) }
     }
 

@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use super::common::Common;
 use super::handle::{Lease, PlannedCombine, PlannedDispatch, PlannedHandle, PlannedOutput};
-use super::passage::Passage;
 use super::shape::{Bell, Shape};
 use super::{PlannedBuilder, REFUSED};
 use crate::device::{Kernels, MemoryOperations, Order, Range, Regroup, Stream, SumChoices};
 use crate::dtype::Wire;
 use crate::ep::ExpertParallelBuilder;
 use crate::ep::guard::Guard;
+use crate::ep::passage::Passage;
 use crate::error::{CallError, DeviceError, Error, PlanError};
 use crate::world::SymmetricRange;
 
@@ -196,31 +196,58 @@ impl PlannedExchange {
         handle: &PlannedHandle,
         out: &Range,
     ) -> Result<PlannedCombine, Error> {
-        self.common.fixed.shared.hub.health().check()?;
-        let captured = self.stream.is_capturing()?;
-        let (lease, spec) = (Arc::clone(&handle.lease), &self.common.fixed.spec);
-        let (seen, expected) = (lease.common.instance, self.common.instance);
-        if seen != expected {
-            return Err(CallError::ForeignHandle { seen, expected }.into());
-        }
-        let (tokens, seat) = (lease.tokens, lease.seat);
+        let (lease, spec) = (self.own(handle)?, &self.common.fixed.spec);
         let kernels = Kernels::sum_choices_names(spec.dtype)?;
         let shape = (spec.hidden, spec.dtype.size());
-        let unfit = check_tensor("combined tokens", out, tokens.into(), shape, 16).err();
+        let unfit = check_tensor("combined tokens", out, lease.tokens.into(), shape, 16).err();
         // A sum that is refused leaves zeros, where there is room for them.
         let summed = unfit.is_none().then_some(out);
         let foreign = (!Arc::ptr_eq(&y.lease, &lease))
             .then(|| CallError::WrongOutput { seen: y.lease.call, expected: lease.call }.into());
         let refused = foreign.or(unfit);
-        let (_, combines) = &mut self.calls[seat as usize];
+        let steps = if refused.is_some() { REFUSED } else { (y.base / Shape::STEP) as u32 };
+        let nth = self.offer(&lease, Some(y), steps, summed)?;
+        Ok(PlannedCombine { lease, nth, kernels, refused })
+    }
+
+    /// Takes part in a combine that this rank cannot make, because it has no output to bring: the other ranks are told, as of
+    /// bad input, and do not wait. Nobody's sums are more than zeros.
+    ///
+    /// # Errors
+    /// As [`PlannedExchange::combine`].
+    pub fn refuse_combine(&mut self, handle: &PlannedHandle) -> Result<(), Error> {
+        let lease = self.own(handle)?;
+        self.offer(&lease, None, REFUSED, None).map(drop)
+    }
+
+    /// The seat of a handle of this exchange.
+    fn own(&self, handle: &PlannedHandle) -> Result<Arc<Lease>, Error> {
+        self.common.fixed.shared.hub.health().check()?;
+        let (seen, expected) = (handle.lease.common.instance, self.common.instance);
+        if seen != expected {
+            return Err(CallError::ForeignHandle { seen, expected }.into());
+        }
+        Ok(Arc::clone(&handle.lease))
+    }
+
+    /// Enqueues a combine, and says which of the seat's it is.
+    fn offer(
+        &mut self,
+        lease: &Lease,
+        y: Option<PlannedOutput>,
+        steps: u32,
+        out: Option<&Range>,
+    ) -> Result<u64, Error> {
+        let captured = self.stream.is_capturing()?;
+        let (_, combines) = &mut self.calls[lease.seat as usize];
         *combines += 1;
         let nth = *combines;
-        self.begin(seat, captured)?;
-        let steps = if refused.is_some() { REFUSED } else { (y.base / Shape::STEP) as u32 };
+        self.begin(lease.seat, captured)?;
         // Given back as of this call: no earlier one may use it.
         drop(y);
-        self.enqueue_combine(seat, tokens, steps, summed).map_err(|error| self.common.fixed.fail(error))?;
-        Ok(PlannedCombine { lease, nth, kernels, refused })
+        let enqueued = self.enqueue_combine(lease.seat, lease.tokens, steps, out);
+        enqueued.map_err(|error| self.common.fixed.fail(error))?;
+        Ok(nth)
     }
 
     /// Counts a call that the planner will count as served: none of a seat that is a graph's.

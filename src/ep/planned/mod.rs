@@ -18,7 +18,6 @@
 //! | `arrivals` | what else the planner does where engines relay |
 //! | `shape`, `space`, `seat` | where things lie, what is free, what the planner tells |
 //! | `guard` | what ends the waits of streams when the world dies |
-//! | `passage` | how rows cross between nodes |
 //! | `apart` | a stream that the caller's cannot hold up |
 //!
 //! **Constants.** Between a stream and its own planner there are *bells*: words of the host's memory that one side sets and
@@ -57,14 +56,13 @@ mod common;
 mod dispatch;
 mod exchange;
 mod handle;
-mod passage;
 mod planner;
 mod seat;
 mod shape;
 mod space;
 mod status;
 #[cfg(test)]
-mod tests;
+pub(in crate::ep) mod tests;
 
 pub use builder::PlannedBuilder;
 pub use exchange::{PlannedExchange, Tokens};

@@ -104,7 +104,7 @@ impl Planner {
     /// Serves until the caller has closed and all is served, or the world is dead.
     pub fn serve(mut self) {
         let fixed = Arc::clone(&self.common.fixed);
-        let _end = EndsTheWorld(&fixed);
+        let _end = EndsTheWorld(&fixed.shared);
         if let Err(error) = self.listen() {
             let _ = self.common.fixed.fail(error);
             self.engine.run_out(DRAIN);

@@ -2,7 +2,7 @@
 //! the stand-in of `tests/stand-in-cuda`; the cards are not there either, or those of two machines (`tests/testbed`).
 
 #[path = "../../../tests/device/apart.rs"]
-mod apart;
+pub(in crate::ep) mod apart;
 #[path = "../../../tests/planned/memory.rs"]
 mod memory;
 #[allow(dead_code)] // tests of other lanes use the rest
@@ -189,7 +189,7 @@ fn where_a_device_cannot_await_what_cards_write_rows_take_the_detour() {
 /// Rounds of each way in `tests/testbed`.
 const ROUNDS: u64 = 5;
 
-/// One of the ranks of two machines: as `tests/testbed` starts them.
+/// One of the ranks of two machines, planned exchanges and slots: as `tests/testbed` starts them.
 #[test]
 #[ignore = "needs four processes on two machines with cards"]
 fn rows_go_from_device_to_device_between_two_machines() {
@@ -208,4 +208,6 @@ fn rows_go_from_device_to_device_between_two_machines() {
         println!("{} {mode}: {ROUNDS} rounds to the bit, {bytes} bytes straight", route.name());
         group.gather(&[]).unwrap();
     }
+    let bytes = crate::ep::stream::between_two_machines(world, ROUNDS);
+    println!("direct slots: {ROUNDS} rounds to the bit, {bytes} bytes straight");
 }

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use super::StreamExchange;
 use crate::device::Context;
 use crate::dtype::Dtype;
-use crate::ep::builder::alike;
 use crate::error::{Error, LaneError, PlanError};
 use crate::plan::{ExpertMap, SlotShape};
 use crate::rows::Arithmetic;
@@ -78,11 +77,12 @@ impl<'g> StreamExchangeBuilder<'g> {
         self
     }
 
-    /// Takes memory of the device, maps that of the others, and loads the kernels. Collective.
+    /// Takes memory of the device, maps that of the others, and loads the kernels; with several nodes, registers it with network
+    /// cards, or pins as much of the host's beside it, and starts the proxy. Collective.
     ///
     /// # Errors
     /// [`PlanError`] if a setting cannot be used; [`CallError::ConfigsDiffer`](crate::error::CallError) if ranks chose
-    /// differently; [`LaneError::NoLane`] if they are not of one node;
+    /// differently; what a lane says if it cannot join their nodes;
     /// [`DeviceError`](crate::error::DeviceError) if the device or the driver lacks something, or loads kernels lazily, and
     /// [`MemoryError::NotUsable`](crate::error::MemoryError) or [`LaneError::PeerLacks`] on the other ranks.
     pub fn build(self) -> Result<StreamExchange, Error> {
@@ -99,7 +99,7 @@ impl<'g> StreamExchangeBuilder<'g> {
             ("max_tokens", spec.max_tokens.into()),
         ];
         // A rank with bad settings still takes part in the comparison: the others are told, not left waiting.
-        alike(self.group, &settings)?;
+        self.group.alike(&settings)?;
         let (map, shape) = checked?;
         let made = StreamExchange::new(self.group, self.context, self.spec, &map, shape);
         let lacks = made.as_ref().err().map_or_else(String::new, ToString::to_string);

@@ -4,16 +4,21 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::StreamExchangeBuilder;
+use super::aside::Aside;
 use super::builder::Spec;
-use super::places::Places;
+use super::late::late;
+use super::places::{Places, Windows};
+use super::proxy::Proxy;
 use super::turn::Turn;
-use crate::device::{Addresses, Check, Context, Kernels, Pack, Range, Span, Stream, Sum, Word};
+use crate::device::{Addresses, Check, Context, Kernels, Pack, PinnedMemory, Range, Span, Stream, Sum, Word};
 use crate::ep::guard::Guard;
+use crate::ep::passage::Passage;
 use crate::error::{CallError, DeviceError, Error, Fault, LaneError, PlanError};
-use crate::exec::{Enqueued, Lowered};
+use crate::exec::{Enqueued, Lowered, PeerWindows};
+use crate::lane::COPY_ENGINE;
 use crate::plan::SlotShape;
 use crate::schedule::Flag;
-use crate::world::{Group, Member, Shared};
+use crate::world::{Detour, Group, Registration, Shared};
 
 /// What this rank waits for of each peer.
 pub(super) const FLAGS: [Flag; 2] = [Flag::Landed, Flag::Home];
@@ -22,10 +27,16 @@ pub(super) const DEAD: u64 = 1 << 16;
 /// What is computed: before a dispatch, behind it, behind a combine.
 const KERNELS: [&str; 3] = ["pack", "check", "sum"];
 
-/// Dispatch and combine on CUDA streams, in rank-major slots, on one node. See the [module](super).
+/// Dispatch and combine on CUDA streams, in rank-major slots. See the [module](super).
 ///
 /// All calls go into one stream, or into streams that the caller puts in order by events. It may be dropped when the host has
-/// enqueued its last call; graphs that hold its calls must not be launched any more.
+/// enqueued its last call; graphs that hold its calls must not be launched any more, and with several nodes their launches must
+/// be done.
+///
+/// With several nodes, see that the stream is done, by [`synchronize`](Self::synchronize) or [`Stream::is_done`], before the
+/// exchange goes, or at least before the world does: what CUDA alone has seen to be done Sidelane takes for under way. Until it
+/// sees it, a thread that is left behind serves the stream and holds the world, which says no goodbye; a process that exits then
+/// is lost to the others, not gone.
 ///
 /// ```no_run
 /// use sidelane::device::{Driver, Priority, Range, Stream};
@@ -74,10 +85,19 @@ pub struct StreamExchange {
     pub(super) dispatch: Lowered,
     pub(super) combine: Lowered,
     pub(super) release: Lowered,
+    /// Of a dispatch, and of a combine.
+    pub(super) counts: [Enqueued; 2],
     pub(super) turn: Turn,
     pub(super) guard: Guard,
-    /// Per rank.
-    pub(super) window: Vec<Member>,
+    /// Whom it awaits: by words of the host first, then by those that cards raise in the device's memory.
+    pub(super) awaited: Vec<u32>,
+    pub(super) aside: Option<Arc<Aside>>,
+    /// This rank's own.
+    pub(super) memory: Range,
+    pub(super) words: PinnedMemory,
+    pub(super) window: Windows,
+    /// Goes last: it sees whether anybody still uses the words.
+    pub(super) proxy: Option<Proxy>,
 }
 
 /// What a rank hands over: its tokens, in memory that its device reaches.
@@ -105,6 +125,10 @@ pub struct StreamReport {
     /// Ranks on this rank's own device. Copies to them go beside compute only in batches: single ones, as in a graph, are
     /// done by SMs.
     pub same_device: u32,
+    /// Why rows that cross go by memory of the host, if any do.
+    pub detour: Option<Detour>,
+    /// How cards know the device's memory, where rows cross straight.
+    pub registration: Option<Registration>,
 }
 
 impl StreamExchange {
@@ -142,7 +166,7 @@ impl StreamExchange {
     pub fn partials(&self) -> Result<Range, Error> {
         let slots = self.places.slots();
         let len = u64::from(self.size()) * slots.home_bytes();
-        Ok(self.window[self.me as usize].memory.part(slots.partial(0), len)?)
+        Ok(self.memory.part(slots.partial(0), len)?)
     }
 
     /// Enqueues a dispatch: behind it in the stream, [`received`](Self::received) is what all ranks sent. Collective.
@@ -214,7 +238,7 @@ impl StreamExchange {
 
     /// Calls of this rank, as the pack kernel counts them.
     fn counter(&self) -> Result<Word<'_, u64>, DeviceError> {
-        self.window[self.me as usize].memory.word(self.places.counter().0)
+        self.memory.word(self.places.counter().0)
     }
 
     /// Enqueues a combine: behind it in the stream, `out`, `[tokens, hidden]`, is the sum of each token's partial rows, by
@@ -279,17 +303,27 @@ impl StreamExchange {
     /// Blocks until everything in the stream is done, however the world fares, and says how it went. For the end of a step or
     /// of a test: nothing else here blocks.
     ///
+    /// With words in memory of the device, a dead world's waits are ended by a stream of Sidelane's. If blocked streams hold up
+    /// all hardware queues, there is none, and this returns the cause with the stream still waiting: it keeps Sidelane's memory,
+    /// and tensors of the caller's own must stay.
+    ///
     /// # Errors
-    /// [`LaneError::Deadline`] if a live rank is silent for too long, which ends the world; else as
-    /// [`status`](Self::status).
+    /// [`LaneError::Deadline`] if a live rank is silent for too long, which ends the world. It names the first peer of which
+    /// nothing has come, as far as words can be read: where the device does not answer, those of the host. If these say of nobody
+    /// that it is late, it names this rank itself. Else as [`status`](Self::status).
     pub fn synchronize(&self, stream: &Stream) -> Result<(), Error> {
         let (start, deadline) = (Instant::now(), self.shared.options.clocks.deadline);
         let mut late = None;
         while !stream.is_done()? {
             let waited = start.elapsed();
-            if waited > deadline && late.is_none() && self.shared.hub.health().check().is_ok() {
-                // Ending the world ends the waits.
-                late = Some(self.fail(self.missing(waited)));
+            if self.shared.hub.health().check().is_err() {
+                if self.aside.as_ref().is_some_and(|aside| aside.is_stuck()) {
+                    break;
+                }
+            } else if waited > deadline && late.is_none() {
+                let missing = self.missing(waited);
+                // Words of a world that has died meanwhile tell nothing. Ending it ends the waits.
+                late = self.shared.hub.health().check().is_ok().then(|| self.fail(missing));
             }
             std::thread::yield_now();
         }
@@ -314,17 +348,21 @@ impl StreamExchange {
     /// # Errors
     /// None in practice: it lies in the window.
     pub fn status_word(&self) -> Result<Word<'_, u32>, DeviceError> {
-        self.window[self.me as usize].words.range().word(self.places.status())
+        self.words.range().word(self.places.status())
     }
 
     /// What the calls ask of a stream, and which kernels they use.
     pub fn report(&self) -> StreamReport {
         let peers = (0..self.size()).filter(|&peer| peer != self.me);
+        let passage = self.proxy.as_ref().map(|proxy| &proxy.work().passage);
+        let [dispatch, combine] = self.counts;
         StreamReport {
-            dispatch: self.dispatch.counts(),
-            combine: self.combine.counts(),
+            dispatch,
+            combine,
             kernels: KERNELS.to_vec(),
-            same_device: peers.filter(|&peer| self.window[peer as usize].same_device).count() as u32,
+            same_device: peers.filter(|&peer| self.window.same_device(peer)).count() as u32,
+            detour: passage.and_then(Passage::detour),
+            registration: passage.and_then(Passage::registration),
         }
     }
 
@@ -340,17 +378,20 @@ impl StreamExchange {
         self.shared.fail(&self.world_ranks, error)
     }
 
-    /// The peer whose word a stream still waits for. Words that have come stay until all have, so where some are set, those
-    /// that are not are missing.
+    /// The peer whose word a stream still waits for.
     fn missing(&self, waited: Duration) -> Error {
-        let peers: Vec<u32> = (0..self.size()).filter(|&peer| peer != self.me).collect();
-        let value = |nth: usize, flag: usize| self.guard.value(FLAGS.len() * nth + flag);
-        let some = (0..FLAGS.len()).find(|&flag| (0..peers.len()).any(|nth| value(nth, flag) != 0));
+        let by_card = self.aside.as_ref().map_or_else(|| Some(Vec::new()), |aside| aside.values());
+        let all = FLAGS.len() * self.awaited.len();
+        let by_host = all - if self.aside.is_some() { FLAGS.len() * self.window.far.len() } else { 0 };
+        let mut values: Vec<u64> = (0..by_host).map(|nth| self.guard.value(nth)).collect();
+        values.extend(by_card.into_iter().flatten());
         let landing = matches!(self.turn, Turn::Landing { .. } | Turn::Combine { .. });
-        let flag = some.unwrap_or(usize::from(!landing));
-        let late = (0..peers.len()).find(|&nth| value(nth, flag) == 0).unwrap_or(0);
-        let peer = peers.get(late).copied().unwrap_or(self.me);
+        let (late, flag) = late(&values, usize::from(!landing));
+        let peer = late.map_or(self.me, |nth| self.awaited[nth]);
+        let lanes = self.proxy.as_ref().map(|proxy| proxy.work().port.lanes());
+        let far = lanes.filter(|_| self.window.far.contains(&peer));
+        let lane = far.map_or(COPY_ENGINE, |lanes| lanes.reach[peer as usize].name());
         let (rank, flag) = (self.me, FLAGS[flag] as u32);
-        LaneError::Deadline { rank, peer, lane: "copy engine", flag, awaited: 1, seen: 0, waited }.into()
+        LaneError::Deadline { rank, peer, lane, flag, awaited: 1, seen: 0, waited }.into()
     }
 }

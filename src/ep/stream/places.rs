@@ -1,4 +1,4 @@
-//! What lies where in the memory of one rank's device.
+//! What lies where in the memory of one rank's device, and which memory its device reaches.
 
 use crate::device::{Addresses, PinnedMemory, Range, Span, Stream};
 use crate::error::{DeviceError, Error, PlanError};
@@ -10,8 +10,10 @@ use crate::world::Member;
 /// The device window of an exchange: the slots, which peers reach, and behind them what only this rank's kernels use.
 ///
 /// ```text
-///   | slots | rank of each expert | local number | slots to pack | rows to sum | place of each token | counter |
+///   | words that cards raise | slots | rank of each expert | local number | slots to pack | rows to sum | place of each token | counter |
 /// ```
+///
+/// Words are there if there are other nodes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Places {
     slots: Slots,
@@ -21,10 +23,16 @@ pub(super) struct Places {
 }
 
 impl Places {
-    /// For slots of this shape, and partial rows of `home_row` bytes.
-    pub fn new(ranks: u32, experts: u32, shape: SlotShape, home_row: u64) -> Result<Self, PlanError> {
+    /// For slots of this shape, and partial rows of `home_row` bytes; on several nodes or one.
+    pub fn new(
+        ranks: u32,
+        experts: u32,
+        shape: SlotShape,
+        (home_row, several): (u64, bool),
+    ) -> Result<Self, PlanError> {
         let max_tokens = u64::from(shape.max_tokens());
         let slots = Slots::new(ranks, shape.bytes(), max_tokens * home_row)?;
+        let slots = if several { slots.behind_words() } else { slots };
         Ok(Places { slots, ranks: ranks.into(), experts: experts.into(), max_tokens })
     }
 
@@ -139,16 +147,43 @@ fn write(stream: &Stream, to: &Range, words: &[u32]) -> Result<PinnedMemory, Dev
     Ok(staged)
 }
 
-impl PeerWindows for Vec<Member> {
-    fn slots(&self, rank: u32) -> &Range {
-        &self[rank as usize].memory
+/// What this rank's device reaches.
+#[derive(Debug)]
+pub(super) struct Windows {
+    /// Per rank: none of those of other nodes.
+    pub members: Vec<Option<Member>>,
+    /// Ranks of other nodes.
+    pub far: Vec<u32>,
+    /// Words by which these speak, where cards raise them in memory of the device.
+    pub card_words: Option<Range>,
+    /// The host's twin, where rows cross by that.
+    pub twin: Option<Range>,
+}
+
+impl Windows {
+    fn member(&self, rank: u32) -> Option<&Member> {
+        self.members.get(rank as usize)?.as_ref()
+    }
+}
+
+impl PeerWindows for Windows {
+    fn slots(&self, rank: u32) -> Option<&Range> {
+        Some(&self.member(rank)?.memory)
     }
 
-    fn flags(&self, rank: u32) -> &Range {
-        self[rank as usize].words.range()
+    fn flags(&self, rank: u32) -> Option<&Range> {
+        Some(self.member(rank)?.words.range())
     }
 
     fn same_device(&self, rank: u32) -> bool {
-        self[rank as usize].same_device
+        self.member(rank).is_some_and(|member| member.same_device)
+    }
+
+    fn twin(&self) -> Option<&Range> {
+        self.twin.as_ref()
+    }
+
+    fn flags_of_card(&self, of: u32) -> Option<&Range> {
+        self.card_words.as_ref().filter(|_| self.far.contains(&of))
     }
 }

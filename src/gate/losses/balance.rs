@@ -135,7 +135,8 @@ pub struct Totals<'a> {
 }
 
 impl Parts {
-    fn count(self) -> usize {
+    /// How many.
+    pub fn count(self) -> usize {
         match self {
             Parts::Whole => 1,
             Parts::Consecutive(parts) | Parts::Interleaved(parts) => parts as usize,
@@ -210,6 +211,10 @@ impl Balance {
         let experts = input.experts as usize;
         let parts = self.parts.count();
         gradient.as_ref().map_or(Ok(()), |gradient| shape("gradient", gradient.len(), tokens, experts))?;
+        if tokens == 0 {
+            return Ok(0.0);
+        }
+        // No more parts than tokens: these are no longer than the logits.
         let mut own = vec![0.0; parts * experts];
         let counts = match &input.totals {
             Some(totals) => totals.counts,
@@ -249,8 +254,11 @@ impl Balance {
         Ok((factor * sum) as f32)
     }
 
-    /// Checks everything but the arrays that are written; the number of tokens.
-    fn check(&self, input: &LossInput<'_>) -> Result<usize, GateError> {
+    /// Checks everything but the arrays that are written; the number of tokens. If there are any, there are no more parts.
+    ///
+    /// # Errors
+    /// As [`loss`](Balance::loss).
+    pub fn check(&self, input: &LossInput<'_>) -> Result<usize, GateError> {
         let (experts, k) = (input.experts as usize, input.top_k as usize);
         let tokens = rows_of(input.logits, experts)?;
         let bad = |parameter, seen, expected| Err(GateError::BadNumber { parameter, seen, expected });

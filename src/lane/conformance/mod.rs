@@ -24,10 +24,10 @@ use std::time::Duration;
 
 use super::rail::{Fabric, Settings, SignalMode};
 use super::{Io, Lanes, Port, Reach, RowSource};
-use crate::config::{Config, RailChoice};
+use crate::config::{Config, Pace, RailChoice};
 use crate::error::{Cause, Error, LaneError, MemoryError};
 use crate::plan::RowRun;
-use crate::rows::Stores;
+use crate::rows::{Rows, Stores};
 use crate::schedule::{Flag, Index, Place, SpanCopy, Tag, WindowId};
 use crate::topology::Route;
 use crate::{Options, World};
@@ -160,6 +160,11 @@ impl<'a> Actor<'a> {
         seen
     }
 
+    fn signal(&self, value: u64, tag: Option<&Tag>) -> Result<(), Error> {
+        Rows::fence();
+        self.port.signal(1 - self.me, (self.me, Flag::Landed), value, tag)
+    }
+
     fn act(&self, act: Act, group: &crate::Group) -> Result<(), Error> {
         let peer = 1 - self.me;
         match act {
@@ -173,13 +178,8 @@ impl<'a> Actor<'a> {
                 let run = RowRun { to_row: 0, first: 0, count: index.len() as u32, pad };
                 self.port.put_run(peer, (DATA, 64), run, rows, Stores::Streaming)
             }
-            Act::Signal(value) => self.port.signal(peer, (self.port.lanes().rank, Flag::Landed), value, None),
-            Act::Tagged(value, handle) => self.port.signal(
-                peer,
-                (self.port.lanes().rank, Flag::Landed),
-                value,
-                Some(&Tag { handle, ..Tag::default() }),
-            ),
+            Act::Signal(value) => self.signal(value, None),
+            Act::Tagged(value, handle) => self.signal(value, Some(&Tag { handle, ..Tag::default() })),
             Act::Wait(value) => self.port.wait(peer, Flag::Landed, value),
             Act::Quiet => self.port.quiet(),
             Act::Sees { offset, len, seed } => {
@@ -227,8 +227,18 @@ impl<'a> Actor<'a> {
 }
 
 /// A lane, and worlds of two ranks that it joins.
-const LANES: [(&str, [u32; 2], RailChoice); 3] =
-    [("shm", [0, 0], RailChoice::Auto), ("loop", [0, 1], RailChoice::Auto), ("tcp", [0, 1], RailChoice::Tcp)];
+const LANES: [(&str, [u32; 2], RailChoice); 4] = [
+    ("shm", [0, 0], RailChoice::Auto),
+    ("loop", [0, 1], RailChoice::Auto),
+    ("paced", [0, 1], RailChoice::Auto),
+    ("tcp", [0, 1], RailChoice::Tcp),
+];
+
+/// For worlds that a lane joins: the paced one holds back what its short deadlines can spare.
+fn options_of(lane: &str, rail: RailChoice) -> Options {
+    let pace = (lane == "paced").then(|| Pace::parse("1G/100").unwrap());
+    Options { rail, pace, ..Options::default() }
+}
 
 fn run(scenario: &Scenario, nodes: [u32; 2], options: &Options) {
     let config = Config { heap: 8 << 20, symmetric: 6 << 20, ..Config::default() };
@@ -270,8 +280,7 @@ fn the_lane_between_two_machines_conforms() {
 
 fn conforms(lane: &str) {
     let (_, nodes, rail) = LANES.into_iter().find(|(name, ..)| *name == lane).unwrap();
-    let options = Options { rail, ..Options::default() };
-    suite::SUITE.iter().for_each(|scenario| run(scenario, nodes, &options));
+    suite::SUITE.iter().for_each(|scenario| run(scenario, nodes, &options_of(lane, rail)));
 }
 
 #[test]
@@ -282,6 +291,11 @@ fn the_shm_lane_conforms() {
 #[test]
 fn the_loop_lane_conforms() {
     conforms("loop");
+}
+
+#[test]
+fn the_paced_lane_conforms() {
+    conforms("paced");
 }
 
 /// The suite over cards without hardware, which execute at once, or only when their sender looks.
@@ -327,7 +341,7 @@ fn the_tcp_lane_conforms() {
 #[test]
 fn all_lanes_are_in_the_suite() {
     for (name, nodes, rail) in LANES {
-        let worlds = World::threads_with(&nodes, &Options { rail, ..Options::default() }).unwrap();
+        let worlds = World::threads_with(&nodes, &options_of(name, rail)).unwrap();
         std::thread::scope(|scope| {
             for world in worlds {
                 scope.spawn(move || {

@@ -24,7 +24,7 @@ fn unserved() -> Link {
     let wire = Segment::create("sidelane-test", ring_bytes()).unwrap();
     let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
     let mapped = Arc::new(Mapped::new(&[Some(&wire)]).unwrap());
-    Link::new(1, true, mapped, bell, Arc::default()).unwrap()
+    Link::new(1, true, mapped, bell, Arc::default(), None).unwrap()
 }
 
 fn fill(health: &Health, deadline: Duration) -> Stuck {

@@ -44,7 +44,7 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 
 impl Card {
     /// Starts the thread. It sleeps until there are rails and news; on a `crowded` machine, with fewer cores than
-    /// ranks, sooner than on others.
+    /// ranks and their cards, sooner than on others.
     ///
     /// # Errors
     /// [`LaneError::System`].

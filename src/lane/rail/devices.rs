@@ -78,6 +78,9 @@ pub enum Detour {
     },
     /// The device sees what cards write in no order, and its streams cannot wait until it is there.
     Unordered,
+    /// The device takes all streams from one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`): nothing would get past a stream
+    /// that waits for what a card writes, to end its wait.
+    OneQueue,
     /// The device or the card of another rank (of the group) is why.
     Rank(u32),
 }
@@ -90,6 +93,7 @@ impl Detour {
             Detour::Messages => "messages",
             Detour::Card { .. } => "card",
             Detour::Unordered => "unordered",
+            Detour::OneQueue => "one queue",
             Detour::Rank(_) => "another rank",
         }
     }

@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | verbs | machines with RDMA cards | queue pairs: writes from registered memory to registered memory |
 //! | loop | "nodes" of one machine | a ring of records that only the pair has mapped, with credits |
+//! | paced | the same, to measure with | the same, but signals come when a slower link would bring them |
 //! | tcp | any machines | records on a connection, proved to be the partner's |
 //!
 //! All of them look alike to a [`Port`](super::Port): a [`Rail`] per partner takes puts to (region, offset) of the partner,
@@ -26,7 +27,7 @@ use std::time::Instant;
 pub use card::Card;
 pub use counters::Counters;
 pub use devices::{Detour, DeviceMemory, DeviceRail, Local, NoDmaBuf, Registration};
-pub use loopback::{Link, ring_bytes};
+pub use loopback::{Egress, Link, ring_bytes};
 pub use regions::{Region, Regions};
 pub use tcp::Wires as TcpWires;
 pub use verbs::{Adapter, Ground, Setup};
@@ -38,6 +39,18 @@ use super::wait::{Interrupted, Patience};
 use crate::bootstrap::Health;
 use crate::error::{Cause, Error, LaneError};
 use crate::schedule::Tag;
+
+/// Names of the lanes between "nodes" of one machine: as fast as it copies, and as slow as a link ([`Pace`]).
+///
+/// [`Pace`]: crate::config::Pace
+pub const LOOP: &str = "loop";
+/// See [`LOOP`].
+pub const PACED: &str = "paced";
+
+/// Whether a lane joins nodes of one machine, where what it moves is copied by the cores.
+pub fn is_copied(lane: &str) -> bool {
+    [LOOP, PACED].contains(&lane)
+}
 
 /// Where bytes go: a place in a partner's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! Operands of a rank's own part.
 
 use super::Setting;
-use crate::plan::{Chunk, Forward, Layout};
+use crate::plan::{Chunk, Forward, Layout, held};
 use crate::schedule::{Caller, Index, Operand, Place, SpanCopy, Tag, Target, WindowId};
 use crate::topology::{Paths, Route};
 
@@ -45,6 +45,12 @@ impl CallerTables {
         }
     }
 
+    /// Bytes that its tables hold, used or kept for the next call.
+    pub fn held(&self) -> usize {
+        let words = held(&self.bases) + held(&self.landing);
+        held(&self.table) + held(&self.spans) + held(&self.tags) + words + held(&self.landed)
+    }
+
     /// Forgets the last call.
     pub fn clear(&mut self) {
         self.table.fill(Operand::Empty);
@@ -52,7 +58,7 @@ impl CallerTables {
     }
 
     /// Dispatch: rows, to where `landing` says. With `noted`, what goes with them, too, and the headers of the blocks:
-    /// once per layout, since whoever follows it later knows them.
+    /// once per layout, since whoever follows it later knows them. Rows of no bytes stay.
     pub fn rows(&mut self, at: &Setting, layout: &Layout, noted: bool) {
         self.clear();
         let (paths, sizing) = (at.paths, at.sizing);
@@ -83,7 +89,9 @@ impl CallerTables {
                 base: base + sizing.landing(layout.sizes[peer as usize]).notes_at(),
                 row_bytes: sizing.note_bytes(),
             };
-            self.table[caller.rows(peer).0 as usize] = rows;
+            if sizing.row_bytes > 0 {
+                self.table[caller.rows(peer).0 as usize] = rows;
+            }
             if noted {
                 self.table[caller.notes(peer).0 as usize] = notes;
             }
@@ -92,7 +100,8 @@ impl CallerTables {
             if noted {
                 self.header(at, layout, nth, relay);
             }
-            for chunk in (1..=at.chunks).filter(|_| paths.route() == Route::Pxn) {
+            let goes = paths.route() == Route::Pxn && sizing.row_bytes > 0;
+            for chunk in (1..=at.chunks).filter(|_| goes) {
                 self.table[caller.block(relay, chunk).0 as usize] = Operand::Rows {
                     first: layout.block_runs[nth as usize] + u32::from(chunk) - 1,
                     count: 1,

@@ -54,7 +54,7 @@ impl RelayTables {
     }
 
     /// Stage "forward": rows of all blocks to all ranks served, from staging, by list or in spans. With `noted`, what goes
-    /// with them, too: it lies in the headers.
+    /// with them, too: it lies in the headers. Rows of no bytes stay.
     pub fn forward(&mut self, at: &Setting, forward: &Forward, noted: bool) {
         self.clear();
         let paths = at.paths;
@@ -62,6 +62,7 @@ impl RelayTables {
             return;
         }
         let (relay, served) = (Relay::new(paths, at.chunks), paths.served_by(paths.me()));
+        let last = if at.sizing.row_bytes > 0 { at.chunks } else { 0 };
         let of_rows = if forward.spans { Index::Straight } else { Index::Listed };
         for ((nth, source), block) in (0..).zip(paths.sources()).zip(&forward.blocks) {
             let landed = served.iter().position(|&rank| rank == paths.me()).map_or(0, |at| block.landed[at]);
@@ -70,7 +71,7 @@ impl RelayTables {
                 + u64::from(block.first) * at.sizing.row_bytes;
             let header = at.control.header_in(paths.of(source).place_at(paths.me()), at.parity);
             for (member, &to) in (0..).zip(served) {
-                for chunk in if noted { 0 } else { 1 }..=at.chunks {
+                for chunk in if noted { 0 } else { 1 }..=last {
                     let runs = forward.runs_of(nth as usize, chunk, member as usize);
                     let (window, from_offset, index) = match chunk {
                         0 => (WindowId::CONTROL, header + at.control.notes(block.entries()), Index::Straight),

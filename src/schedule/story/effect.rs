@@ -155,7 +155,7 @@ fn stretches(listed: &[u32], run: &RowRun, from: Place, index: Index) -> Vec<Str
 }
 
 /// What a sum reads, and what it leaves in a window.
-fn sums(operands: &Operands, slot: Slot, (me, partial_bytes): (u32, u64)) -> Vec<Effect> {
+pub(super) fn sums(operands: &Operands, slot: Slot, (me, partial_bytes): (u32, u64)) -> Vec<Effect> {
     let sum = &operands.sum;
     match operands.table[slot.0 as usize] {
         Operand::SumRows { first, count, to } => {

@@ -17,6 +17,7 @@
 
 mod arrivals;
 mod calls;
+mod collective;
 mod effect;
 mod filled;
 mod place;
@@ -38,6 +39,7 @@ use crate::gate::Routing;
 use crate::plan::{ExpertMap, Mode, Notes, Order, RowLayout};
 use crate::topology::{NodeMap, Route};
 
+pub use collective::{CollectiveCall, CollectiveScript, CollectiveSlip, PipelineScript, PipelineSlip};
 pub use effect::Effect;
 pub(super) use effect::puts;
 pub use streams::{StreamCall, StreamScript, StreamSlip, Streams};
@@ -333,9 +335,26 @@ impl Story {
     /// Unrolls a script of slots on streams.
     ///
     /// # Errors
-    /// [`PlanError::BadParameter`] for a microbatch whose dispatch is not followed by a combine or release.
+    /// [`PlanError::BadParameter`] for a microbatch whose dispatch is not followed by a combine or release, and for nodes of
+    /// another number of ranks.
     pub fn of_streams(script: &StreamScript) -> Result<Story, PlanError> {
         streams::tell(script)
+    }
+
+    /// Unrolls rounds of collectives.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] for a round that does not fit its places, and for nodes of another number of ranks.
+    pub fn of_collectives(script: &CollectiveScript) -> Result<Story, PlanError> {
+        collective::tell(script)
+    }
+
+    /// Unrolls the messages between the stages of a pipeline.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] for places of another number of ranks than there are stages.
+    pub fn of_pipeline(script: &PipelineScript) -> Result<Story, PlanError> {
+        collective::tell_pipeline(script)
     }
 
     /// What ranks enqueue on streams, each in an order of its own, one stream for each microbatch: for

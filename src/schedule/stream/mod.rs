@@ -1,6 +1,6 @@
 //! Slots on a stream: a dispatch and a combine that a CUDA stream carries out alone, and that a graph can hold.
 //!
-//! Every rank has a fixed slot at every other, rank-major, on one node. Nobody counts and nobody plans, so every address,
+//! Every rank has a fixed slot at every other, rank-major. Nobody counts and nobody plans, so every address,
 //! every size and every flag value is a constant. What needs arithmetic (packing, experts, sums) is the caller's, and lies
 //! between the two:
 //!
@@ -29,15 +29,19 @@
 //!                              p has set its home[s] back            s may raise it again
 //! ```
 //!
+//! Between nodes a stream moves nothing: there a thread of the host does it, whom the stream rings ([`StreamProgram::across`]).
+//!
 //! A dispatch that no combine follows is ended by a [`release`](StreamProgram::release): the combine without its puts.
 //! Several microbatches may be under way, each with windows and flags of its own. **All ranks enqueue calls in the same
 //! order.** Streams may share a hardware queue, where a blocked wait blocks what stands behind it: two ranks that enqueue
 //! two dispatches in different orders then wait for each other for ever.
 
+mod across;
 mod enqueue;
 mod program;
 mod slots;
 
-pub use enqueue::{PeerCopy, WordOp};
+pub use across::{Across, Proxied};
+pub use enqueue::{PeerCopy, Piece, WordOp};
 pub use program::StreamProgram;
 pub use slots::Slots;

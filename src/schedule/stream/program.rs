@@ -1,16 +1,53 @@
 //! What one rank enqueues: a stage, and operands that never change.
 
-use super::Slots;
+use super::{Proxied, Slots};
 use crate::error::PlanError;
 use crate::schedule::{Flag, Item, Level, Op, Operand, Operands, Place, Slot, SpanCopy, Stage};
 
 /// A dispatch, combine or release of one rank, built once and enqueued as often as one likes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StreamProgram {
-    stage: Stage,
-    slots: Slots,
-    table: Vec<Operand>,
-    spans: Vec<SpanCopy>,
+    pub(super) kind: Kind,
+    pub(super) me: u32,
+    pub(super) stage: Stage,
+    pub(super) proxied: Option<Proxied>,
+    pub(super) slots: Slots,
+    pub(super) table: Vec<Operand>,
+    pub(super) spans: Vec<SpanCopy>,
+}
+
+/// Which of the three it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Dispatch,
+    Combine,
+    Release,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Kind::Dispatch => "dispatch",
+            Kind::Combine => "combine",
+            Kind::Release => "release",
+        }
+    }
+
+    /// Which words peers raise, await and set back.
+    pub fn flag(self) -> Flag {
+        if self == Kind::Dispatch { Flag::Landed } else { Flag::Home }
+    }
+
+    /// What a rank moves to another: from its window of slots to the other's.
+    pub fn span(self, slots: &Slots, from: u32, to: u32) -> SpanCopy {
+        let (from_offset, to_offset, len) = match self {
+            Kind::Dispatch => (slots.send(to), slots.receive(from), slots.slot_bytes()),
+            Kind::Combine => (slots.partial(to), slots.home(from), slots.home_bytes()),
+            Kind::Release => (slots.partial(to), slots.home(from), 0),
+        };
+        let source = Place::Window { owner: from, window: Slots::WINDOW };
+        SpanCopy { from: source, from_offset, to: Slots::WINDOW, to_offset, len }
+    }
 }
 
 impl StreamProgram {
@@ -19,8 +56,7 @@ impl StreamProgram {
     /// # Errors
     /// [`PlanError::BadParameter`] if the group has no rank `me`.
     pub fn dispatch(slots: Slots, me: u32) -> Result<Self, PlanError> {
-        let put = |peer| span(me, slots.send(peer), slots.receive(me), slots.slot_bytes());
-        Self::new("dispatch", slots, me, Flag::Landed, put)
+        Self::new(Kind::Dispatch, slots, me)
     }
 
     /// Partial rows home: `partial[p]` here to `home[me]` at `p`. It says, too, that all slots have been read.
@@ -28,8 +64,7 @@ impl StreamProgram {
     /// # Errors
     /// [`PlanError::BadParameter`] if the group has no rank `me`.
     pub fn combine(slots: Slots, me: u32) -> Result<Self, PlanError> {
-        let put = |peer| span(me, slots.partial(peer), slots.home(me), slots.home_bytes());
-        Self::new("combine", slots, me, Flag::Home, put)
+        Self::new(Kind::Combine, slots, me)
     }
 
     /// In place of a combine: says that all slots have been read, and brings nothing home.
@@ -37,18 +72,11 @@ impl StreamProgram {
     /// # Errors
     /// [`PlanError::BadParameter`] if the group has no rank `me`.
     pub fn release(slots: Slots, me: u32) -> Result<Self, PlanError> {
-        let put = |peer| span(me, slots.partial(peer), slots.home(me), 0);
-        Self::new("release", slots, me, Flag::Home, put)
+        Self::new(Kind::Release, slots, me)
     }
 
-    fn new(
-        name: &'static str,
-        slots: Slots,
-        me: u32,
-        flag: Flag,
-        put: impl Fn(u32) -> SpanCopy,
-    ) -> Result<Self, PlanError> {
-        let ranks = slots.ranks();
+    fn new(kind: Kind, slots: Slots, me: u32) -> Result<Self, PlanError> {
+        let (ranks, flag) = (slots.ranks(), kind.flag());
         if me >= ranks {
             let (parameter, expected) = ("rank", "one of the group");
             return Err(PlanError::BadParameter { parameter, seen: me.into(), expected });
@@ -57,7 +85,8 @@ impl StreamProgram {
         let peers = || (1..ranks).map(|step| (me + step) % ranks);
         let comers = || peers().rev();
         let (mut table, mut spans) = (vec![Operand::Empty; ranks as usize], Vec::new());
-        for (peer, span) in peers().map(|peer| (peer, put(peer))).filter(|(_, span)| span.len > 0) {
+        let all = peers().map(|peer| (peer, kind.span(&slots, me, peer)));
+        for (peer, span) in all.filter(|(_, span)| span.len > 0) {
             table[peer as usize] = Operand::Spans { first: spans.len() as u32, count: 1 };
             spans.push(span);
         }
@@ -66,7 +95,8 @@ impl StreamProgram {
         let waits = comers().map(|peer| Op::Wait { from: peer, flag, level: Level::Credit });
         let resets = comers().map(|peer| Op::Signal { to: me, of: peer, flag, level: Level::Nothing });
         let items = puts.chain(signals).chain(waits).chain(resets).map(|op| Item { track: 0, op }).collect();
-        Ok(StreamProgram { stage: Stage { name, items }, slots, table, spans })
+        let stage = Stage { name: kind.name(), items };
+        Ok(StreamProgram { kind, me, stage, proxied: None, slots, table, spans })
     }
 
     /// The operations: puts, then signals, waits, and words set back. One stream is one track.
@@ -74,7 +104,12 @@ impl StreamProgram {
         &self.stage
     }
 
-    /// What the stage's operations move: the same in every call.
+    /// What the host does of it, where there are other nodes.
+    pub fn proxied(&self) -> Option<&Proxied> {
+        self.proxied.as_ref()
+    }
+
+    /// What the stages' operations move: the same in every call.
     pub fn operands(&self) -> Operands<'_> {
         Operands { table: &self.table, spans: &self.spans, ..Operands::default() }
     }
@@ -83,12 +118,6 @@ impl StreamProgram {
     pub fn slots(&self) -> &Slots {
         &self.slots
     }
-}
-
-/// `len` bytes of this rank's window of slots to a peer's.
-fn span(me: u32, from_offset: u64, to_offset: u64, len: u64) -> SpanCopy {
-    let from = Place::Window { owner: me, window: Slots::WINDOW };
-    SpanCopy { from, from_offset, to: Slots::WINDOW, to_offset, len }
 }
 
 #[cfg(test)]

@@ -6,8 +6,8 @@ use crate::schedule::{Control, Flag, LINE, WindowId};
 /// Geometry of two symmetric windows: slots, and flags.
 ///
 /// ```text
-///   slots   | receive[source] | send[destination] | home[peer] | partial[source] |    R of each
-///           |         slot_bytes each             |       home_bytes each        |
+///   slots   | * | receive[source] | send[destination] | home[peer] | partial[source] |    R of each
+///               |         slot_bytes each             |       home_bytes each        |    * what is kept free
 ///   flags   | words of Control::flag, a cache line each |
 /// ```
 ///
@@ -24,6 +24,7 @@ use crate::schedule::{Control, Flag, LINE, WindowId};
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slots {
+    first: u64,
     ranks: u32,
     slot_bytes: u64,
     home_bytes: u64,
@@ -54,7 +55,17 @@ impl Slots {
                 return bad(parameter, bytes, "a multiple of 16 that memory can hold for all ranks");
             }
         }
-        Ok(Slots { ranks, slot_bytes, home_bytes })
+        Ok(Slots { first: 0, ranks, slot_bytes, home_bytes })
+    }
+
+    /// The same, behind room for the flag words: where cards write rows to memory of a device, they raise flags there, too.
+    pub fn behind_words(self) -> Self {
+        Slots { first: self.flag_bytes().next_multiple_of(Self::ALIGN), ..self }
+    }
+
+    /// Bytes that are kept free at the start.
+    pub fn first(&self) -> u64 {
+        self.first
     }
 
     /// Number of ranks.
@@ -74,7 +85,7 @@ impl Slots {
 
     /// Where rows of `source` land.
     pub fn receive(&self, source: u32) -> u64 {
-        u64::from(source) * self.slot_bytes
+        self.first + u64::from(source) * self.slot_bytes
     }
 
     /// Where rows for `destination` are packed.
@@ -84,7 +95,7 @@ impl Slots {
 
     /// Where partial rows of `peer` come home.
     pub fn home(&self, peer: u32) -> u64 {
-        2 * self.all(self.slot_bytes) + u64::from(peer) * self.home_bytes
+        self.first + 2 * self.all(self.slot_bytes) + u64::from(peer) * self.home_bytes
     }
 
     /// Where experts leave partial rows for `source`.
@@ -94,7 +105,7 @@ impl Slots {
 
     /// Size of the window of slots.
     pub fn bytes(&self) -> u64 {
-        2 * self.all(self.slot_bytes) + 2 * self.all(self.home_bytes)
+        self.first + 2 * self.all(self.slot_bytes) + 2 * self.all(self.home_bytes)
     }
 
     /// The flag word of this kind that speaks of a rank, in the window of flags. 8 bytes, of which a device may use 4.
@@ -121,6 +132,8 @@ mod tests {
     fn nothing_overlaps() {
         for (ranks, slot, home) in [(1, 16, 16), (3, 272, 512), (8, 4096, 16), (64, 0, 0)] {
             let slots = Slots::new(ranks, slot, home).unwrap();
+            let slots = if ranks % 2 == 0 { slots.behind_words() } else { slots };
+            assert!(slots.first() == 0 || slots.first() >= slots.flag_bytes());
             let all = |at: fn(&Slots, u32) -> u64, len| (0..ranks).map(move |rank| (at(&slots, rank), len));
             let mut pieces: Vec<(u64, u64)> =
                 all(Slots::receive, slot).chain(all(Slots::send, slot)).collect();

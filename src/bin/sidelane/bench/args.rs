@@ -117,6 +117,11 @@ pub struct BenchArgs {
     #[arg(long, value_name = "N")]
     pub rounds: Option<u32>,
 
+    /// Take turns with others that do the same the usual way, over MPI and over torch's gloo, if they are installed: rows
+    /// by expert, bf16, on one machine
+    #[arg(long, conflicts_with = "master")]
+    pub peers: bool,
+
     /// Write the report as JSON, on the machine of rank 0
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
@@ -137,7 +142,7 @@ fn overflow(what: Overflow) -> &'static str {
 }
 
 /// One of the library's own words for it.
-fn one_of<T, const N: usize>(all: [T; N], name: fn(T) -> &'static str) -> impl TypedValueParser<Value = T>
+pub fn one_of<T, const N: usize>(all: [T; N], name: fn(T) -> &'static str) -> impl TypedValueParser<Value = T>
 where
     T: Copy + Send + Sync + 'static,
 {

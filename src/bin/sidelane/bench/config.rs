@@ -10,7 +10,7 @@ use sidelane::plan::{Order, RowLayout, Strategy};
 use sidelane::topology::{NodeMap, Route};
 
 use super::args::ConditionArgs;
-use super::room::Room;
+use super::room::{Room, RoomMode};
 use super::row_type::RowType;
 use crate::launch::{ShapeError, node_labels, node_sizes_or};
 use crate::routing::{Routed, RoutingError, Share, Source};
@@ -48,6 +48,16 @@ pub enum ConfigError {
     /// What only an exchange can do.
     #[error("{option} is for --strategy exchange")]
     Gathered { option: &'static str },
+
+    /// What the usual way does not have.
+    #[error(
+        "{option} is not for --peers: they move bf16 rows by expert, as many as there are, and add them up by expert"
+    )]
+    Peers { option: &'static str },
+
+    /// The usual way gives every rank as many experts.
+    #[error("--peers need a number of experts that {ranks} ranks can share evenly, not {experts}")]
+    PeerExperts { experts: u32, ranks: u32 },
 
     /// A budget that is none.
     #[error("--budget {factor} is not a positive number")]
@@ -167,6 +177,23 @@ impl Config {
             return Err(ConfigError::Gathered { option: "--spans" });
         }
         Ok(())
+    }
+
+    /// Whether others can do the same.
+    pub fn check_peers(&self) -> Result<(), ConfigError> {
+        for (option, usual) in [
+            ("--dtype", self.dtype == RowType::Bf16),
+            ("--layout", self.layout == RowLayout::ExpertMajor),
+            ("--order", self.order == Order::Expert),
+            ("--mode", self.room.mode == RoomMode::Eager),
+            ("--align", self.align == 1),
+        ] {
+            if !usual {
+                return Err(ConfigError::Peers { option });
+            }
+        }
+        let (experts, ranks) = (self.experts, self.ranks());
+        if experts.is_multiple_of(ranks) { Ok(()) } else { Err(ConfigError::PeerExperts { experts, ranks }) }
     }
 
     /// What all ranks must have in common: all this, and what the routing file holds.

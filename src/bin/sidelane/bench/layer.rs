@@ -5,7 +5,9 @@ use sidelane::ep::{ExpertOutput, ExpertRows, Handle, TokenBuffer};
 use sidelane::gate::Routing;
 use sidelane::{Error, ExpertParallel, Group, World};
 
+use super::clock::Laps;
 use super::config::Config;
+use super::peers::{Field, Folder, Seen};
 use super::tensor::{Number, fill};
 use super::verify::Expected;
 use crate::error::CliError;
@@ -24,6 +26,9 @@ pub struct Layer<'c, E> {
     pub tokens: Tokens<E>,
     pub out: Vec<E>,
     pub expected: Expected,
+    /// Dispatches and combines that were checked; the first ones are the first of this world.
+    pub dispatches: Laps,
+    pub combines: Laps,
     /// Rows and sums that were compared and found equal.
     right: u64,
     compared: u64,
@@ -130,6 +135,8 @@ impl<'c, E: Number> Layer<'c, E> {
             tokens,
             out,
             expected,
+            dispatches: Laps::default(),
+            combines: Laps::default(),
             right: 0,
             compared: 0,
             wrong: 0,
@@ -138,7 +145,8 @@ impl<'c, E: Number> Layer<'c, E> {
 
     pub fn dispatch_and_check(&mut self) -> Result<(ExpertRows, Handle), CliError> {
         self.world.pool().poison(0xff);
-        let (rows, handle) = self.tokens.dispatch(&mut self.ep, &self.routing)?;
+        self.group.gather(&[])?;
+        let (rows, handle) = self.dispatches.time(|| self.tokens.dispatch(&mut self.ep, &self.routing))?;
         self.expected.arrange(rows.index());
         self.check_rows(&rows, &handle)?;
         Ok((rows, handle))
@@ -173,7 +181,9 @@ impl<'c, E: Number> Layer<'c, E> {
     }
 
     pub fn combine_and_check(&mut self, y: &[E], handle: &Handle) -> Result<(), CliError> {
-        self.ep.combine_into(y, handle, &mut self.out)?;
+        let output = Self::output(y, handle)?;
+        self.group.gather(&[])?;
+        self.combines.time(|| self.ep.combine_into(output, handle, &mut self.out))?;
         self.check_tokens();
         Ok(())
     }
@@ -197,6 +207,20 @@ impl<'c, E: Number> Layer<'c, E> {
         let (rows, _) = self.ep.combine_backward(self.tokens.x()?, handle)?;
         self.check_gradients(&rows)?;
         Ok(rows)
+    }
+
+    /// Starts others on the same tokens, once these rows and sums are known to be right. Collective.
+    pub fn challenge(&self, folder: &Folder, rows: &[u8], y: &[E]) -> Result<Field, CliError> {
+        let Config { tokens, hidden, top_k, experts, .. } = *self.config;
+        let seen = Seen {
+            shape: [self.config.ranks(), tokens, hidden, top_k, experts],
+            ids: self.routing.experts(),
+            x: self.tokens.sent()?,
+            rows,
+            y: bytemuck::cast_slice(y),
+            out: bytemuck::cast_slice(&self.out),
+        };
+        Field::open(&self.group, folder, &seen)
     }
 
     /// Sums of a few words over all ranks.

@@ -19,6 +19,7 @@ mod config;
 mod crossing;
 mod layer;
 mod passes;
+pub mod peers;
 mod placement;
 mod rank;
 mod recording;
@@ -31,10 +32,11 @@ mod tensor;
 mod verify;
 mod words;
 
-pub use args::{BenchArgs, ConditionArgs};
+pub use args::{BenchArgs, ConditionArgs, one_of};
+pub use clock::{Laps, now};
 pub use config::{Config, ConfigError};
 pub use layer::{Layer, Verdict};
-pub use recording::{CALLS, EVENTS, record, write_trace};
+pub use recording::{CALLS, EVENTS, record, share, write_trace};
 pub use row_type::RowType;
 pub use task::sizes;
 pub use tensor::Number;
@@ -47,11 +49,15 @@ use std::process::ExitCode;
 
 use crate::error::CliError;
 use crate::ranks::{self, RankArgs};
+use peers::Folder;
 use task::Task;
 
 /// Starts the ranks of a measurement and waits for rank 0's report.
 pub fn main(args: &BenchArgs) -> Result<ExitCode, CliError> {
-    let task = Task::resolve(args)?;
+    let mut task = Task::resolve(args)?;
+    // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
+    let folder = args.peers.then(Folder::make).transpose()?;
+    task.peers = folder.as_ref().map(|folder| folder.path().to_owned());
     task.config.routing.say_if_drawn(args.conditions.routing.as_ref());
     ranks::start("bench-rank", &task.config.ranks_per_node, &args.conditions.machines, &task)
 }

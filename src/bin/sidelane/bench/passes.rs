@@ -10,7 +10,9 @@ use sidelane::{Error, ExpertParallel, Group, Window};
 use super::clock::Laps;
 use super::config::Config;
 use super::layer::{Layer, Tokens};
+use super::peers::Field;
 use super::tensor::Number;
+use crate::error::CliError;
 use crate::machines::Machines;
 
 /// One kind of call.
@@ -53,6 +55,8 @@ pub struct Track<'a, E> {
     pub tokens: &'a Tokens<E>,
     pub out: &'a mut [E],
     pub yardstick: &'a mut Yardstick,
+    /// Others, who take turns with us.
+    pub field: &'a mut Field,
     /// Faster stores of the floor, for scattered rows and for sums.
     pub stores: [Stores; 2],
     /// Handle of a dispatch that stays alive: combines and backward calls follow it.
@@ -62,9 +66,12 @@ pub struct Track<'a, E> {
 }
 
 impl<E: Number> Track<'_, E> {
-    /// One round of all kinds.
-    pub fn round(&mut self, kinds: &[Kind], pairs: &mut [Pair], floor_first: bool) -> Result<(), Error> {
-        kinds.iter().zip(pairs).try_for_each(|(&kind, pair)| self.lap(kind, pair, floor_first))
+    /// One round of all kinds: ours and the floor, then the others.
+    pub fn round(&mut self, kinds: &[Kind], pairs: &mut [Pair], floor_first: bool) -> Result<(), CliError> {
+        kinds.iter().zip(pairs).try_for_each(|(&kind, pair)| {
+            self.lap(kind, pair, floor_first)?;
+            Ok(self.field.lap(kind)?)
+        })
     }
 
     /// One round of one kind: real and floor, in this order or the other. Each is run twice and timed the second time, so

@@ -3,17 +3,18 @@
 use std::process::ExitCode;
 
 use half::{bf16, f16};
-use sidelane::Window;
 use sidelane::dtype::Dtype;
 use sidelane::ep::{Handle, Yardstick};
 use sidelane::rows::Stores;
+use sidelane::{Error, Window};
 
 use super::cards::Cards;
 use super::crossing::Crossing;
 use super::layer::Layer;
 use super::passes::{Kind, Pair, Track, memcpy_gbps};
+use super::peers::{Field, Folder, Peers};
 use super::recording::{self, EVENTS, write_trace};
-use super::report::{Conditions, Lanes, Pass, Report, Volume};
+use super::report::{Conditions, First, Lanes, Pass, Report, Volume};
 use super::task::Task;
 use super::tensor::Number;
 use super::{clock::Laps, table};
@@ -34,7 +35,8 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     if let Some(path) = &task.json {
         output::write(path, &(report.json() + "\n"))?;
     }
-    Ok(if report.verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let right = report.verified && report.peers.as_ref().is_none_or(Peers::all_same);
+    Ok(if right { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// The report, on rank 0.
@@ -43,8 +45,15 @@ fn run<E: Number>(task: &Task) -> Result<Option<Report>, CliError> {
     let mut layer: Layer<'_, E> = Layer::join(&task.config, task.sizes, task.conditions()?, record)?;
     let (rows, handle) = layer.dispatch_and_check()?;
     let y = layer.experts(&rows)?;
+    let received =
+        if task.peers.is_some() { rows.rows::<u8>().map_err(Error::from)?.to_vec() } else { Vec::new() };
     drop(rows);
     layer.combine_and_check(&y, &handle)?;
+    let mut field = match &task.peers {
+        Some(folder) => layer.challenge(&Folder::at(folder), &received, &y)?,
+        None => Field::default(),
+    };
+    drop(received);
     if task.config.backward {
         layer.backward_and_check(&y, &handle)?;
     }
@@ -60,7 +69,7 @@ fn run<E: Number>(task: &Task) -> Result<Option<Report>, CliError> {
         let rows =
             if forward { layer.dispatch_and_check()?.0 } else { layer.gradients_and_check(&handle)? };
         let mut yardstick = layer.ep.yardstick(&layer.group, rows, output, &handle)?;
-        passes.extend(time(&mut layer, &mut barrier, kinds, &mut yardstick, &handle)?);
+        passes.extend(time(&mut layer, &mut barrier, kinds, &mut yardstick, &mut field, &handle)?);
         let (Some(rows), Some(kept)) = (yardstick.lend_rows(), yardstick.lend_output()) else {
             return Err(CliError::Moved { rank: layer.world.rank() });
         };
@@ -81,7 +90,7 @@ fn run<E: Number>(task: &Task) -> Result<Option<Report>, CliError> {
         }
     }
     barrier.quiet()?;
-    report(&layer, &handle, &passes, memcpy)
+    report(&layer, &handle, &passes, &field, memcpy)
 }
 
 /// Times the calls of one phase.
@@ -90,6 +99,7 @@ fn time<E: Number>(
     barrier: &mut Window,
     kinds: &[Kind],
     yardstick: &mut Yardstick,
+    field: &mut Field,
     handle: &Handle,
 ) -> Result<Vec<Pair>, CliError> {
     let config = layer.config;
@@ -102,6 +112,7 @@ fn time<E: Number>(
         tokens: &layer.tokens,
         out: &mut layer.out,
         yardstick,
+        field,
         stores: [Stores::Streaming, Stores::Cached],
         handle,
         moved: false,
@@ -138,6 +149,7 @@ fn report<E: Number>(
     layer: &Layer<'_, E>,
     handle: &Handle,
     pairs: &[Pair],
+    field: &Field,
     memcpy_gbps: f64,
 ) -> Result<Option<Report>, CliError> {
     let config = layer.config;
@@ -153,7 +165,7 @@ fn report<E: Number>(
     let crossing = Crossing::new(config, layer.sum(words)?);
     let came_home = crossing.combine_bytes(config);
     let verdict = layer.verdict()?;
-    let mut passes = Vec::new();
+    let (mut passes, mut rounds) = (Vec::new(), Vec::new());
     for (kind, pair) in Kind::phases(config.backward).iter().flatten().zip(pairs) {
         let row_bytes = if *kind == Kind::Dispatch { config.sent_bytes() } else { config.row_bytes() };
         let volume = Volume {
@@ -168,7 +180,12 @@ fn report<E: Number>(
         let real = Laps::rounds_us(&layer.group.gather(pair.real.to_bytes())?, &layer.machines);
         let floor = Laps::rounds_us(&layer.group.gather(pair.floor.to_bytes())?, &layer.machines);
         passes.push(Pass::of_rounds(&real, &floor, volume));
+        rounds.push(real);
     }
+    let first = |laps: &Laps| -> Result<f64, CliError> {
+        Ok(Laps::rounds_us(&layer.group.gather(laps.to_bytes())?, &layer.machines)[0])
+    };
+    let first = First { dispatch_us: first(&layer.dispatches)?, combine_us: first(&layer.combines)? };
     let cards = Cards::of(layer)?;
     if layer.world.rank() != 0 {
         return Ok(None);
@@ -189,6 +206,7 @@ fn report<E: Number>(
         required_rows: handle.required_rows().iter().copied().max().unwrap_or(0),
         dropped_choices,
         memcpy_gbps,
+        first,
         lanes: Lanes { local, rail, rail_reason },
         cards,
         crossing,
@@ -196,5 +214,6 @@ fn report<E: Number>(
         combine: passes[1],
         dispatch_backward: passes.get(2).copied(),
         combine_backward: passes.get(3).copied(),
+        peers: field.report([&rounds[0], &rounds[1]]),
     }))
 }

@@ -13,10 +13,10 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
-use sidelane::Error;
 use sidelane::ep::{ExpertRows, Handle};
 use sidelane::exec::{Recorder, Timeline, write_chrome_trace};
 use sidelane::topology::NodeMap;
+use sidelane::{Error, Group};
 
 use super::clock::{Laps, now};
 use super::layer::Layer;
@@ -52,16 +52,22 @@ pub fn record<E: Number>(layer: &mut Layer<'_, E>, y: &[E]) -> Result<Vec<Timeli
     let lengths = Laps::rounds_us(&layer.group.gather(laps.to_bytes())?, &layer.machines);
     let mut order: Vec<usize> = (0..ROUNDS).collect();
     order.sort_by(|&a, &b| lengths[a].total_cmp(&lengths[b]));
-    let usual = moved(timelines.swap_remove(order[ROUNDS / 2]), offset);
-    let json = serde_json::to_vec(&usual).expect("names and numbers are always JSON");
-    let all = layer.group.gather(&json)?;
+    share(&layer.group, timelines.swap_remove(order[ROUNDS / 2]), offset)
+}
+
+/// What all ranks recorded, on the clock of rank 0's machine, which this one's is `offset` behind.
+pub fn share(group: &Group, timeline: Timeline, offset: i64) -> Result<Vec<Timeline>, CliError> {
+    let json = serde_json::to_vec(&moved(timeline, offset)).expect("names and numbers are always JSON");
+    let all = group.gather(&json)?;
     all.iter().map(|blob| serde_json::from_slice(blob).map_err(CliError::Told)).collect()
 }
 
 /// A timeline on another clock.
 fn moved(mut timeline: Timeline, offset: i64) -> Timeline {
     let calls = timeline.calls.iter_mut().map(|call| &mut call.start_ns);
-    for start in calls.chain(timeline.events.iter_mut().map(|event| &mut event.start_ns)) {
+    let spans = timeline.spans.iter_mut().map(|span| &mut span.start_ns);
+    let events = timeline.events.iter_mut().map(|event| &mut event.start_ns);
+    for start in calls.chain(spans).chain(events) {
         *start = start.wrapping_add_signed(offset);
     }
     timeline

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::cards::Cards;
 use super::config::Config;
 use super::crossing::Crossing;
+use super::peers::Peers;
 use crate::stats::{ratio_of_medians, summary};
 
 /// Everything that is known after a run.
@@ -18,6 +19,7 @@ pub struct Report {
     /// Of all ranks.
     pub dropped_choices: u64,
     pub memcpy_gbps: f64,
+    pub first: First,
     pub lanes: Lanes,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cards: Option<Cards>,
@@ -28,6 +30,9 @@ pub struct Report {
     pub dispatch_backward: Option<Pass>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub combine_backward: Option<Pass>,
+    /// Others that took turns with us, if they were asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peers: Option<Peers>,
 }
 
 /// What was asked for, and what the machine made of it.
@@ -41,6 +46,13 @@ pub struct Conditions {
     pub cores: usize,
     /// On the machine of rank 0. Read from the mapping: what the kernel granted, not what was asked for.
     pub huge_pages_granted: bool,
+}
+
+/// The first calls of a world: what later ones find touched, they touch.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct First {
+    pub dispatch_us: f64,
+    pub combine_us: f64,
 }
 
 /// Which lane the hops took; none where there was no such hop.

@@ -1,7 +1,9 @@
+use super::super::peers::{PeerPass, PeerReport};
 use super::super::room::{Room, RoomMode};
 use super::super::row_type::RowType;
 use super::*;
 use crate::json_keys::{documented, written};
+use crate::peers::Unavailable;
 use sidelane::dtype::Wire;
 use sidelane::plan::{Order, Overflow, RowLayout};
 use sidelane::topology::Route;
@@ -50,6 +52,7 @@ pub fn sample() -> Report {
         required_rows: 6000,
         dropped_choices: 880,
         memcpy_gbps: 9.1,
+        first: First { dispatch_us: 7300.0, combine_us: 7400.0 },
         lanes: Lanes {
             local: Some("shm".into()),
             rail: Some("loop".into()),
@@ -64,7 +67,17 @@ pub fn sample() -> Report {
         combine: pass,
         dispatch_backward: Some(pass),
         combine_backward: Some(pass),
+        peers: Some(peers()),
     }
+}
+
+/// Somebody who ran, and somebody who did not.
+fn peers() -> Peers {
+    let pass = PeerPass::new(&[34_000.0, 30_000.0, 36_000.0], &[6200.0, 6000.0, 6400.0]);
+    let (name, version) = ("mpi".to_owned(), "Open MPI v4".to_owned());
+    let ran = vec![PeerReport { name, version, same: true, dispatch: pass, combine: pass }];
+    let [name, why, install] = ["gloo", "there is no python3", "pip install torch"].map(str::to_owned);
+    Peers { ran, absent: vec![Unavailable { name, why, install }] }
 }
 
 #[test]

@@ -20,21 +20,28 @@ pub struct Task {
     pub config: Config,
     pub json: Option<PathBuf>,
     pub trace_out: Option<PathBuf>,
+    /// The folder of others that take turns with us.
+    pub peers: Option<PathBuf>,
     pub sizes: Sizes,
 }
 
 impl Task {
-    /// From the command line.
+    /// From the command line. Who starts the ranks makes the folder of others.
     pub fn resolve(args: &BenchArgs) -> Result<Self, ConfigError> {
         let config = Config::resolve(&args.conditions, args.backward, args.rounds)?;
+        if args.peers {
+            config.check_peers()?;
+        }
         let sizes = sizes(&config)?;
-        Ok(Task { config, json: args.json.clone(), trace_out: args.trace_out.clone(), sizes })
+        let (json, trace_out) = (args.json.clone(), args.trace_out.clone());
+        Ok(Task { config, json, trace_out, peers: None, sizes })
     }
 
     /// What all ranks must have in common. Only rank 0 writes files, but all record what it writes.
     pub fn conditions(&self) -> Result<String, ConfigError> {
         let mut conditions = self.config.conditions()?;
         conditions["trace_out"] = self.trace_out.is_some().into();
+        conditions["peers"] = self.peers.is_some().into();
         Ok(conditions::words("bench", &conditions))
     }
 }

@@ -164,15 +164,15 @@ struct Seen<'a> {
 }
 
 impl PeerWindows for Seen<'_> {
-    fn slots(&self, rank: u32) -> &Range {
-        match &self.windows.host {
+    fn slots(&self, rank: u32) -> Option<&Range> {
+        Some(match &self.windows.host {
             Some(host) if rank != self.me => host[rank as usize].range(),
             _ => &self.windows.own[rank as usize],
-        }
+        })
     }
 
-    fn flags(&self, rank: u32) -> &Range {
-        self.windows.words[rank as usize].range()
+    fn flags(&self, rank: u32) -> Option<&Range> {
+        Some(self.windows.words[rank as usize].range())
     }
 
     fn same_device(&self, _rank: u32) -> bool {

@@ -57,6 +57,10 @@ pub struct PerfArgs {
     #[arg(long, value_enum, conflicts_with_all = ["peer", "svg"])]
     pub pairs: Option<Pairs>,
 
+    /// Take turns with ucx_perftest, if it is installed: put-lat between two ranks of one node
+    #[arg(long, conflicts_with_all = ["master", "pairs", "nodes", "peer"])]
+    pub peers: bool,
+
     /// Number of nodes [default: 2, or as many as --ranks-per-node lists]
     #[arg(long, value_name = "N")]
     pub nodes: Option<u32>,

@@ -18,8 +18,11 @@ mod report;
 mod sizes;
 mod table;
 mod task;
+mod turns;
+mod ucx;
 
 pub use args::PerfArgs;
+pub use sizes::{Bytes, Sizes};
 pub use task::PerfError;
 
 use std::process::ExitCode;

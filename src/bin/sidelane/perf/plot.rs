@@ -11,9 +11,10 @@
 
 use super::report::{Report, RunReport};
 use super::sizes::Bytes;
+use crate::chart::{Curve, Point, Scale};
 use crate::launch::shape_words;
 use crate::machines;
-use crate::svg::{self, Style, Svg, round};
+use crate::svg::{self, Style, Svg};
 
 const WIDTH: f64 = 720.0;
 const HEIGHT: f64 = 440.0;
@@ -35,13 +36,6 @@ circle.dot { stroke: none; }
 .best { stroke: #1f9e99; } .dot.best { fill: #1f9e99; }",
 };
 
-/// One line of the picture: its name, its class, and a figure for each size, where there is one.
-struct Curve {
-    name: &'static str,
-    class: &'static str,
-    points: Vec<(u64, f64)>,
-}
-
 /// The picture of the first pair.
 pub fn draw(report: &Report) -> String {
     let test = report.config.test;
@@ -49,8 +43,8 @@ pub fn draw(report: &Report) -> String {
     let unit = if test.is_latency() { "us" } else { "MiB/s" };
     let curves = curves(report);
     let points = || curves.iter().flat_map(|curve| &curve.points);
-    let sizes = Scale::of(points().map(|&(bytes, _)| bytes as f64), (LEFT, RIGHT), f64::log2);
-    let figures = Scale::of(points().map(|&(_, figure)| figure), (BOTTOM, TOP), f64::log10);
+    let sizes = Scale::of(points().map(|point| point.at.0), (LEFT, RIGHT), f64::log2);
+    let figures = Scale::of(points().map(|point| point.at.1), (BOTTOM, TOP), f64::log10);
     svg::picture((WIDTH, HEIGHT), &title, STYLE, |svg| {
         head(svg, report);
         for power in sizes.powers(10) {
@@ -82,11 +76,15 @@ fn head(svg: &mut Svg, report: &Report) {
 }
 
 fn curves(report: &Report) -> Vec<Curve> {
-    let curve = |name, class, figure: fn(&RunReport) -> Option<f64>| {
+    let curve = |name: &str, class, figure: fn(&RunReport) -> Option<f64>| {
         let runs = report.pairs.first().into_iter().flat_map(|pair| &pair.runs);
         let mut points: Vec<_> = runs.filter_map(|run| Some((run.run.bytes, figure(run)?))).collect();
         points.sort_by_key(|&(bytes, _)| bytes);
-        Curve { name, class, points }
+        let said = |(bytes, figure)| Point {
+            at: (bytes as f64, figure),
+            said: format!("{} bytes: {name} {figure:.2}", Bytes(bytes)),
+        };
+        Curve { name: name.to_owned(), class, points: points.into_iter().map(said).collect() }
     };
     let curves = if report.config.test.is_latency() {
         [
@@ -104,63 +102,14 @@ fn curves(report: &Report) -> Vec<Curve> {
     curves.into_iter().filter(|curve| !curve.points.is_empty()).collect()
 }
 
-impl Curve {
-    fn draw(&self, svg: &mut Svg, sizes: &Scale, figures: &Scale) {
-        let places: Vec<(f64, f64)> =
-            self.points.iter().map(|&(bytes, figure)| (sizes.at(bytes as f64), figures.at(figure))).collect();
-        let path: Vec<String> = places.iter().map(|(x, y)| format!("{},{}", round(*x), round(*y))).collect();
-        let class = format!("curve {}", self.class);
-        svg.element("polyline", &[("class", &class), ("points", &path.join(" "))], |_| {});
-        for ((x, y), (bytes, figure)) in places.into_iter().zip(&self.points) {
-            let class = format!("dot {}", self.class);
-            let place: [svg::Attribute<'_>; 4] =
-                [("class", &class), ("cx", &round(x)), ("cy", &round(y)), ("r", &2.5)];
-            let said = format!("{} bytes: {} {figure:.2}", Bytes(*bytes), self.name);
-            svg.element("circle", &place, |svg| svg.element("title", &[], |svg| svg.text(said)));
-        }
-    }
-}
-
 fn legend(svg: &mut Svg, curves: &[Curve], unit: &str) {
     let mut x = LEFT;
     for curve in curves {
         svg.line(&format!("curve {}", curve.class), (x, BOTTOM + 44.0), (x + 22.0, BOTTOM + 44.0));
-        svg.label("quiet", x + 28.0, BOTTOM + 48.0, curve.name);
+        svg.label("quiet", x + 28.0, BOTTOM + 48.0, &curve.name);
         x += 52.0 + 6.5 * curve.name.len() as f64;
     }
     svg.label("quiet end", RIGHT, BOTTOM + 48.0, &format!("{unit} by bytes of a put"));
-}
-
-/// Which number lies where: logarithms between powers of a base.
-struct Scale {
-    log: fn(f64) -> f64,
-    /// The powers at the ends.
-    powers: (i32, i32),
-    ends: (f64, f64),
-}
-
-impl Scale {
-    /// With room for all of these positive numbers; one power at least.
-    fn of(numbers: impl Iterator<Item = f64>, ends: (f64, f64), log: fn(f64) -> f64) -> Self {
-        let (least, most) = numbers.fold((f64::MAX, f64::MIN_POSITIVE), |(least, most), number| {
-            (least.min(number.max(f64::MIN_POSITIVE)), most.max(number))
-        });
-        let (from, to) = (log(least.min(most)).floor() as i32, log(most).ceil() as i32);
-        Scale { log, powers: (from, to.max(from + 1)), ends }
-    }
-
-    fn at(&self, number: f64) -> f64 {
-        let (from, to) = (f64::from(self.powers.0), f64::from(self.powers.1));
-        let share = ((self.log)(number.max(f64::MIN_POSITIVE)) - from) / (to - from);
-        self.ends.0 + share * (self.ends.1 - self.ends.0)
-    }
-
-    /// The powers that are marked: equally far from each other, and at most so many.
-    fn powers(&self, most: i32) -> impl Iterator<Item = i32> + use<> {
-        let (from, to) = self.powers;
-        let step = ((to - from) / most + 1) as usize;
-        (from..=to).step_by(step)
-    }
 }
 
 #[cfg(test)]
@@ -200,14 +149,5 @@ mod tests {
         let line = tags.iter().find(|tag| tag.contains("curve main")).unwrap();
         let points = numbers(line, "points");
         assert!(points[0] < points[2] && points[1] > points[3], "{points:?}");
-    }
-
-    #[test]
-    fn marks_are_powers_and_not_too_many() {
-        let scale = Scale::of([8.0, 4_194_304.0].into_iter(), (0.0, 190.0), f64::log2);
-        assert_eq!(scale.powers(10).collect::<Vec<_>>(), (3..=22).step_by(2).collect::<Vec<_>>());
-        assert_eq!((scale.at(8.0), scale.at(4_194_304.0), scale.at(16.0)), (0.0, 190.0, 10.0));
-        let one = Scale::of([1000.0].into_iter(), (0.0, 1.0), f64::log10);
-        assert_eq!(one.powers, (3, 4));
     }
 }

@@ -9,7 +9,7 @@ use super::args::Test;
 use super::measure::{Found, Pair};
 use super::report::{Conditions, End, PairReport, Report, RunReport};
 use super::task::Task;
-use super::{plot, table};
+use super::{plot, table, turns};
 use crate::error::CliError;
 use crate::machines::Machines;
 use crate::rail::Rail;
@@ -31,10 +31,10 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
 
 /// The report, on rank 0.
 fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
-    let all = world.all()?;
-    let machines = Machines::of(&all)?;
+    let group = world.all()?;
+    let machines = Machines::of(&group)?;
     let bar = progress::bar(world.rank(), (task.pairs.len() * task.runs.len()) as u64);
-    let mut pairs = Vec::new();
+    let (mut pairs, mut absent) = (Vec::new(), None);
     for &ends in &task.pairs {
         let mut report = describe(world, ends);
         let copied = ["shm", "loop"].contains(&report.lane.as_str()) && task.test == Test::PutBw;
@@ -43,10 +43,15 @@ fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
         for &run in &task.runs {
             let found = pair.as_mut().map(|pair| pair.run(task.test, run, copied)).transpose()?;
             let found = found.map(|found| serde_json::to_vec(&found).expect("numbers are always JSON"));
-            let all = all.gather(&found.unwrap_or_default())?;
+            let all = group.gather(&found.unwrap_or_default())?;
             let told = |rank: u32| serde_json::from_slice(&all[rank as usize]).map_err(CliError::Told);
             let (first, second): (Found, Found) = (told(ends.0)?, told(ends.1)?);
-            report.runs.push(RunReport::new(run, first, &second));
+            let turns = match task.peers && absent.is_none() {
+                true => turns::take(&group, pair.as_mut(), task.test, run)?,
+                false => turns::Found::default(),
+            };
+            report.runs.push(RunReport { beside: turns.beside, ..RunReport::new(run, first, &second) });
+            absent = turns.absent.or(absent);
             bar.inc(1);
         }
         pairs.push(report);
@@ -62,7 +67,7 @@ fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
         route: Route::Direct.name().to_owned(),
         matrix: task.matrix,
     };
-    Ok((world.rank() == 0).then_some(Report { config, verified, pairs }))
+    Ok((world.rank() == 0).then_some(Report { config, verified, pairs, absent }))
 }
 
 /// A pair without figures.

@@ -5,7 +5,8 @@ use serde::{Deserialize, Serialize};
 use super::args::Test;
 use super::measure::Found;
 use super::task::Run;
-use crate::stats::summary;
+use crate::peers::Unavailable;
+use crate::stats::{ratio_of_medians, summary};
 
 /// Everything that is known after a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -13,6 +14,9 @@ pub struct Report {
     pub config: Conditions,
     pub verified: bool,
     pub pairs: Vec<PairReport>,
+    /// One that was to take turns with us, and could not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub absent: Option<Unavailable>,
 }
 
 /// What was measured, and where.
@@ -57,6 +61,22 @@ pub struct RunReport {
     pub latency: Option<Latency>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bandwidth: Option<Bandwidth>,
+    /// Of one that took turns with us.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub beside: Option<Beside>,
+}
+
+/// Medians of runs in turn with another.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Beside {
+    pub name: String,
+    /// Of each turn.
+    pub ours_us: Vec<f64>,
+    pub theirs_us: Vec<f64>,
+    /// By what factor ours is faster: median by median.
+    pub times: f64,
+    pub times_low: f64,
+    pub times_high: f64,
 }
 
 /// Half round trips.
@@ -90,6 +110,15 @@ impl Latency {
     }
 }
 
+impl Beside {
+    /// Of at least one turn.
+    pub fn new(name: &str, ours_us: Vec<f64>, theirs_us: Vec<f64>) -> Self {
+        let times = ratio_of_medians(&theirs_us, &ours_us);
+        let (times, times_low, times_high) = (times.value, times.low, times.high);
+        Beside { name: name.into(), ours_us, theirs_us, times, times_low, times_high }
+    }
+}
+
 impl Bandwidth {
     /// Of windows of (puts, microseconds), where `bytes` move with each put; beside copies of so many and so long.
     pub fn of(bytes: u64, windows: &[(u32, f64)], memcpy: Option<(u32, f64)>) -> Self {
@@ -115,7 +144,7 @@ impl RunReport {
     /// From what both ranks have found: the first one timed.
     pub fn new(run: Run, first: Found, second: &Found) -> Self {
         let verified = first.verified && second.verified;
-        RunReport { run, verified, latency: first.latency, bandwidth: first.bandwidth }
+        RunReport { run, verified, latency: first.latency, bandwidth: first.bandwidth, beside: None }
     }
 }
 
@@ -144,7 +173,8 @@ pub mod tests {
             let bandwidth =
                 (!test.is_latency()).then(|| Bandwidth::of(bytes, &windows, Some((10, us / 2.0))));
             let run = Run { bytes, iterations: 1000, warmup: 100 };
-            RunReport { run, verified: true, latency, bandwidth }
+            let beside = test.is_latency().then(|| Beside::new("ucx", vec![us, 2.0 * us], vec![us; 2]));
+            RunReport { run, verified: true, latency, bandwidth, beside }
         };
         let end = |rank, node| End { rank, node };
         Report {
@@ -165,6 +195,11 @@ pub mod tests {
                 lane_reason: Some("all nodes are on one machine".into()),
                 runs: vec![run(8, 0.01), run(1 << 20, 100.0)],
             }],
+            absent: Some(Unavailable {
+                name: "ucx".into(),
+                why: "there is no ucx_perftest".into(),
+                install: "apt install ucx-utils".into(),
+            }),
         }
     }
 

@@ -2,9 +2,10 @@
 
 use std::fmt::Write;
 
-use super::report::{PairReport, Report, RunReport};
+use super::report::{Beside, PairReport, Report, RunReport};
 use super::sizes::Bytes;
 use crate::launch::shape_words;
+use crate::stats::summary;
 use crate::{machines, table};
 
 /// Conditions, verdict, and figures: of each size, or of each pair.
@@ -19,7 +20,28 @@ pub fn text(report: &Report) -> String {
         text
     });
     let figures = if report.config.matrix { matrices(report) } else { figures(report) };
-    format!("{}{verdict}{wrong}\n\n{figures}", head(report))
+    format!("{}{verdict}{wrong}\n\n{figures}{}", head(report), beside(report))
+}
+
+/// A line for each size that another took turns in; or why it could not.
+fn beside(report: &Report) -> String {
+    let runs = report.pairs.iter().flat_map(|pair| &pair.runs);
+    let others: Vec<_> = runs.filter_map(|run| Some((run.run.bytes, run.beside.as_ref()?))).collect();
+    let mut text = String::new();
+    if !others.is_empty() {
+        let mut table =
+            table::figures(["bytes", "beside", "turns", "theirs [us]", "ours [us]", "x ours (95%)"]);
+        for (bytes, other) in others {
+            let [theirs, ours] =
+                [&other.theirs_us, &other.ours_us].map(|us| format!("{:.3}", summary(us).p50));
+            let Beside { name, times, times_low, times_high, .. } = other;
+            let ratio = format!("{times:.2} ({times_low:.2}-{times_high:.2})");
+            let turns = other.ours_us.len().to_string();
+            table.add_row([Bytes(bytes).to_string(), name.clone(), turns, theirs, ours, ratio]);
+        }
+        text = format!("\n\n{}", table.trim_fmt());
+    }
+    report.absent.iter().fold(text, |text, peer| text + "\n\n" + &peer.text())
 }
 
 fn head(report: &Report) -> String {
@@ -137,6 +159,8 @@ mod tests {
             "9.90",
             "1M",
             "50050.00",
+            "0.67 (0.50-1.00)",
+            "there is no ucx_perftest; to have it: apt install ucx-utils",
         ] {
             assert!(latency.contains(words), "{words:?} in\n{latency}");
         }

@@ -37,6 +37,10 @@ pub enum PerfError {
     #[error("{option} must be at least 1")]
     Zero { option: &'static str },
 
+    /// The others are asked for one thing.
+    #[error("--peers is for put-lat between the ranks of one node: --ranks-per-node 2")]
+    Peers,
+
     /// A signal carries no bytes.
     #[error("{option} means nothing for signal: a signal has no size")]
     NoSizes { option: &'static str },
@@ -52,6 +56,8 @@ pub struct Task {
     /// Whether they are all pairs of nodes.
     pub matrix: bool,
     pub runs: Vec<Run>,
+    /// Whether another takes turns with us.
+    pub peers: bool,
     pub json: Option<PathBuf>,
     pub svg: Option<PathBuf>,
 }
@@ -68,7 +74,11 @@ pub struct Run {
 impl Task {
     /// From the command line.
     pub fn resolve(args: &PerfArgs) -> Result<Self, PerfError> {
-        let ranks_per_node = node_sizes_or((2, 1), args.nodes, &args.ranks_per_node)?;
+        let shape = if args.peers { (1, 2) } else { (2, 1) };
+        let ranks_per_node = node_sizes_or(shape, args.nodes, &args.ranks_per_node)?;
+        if args.peers && (args.test != Test::PutLat || ranks_per_node.len() > 1) {
+            return Err(PerfError::Peers);
+        }
         let matrix = args.pairs.is_some();
         let pairs =
             if matrix { all_pairs(&ranks_per_node)? } else { vec![(0, peer(args.peer, &ranks_per_node)?)] };
@@ -84,6 +94,7 @@ impl Task {
             pairs,
             matrix,
             runs: sizes(args, matrix)?.iter().map(run).collect(),
+            peers: args.peers,
             json: args.json.clone(),
             svg: args.svg.clone(),
             ranks_per_node,
@@ -98,7 +109,7 @@ impl Task {
         let Task { test, ranks_per_node, pairs, .. } = self;
         let conditions = json!({
             "test": test, "ranks_per_node": ranks_per_node, "pairs": pairs,
-            "sizes": sizes, "iterations": iterations, "warmup": warmup,
+            "sizes": sizes, "iterations": iterations, "warmup": warmup, "peers": self.peers,
         });
         conditions::words("perf", &conditions)
     }
@@ -207,6 +218,8 @@ mod tests {
             ("put-lat --nodes 1 --ranks-per-node 2 --pairs all", PerfError::OneNode),
             ("put-lat --peer 0", PerfError::OwnPeer),
             ("put-lat --peer 2", PerfError::NoSuchPeer { peer: 2, ranks: 2 }),
+            ("put-bw --peers", PerfError::Peers),
+            ("put-lat --peers --ranks-per-node 1,1", PerfError::Peers),
             ("put-lat --iterations 0", PerfError::Zero { option: "--iterations" }),
             ("signal --sizes 8", PerfError::NoSizes { option: "--sizes" }),
             ("signal --svg x", PerfError::NoSizes { option: "--svg" }),

@@ -23,6 +23,7 @@ fn timeline(events: &[(Kind, u64, u64)]) -> Timeline {
     Timeline {
         calls: vec![Call { name: "dispatch".into(), start_ns: 5_000_000, nanos: 1_000_000 }],
         events: events.iter().map(event).collect(),
+        ..Timeline::default()
     }
 }
 

@@ -151,7 +151,8 @@ pub mod tests {
             event(Kind::PutRows, 2000, 2_000_000),
             event(Kind::PutRows, 500, 1_000_000),
         ];
-        let timelines = [Timeline { calls: calls.into(), events }, Timeline::default()];
+        let timelines =
+            [Timeline { calls: calls.into(), events, ..Timeline::default() }, Timeline::default()];
         let verdict = Verdict { verified: true, right: 7 };
         Report::new(&config(), &vec![0, 0].into(), &verdict, &NodeMap::from_labels(&["b", "a"]), &timelines)
     }

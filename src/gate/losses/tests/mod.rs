@@ -257,6 +257,12 @@ fn bad_input_is_named_and_the_gradient_left_alone() {
     };
     assert_eq!(number(fails(Balance { parts: Parts::Interleaved(5), ..balance }, input(&fine))), "parts");
     assert_eq!(number(fails(Balance { parts: Parts::Consecutive(0), ..balance }, input(&fine))), "parts");
+    // As many parts as there are numbers, which no memory holds.
+    for parts in [Parts::Interleaved(u32::MAX), Parts::Consecutive(u32::MAX)] {
+        let balance = Balance { parts, ..balance };
+        assert_eq!(number(fails(balance, input(&fine))), "parts");
+        assert_eq!(balance.loss(&LossInput { choices: &[], used: None, ..input(&[]) }, None), Ok(0.0));
+    }
     assert_eq!(number(fails(Balance { coefficient: f32::NAN, ..balance }, input(&fine))), "coefficient");
     assert_eq!(number(fails(balance, LossInput { top_k: 6, ..input(&fine) })), "top_k");
     assert_eq!(number(fails(balance, LossInput { experts: 0, ..input(&fine) })), "experts");

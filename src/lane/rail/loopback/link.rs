@@ -1,14 +1,16 @@
 //! One rank's end of the wire to one rank of another node.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use super::ring::Ring;
+use super::pace::{Early, Egress, Held, now};
+use super::ring::{Read, Ring};
 use crate::bootstrap::Health;
-use crate::error::{Cause, MemoryError};
+use crate::error::{Cause, Error};
 use crate::lane::RowSource;
 use crate::lane::rail::record::{CHUNK, Record};
-use crate::lane::rail::{Rail, Regions, Stuck, Target};
+use crate::lane::rail::{LOOP, PACED, Rail, Regions, Stuck, Target};
 use crate::lane::wait::{self, Patience};
 use crate::memory::Mapped;
 use crate::schedule::Tag;
@@ -23,45 +25,64 @@ pub struct Link {
     regions: Arc<Regions>,
     /// Wakes the partner's card.
     bell: OwnedFd,
+    /// The link whose time is kept, if any: then signals are held back at both ends.
+    paced: Option<Paced>,
     /// The segment both rings lie in.
     _wire: Arc<Mapped>,
+}
+
+#[derive(Debug)]
+struct Paced {
+    egress: Arc<Egress>,
+    /// Readable when a signal that was held back is due.
+    timer: Arc<OwnedFd>,
 }
 
 #[derive(Debug)]
 struct Out {
     ring: Ring,
     head: u64,
+    /// When the last signal is due.
+    due: u64,
 }
 
 #[derive(Debug)]
 struct In {
     ring: Ring,
     tail: u64,
+    /// Signals that have come too early, on a paced wire.
+    held: Option<Held>,
 }
 
 impl Link {
-    /// An end of the pair's segment. `lower` says which end: the lower rank sends on the first ring.
+    /// An end of the pair's segment. `lower` says which end: the lower rank sends on the first ring. Both ends are paced, or
+    /// none.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`] if the segment is too small.
+    /// [`MemoryError::OutOfBounds`](crate::error::MemoryError::OutOfBounds) if the segment is too small, [`LaneError::System`](crate::error::LaneError::System) if
+    /// there is no timer.
     pub fn new(
         peer: u32,
         lower: bool,
         wire: Arc<Mapped>,
         bell: OwnedFd,
         regions: Arc<Regions>,
-    ) -> Result<Self, MemoryError> {
+        egress: Option<Arc<Egress>>,
+    ) -> Result<Self, Error> {
         let first = wire.at(0, 0, Ring::STRIDE)?;
         let second = wire.at(0, Ring::STRIDE, Ring::STRIDE)?;
         let (out, inbound) = if lower { (first, second) } else { (second, first) };
         // SAFETY: both halves were checked against the mapping, which `_wire` keeps alive.
         let (out, inbound) = unsafe { (Ring::new(out), Ring::new(inbound)) };
+        let held = egress.as_ref().map(|_| Held::new()).transpose()?;
+        let paced = egress.zip(held.as_ref()).map(|(egress, held)| Paced { egress, timer: held.timer() });
         Ok(Link {
             peer,
-            out: Mutex::new(Out { ring: out, head: 0 }),
-            inbound: Mutex::new(In { ring: inbound, tail: 0 }),
+            out: Mutex::new(Out { ring: out, head: 0, due: 0 }),
+            inbound: Mutex::new(In { ring: inbound, tail: 0, held }),
             regions,
             bell,
+            paced,
             _wire: wire,
         })
     }
@@ -69,7 +90,7 @@ impl Link {
 
 impl Rail for Link {
     fn lane(&self) -> &'static str {
-        "loop"
+        if self.paced.is_some() { PACED } else { LOOP }
     }
 
     fn peer(&self) -> u32 {
@@ -135,7 +156,8 @@ impl Rail for Link {
             let out = self.lock_out();
             (out.ring, out.head)
         };
-        wait::until(ring.tail(), awaited, patience, || {
+        let reached = if self.paced.is_some() { ring.done() } else { ring.tail() };
+        wait::until(reached, awaited, patience, || {
             self.progress(patience.health);
         })
         .map_err(|(seen, why)| Stuck { awaited, seen, why })
@@ -144,21 +166,38 @@ impl Rail for Link {
     /// Receives whatever has come, unless another thread is doing so.
     fn progress(&self, health: &Health) -> bool {
         let Ok(mut inbound) = self.inbound.try_lock() else { return false };
-        let In { ring, tail } = &mut *inbound;
+        let In { ring, tail, held } = &mut *inbound;
         let head = ring.head().value();
-        let any = head != *tail;
+        let mut any = head != *tail;
         while *tail != head {
-            let Some((record, payload, next)) = ring.read(*tail, head.wrapping_sub(*tail)) else {
+            let Some(Read { record, due, payload, next }) = ring.read(*tail, head.wrapping_sub(*tail)) else {
                 health.fail(Cause::Protocol { rank: self.peer });
                 return any;
             };
-            // SAFETY: a published record: its payload stays until the tail moves past it.
-            if unsafe { self.regions.apply(record, payload) }.is_err() {
-                health.fail(Cause::Protocol { rank: self.peer });
-                return any;
+            match (&mut *held, record) {
+                (Some(held), Record::Signal { .. }) => held.keep(Early { record, due, at: *tail }),
+                // SAFETY: a published record: its payload stays until the tail moves past it.
+                _ => match unsafe { self.regions.apply(record, payload) } {
+                    Ok(()) => {}
+                    Err(_) => {
+                        health.fail(Cause::Protocol { rank: self.peer });
+                        return any;
+                    }
+                },
             }
             *tail = next;
             ring.tail().raise(next, None);
+        }
+        if let Some(held) = held {
+            while let Some(early) = held.take() {
+                any = true;
+                // SAFETY: a signal has no payload.
+                if unsafe { self.regions.apply(early.record, std::ptr::null()) }.is_err() {
+                    health.fail(Cause::Protocol { rank: self.peer });
+                    return any;
+                }
+            }
+            ring.done().raise(held.first().unwrap_or(*tail), None);
         }
         any
     }
@@ -167,7 +206,18 @@ impl Rail for Link {
     fn arm(&self, _: &Health) -> bool {
         let inbound = self.inbound.lock().unwrap_or_else(PoisonError::into_inner);
         inbound.ring.arm();
-        inbound.ring.head().value() != inbound.tail
+        inbound.ring.head().value() != inbound.tail || inbound.held.as_ref().is_some_and(Held::is_due)
+    }
+
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        self.paced.as_ref().map(|paced| paced.timer.as_fd())
+    }
+
+    /// The partner looks once more for what a rank has sent before it left: by then it must be due, however slow the link.
+    fn leave(&self, _until: Instant) {
+        let due = self.lock_out().due;
+        let left = Duration::from_nanos(due.saturating_sub(now()));
+        std::thread::sleep(left);
     }
 }
 
@@ -189,9 +239,11 @@ impl Link {
         })
         .map_err(|(seen, why)| Stuck { awaited: needed, seen, why })?;
         if skip > 0 {
-            out.ring.write(out.head, Record::Skip { len: skip });
+            out.ring.write(out.head, Record::Skip { len: skip }, 0);
         }
-        fill(out.ring.write(begin, record));
+        let due = self.pass(record);
+        out.due = out.due.max(due);
+        fill(out.ring.write(begin, record, due));
         out.head = begin + bytes;
         out.ring.head().raise(out.head, None);
         if out.ring.should_ring() {
@@ -199,6 +251,17 @@ impl Link {
             let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
         }
         Ok(())
+    }
+
+    /// Through the link whose time is kept: when what follows is due.
+    fn pass(&self, record: Record) -> u64 {
+        let Some(Paced { egress, .. }) = &self.paced else { return 0 };
+        match record {
+            Record::Put { len, .. } | Record::Zero { len, .. } => egress.send(len),
+            Record::Signal { .. } => return egress.arrival(),
+            Record::Ask { .. } | Record::Answer { .. } | Record::Skip { .. } => {}
+        }
+        0
     }
 
     fn lock_out(&self) -> std::sync::MutexGuard<'_, Out> {

@@ -15,7 +15,9 @@
 //! so two ranks that fill each other's rings cannot block each other.
 
 mod link;
+mod pace;
 mod ring;
 
 pub use link::Link;
+pub use pace::Egress;
 pub use ring::ring_bytes;

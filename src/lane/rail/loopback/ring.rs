@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   line 0   head: bytes ever written        line 2   bell: the consumer sleeps and wants to be woken
-//!   line 1   tail: bytes ever consumed       line 4   capacity bytes of records
+//!   line 1   tail: bytes ever consumed       line 3   done: consumed, and all signals seen (paced wires)
+//!                                            line 4   capacity bytes of records
 //!
 //!   record   | header: 64 bytes | payload, padded to 64 |
 //! ```
@@ -22,6 +23,20 @@ const DATA: usize = 256;
 /// Bytes of the segment of a pair: two rings.
 pub const fn ring_bytes() -> u64 {
     2 * (DATA + CAPACITY) as u64
+}
+
+/// The word of a header that records leave to the ring: when a signal is due.
+const DUE: usize = 7;
+
+/// A record as its consumer finds it.
+#[derive(Clone, Copy, Debug)]
+pub struct Read {
+    pub record: Record,
+    /// When it may be seen (0: at once).
+    pub due: u64,
+    pub payload: *const u8,
+    /// Where the next record begins.
+    pub next: u64,
 }
 
 /// View of one ring in mapped memory. Whoever holds it keeps the mapping alive.
@@ -58,6 +73,12 @@ impl Ring {
         unsafe { FlagLine::new(self.at.add(64)) }
     }
 
+    /// The position up to which signals have been delivered, too: kept where they may be held back.
+    pub fn done(&self) -> FlagLine<'_> {
+        // SAFETY: line 3 of a mapped ring.
+        unsafe { FlagLine::new(self.at.add(192)) }
+    }
+
     fn bell(&self) -> &AtomicU32 {
         // SAFETY: line 2 of a mapped ring, used as an atomic by both sides.
         unsafe { self.at.add(128).cast().as_ref() }
@@ -91,29 +112,32 @@ impl Ring {
         end.saturating_sub(CAPACITY as u64)
     }
 
-    /// Producer: writes a record at `head` and returns where its payload goes.
-    pub fn write(&self, head: u64, record: Record) -> *mut u8 {
+    /// Producer: writes a record at `head` that is due at a time (0: at once), and returns where its payload goes.
+    pub fn write(&self, head: u64, record: Record, due: u64) -> *mut u8 {
         let at = self.data(head);
+        let mut words = record.to_words();
+        words[DUE] = due;
         // SAFETY: the producer has credit for the record, which does not straddle the end; headers are aligned to 64.
-        unsafe { at.cast::<[u64; 8]>().write(record.to_words()) };
+        unsafe { at.cast::<[u64; 8]>().write(words) };
         // SAFETY: the payload follows its header inside the ring.
         unsafe { at.add(HEADER) }
     }
 
-    /// Consumer: the record at `tail`, where its payload is, and where the next begins. `None` if it makes no sense
-    /// with `available` bytes published.
-    pub fn read(&self, tail: u64, available: u64) -> Option<(Record, *const u8, u64)> {
+    /// Consumer: the record at `tail`. `None` if it makes no sense with `available` bytes published.
+    pub fn read(&self, tail: u64, available: u64) -> Option<Read> {
         let at = self.data(tail);
         // SAFETY: a published record begins here: aligned, inside the ring.
-        let record = Record::from_words(unsafe { at.cast::<[u64; 8]>().read() })?;
+        let words = unsafe { at.cast::<[u64; 8]>().read() };
+        let record = Record::from_words(words)?;
         let bytes = match record {
             Record::Skip { len } => len,
             _ if record.payload() > CHUNK => return None,
             _ => Ring::footprint(record.payload()),
         };
         let fits = bytes <= available && bytes > 0 && Ring::skip(tail, bytes) == 0;
-        // SAFETY: inside the ring, as just checked.
-        fits.then(|| (record, unsafe { at.add(HEADER) }.cast_const(), tail + bytes))
+        // SAFETY: inside the ring, as checked where it is called.
+        let payload = || unsafe { at.add(HEADER) }.cast_const();
+        fits.then(|| Read { record, due: words[DUE], payload: payload(), next: tail + bytes })
     }
 
     fn data(&self, position: u64) -> *mut u8 {

@@ -3,38 +3,44 @@
 use std::rc::Rc;
 
 use super::filled::{Filled, value};
-use super::{StreamSlip, Streams, Teller};
+use super::{Actor, StreamSlip, Streams, Teller};
 use crate::error::{CallKind, PlanError};
 use crate::schedule::story::effect::Effects;
 use crate::schedule::story::{Part, Role, Scene, Step, Touch};
-use crate::schedule::{Flag, Item, Level, Op};
+use crate::schedule::stream::Proxied;
+use crate::schedule::{Flag, Item, Level, Op, Stage};
 
 impl Teller<'_> {
     /// What all actors do in one call.
-    pub fn parts(&self, call: usize, actors: u32) -> Result<Vec<Part>, PlanError> {
-        let ranks = self.script.slots.ranks();
+    pub fn parts(&self, call: usize) -> Result<Vec<Part>, PlanError> {
         let kind = match self.script.calls[call].flag() {
             Flag::Landed => CallKind::Dispatch,
             _ => CallKind::Combine,
         };
-        let parts = (0..actors).map(|actor| {
-            let (rank, nth) = (actor % ranks, actor / ranks);
-            let filled = self.filled(call, rank)?;
-            let (role, scenes) = match (self.script.streams, nth) {
-                (Streams::Each, nth) if nth != self.script.calls[call].microbatch() => {
-                    (Role::Own, Vec::new())
-                }
-                (Streams::Aside, 0) => (Role::Own, self.kernels(call, &filled)),
-                (Streams::Aside, _) => (Role::Transfers, self.transfers(call, &filled)),
-                (Streams::One | Streams::Each, _) => (Role::Own, self.whole(call, &filled)),
+        let (turn, aside) = (self.script.calls[call].microbatch(), self.script.streams == Streams::Aside);
+        let parts = self.actors.iter().map(|&actor| {
+            let filled = self.filled(call, actor.rank())?;
+            let (role, scenes) = match actor {
+                Actor::Stream { nth, .. } => match (self.script.streams, nth) {
+                    (Streams::Each, nth) if nth != turn => (Role::Own, Vec::new()),
+                    (_, 0) if aside => (Role::Own, self.kernels(call, &filled)),
+                    _ if aside => (Role::Transfers, self.transfers(call, &filled)),
+                    _ => (Role::Own, self.whole(call, &filled)),
+                },
+                Actor::Out { of, .. } | Actor::Back { of, .. } if of != turn => (Role::Relay, Vec::new()),
+                Actor::Out { .. } => (Role::Relay, proxied_out(call, &filled)),
+                Actor::Back { from, .. } => (Role::Relay, proxied_back(call, from, &filled)),
             };
-            Ok(Part { rank, role, call, kind, scenes })
+            Ok(Part { rank: actor.rank(), role, call, kind, scenes })
         });
         parts.collect()
     }
 
     fn filled(&self, call: usize, me: u32) -> Result<Rc<Filled>, PlanError> {
-        let program = self.script.calls[call].program(self.script.slots, me)?;
+        let mut program = self.script.calls[call].program(self.script.slots, me)?;
+        if let Some((nodes, way)) = self.script.across {
+            program = program.across(nodes, way)?;
+        }
         let set = self.turns.words[call].0;
         Ok(Rc::new(Filled { program, me, set, turns: Rc::clone(&self.turns) }))
     }
@@ -77,15 +83,18 @@ impl Teller<'_> {
 
     /// The stage, with constants told apart by the number of their call.
     fn steps(&self, call: usize, filled: &Rc<Filled>) -> Vec<Step> {
-        let step = |of: usize, op| {
-            let value = if matches!(op, Op::Put { .. }) { 0 } else { value(of) };
-            Step { track: 0, set: filled.set, op, value }
-        };
-        let all = filled.program.stage().items.iter().map(|&Item { op, .. }| step(call, op));
-        let (back, mut steps): (Vec<Step>, Vec<Step>) = all.partition(Step::sets_back);
+        let step = |of: usize, op| word(filled, of, 0, op);
+        let all: Vec<Step> =
+            filled.program.stage().items.iter().map(|&Item { op, .. }| step(call, op)).collect();
+        if !matches!(
+            self.script.slip,
+            Some(StreamSlip::NeverBack | StreamSlip::BackFirst | StreamSlip::BackLate)
+        ) {
+            return all;
+        }
+        let (back, mut steps): (Vec<Step>, Vec<Step>) = all.into_iter().partition(Step::sets_back);
         let flag = self.script.calls[call].flag();
         match self.script.slip {
-            Some(StreamSlip::NeverBack) => {}
             Some(StreamSlip::BackFirst) => {
                 let before = self.turns.before(call, flag);
                 let back = before.iter().flat_map(|&of| back.iter().map(move |back| step(of, back.op)));
@@ -100,10 +109,36 @@ impl Teller<'_> {
                     before.into_iter().flat_map(|call| peers.clone().map(move |of| step(call, back(of)))),
                 );
             }
-            _ => steps.extend(back),
+            _ => {}
         }
         steps
     }
+}
+
+/// What the proxy does of one call: hears, and puts on the rails.
+fn proxied_out(call: usize, filled: &Rc<Filled>) -> Vec<Scene> {
+    let Some(Proxied { bell, out, .. }) = filled.program.proxied() else { return Vec::new() };
+    let scenes =
+        [bell, out].map(|stage| scene(stage.name, Vec::new(), in_tracks(call, stage, filled), filled));
+    scenes.into_iter().chain([scene("end", Vec::new(), Vec::new(), filled)]).collect()
+}
+
+/// What it does when a rail has brought what a peer sent.
+fn proxied_back(call: usize, from: u32, filled: &Rc<Filled>) -> Vec<Scene> {
+    let Some(Proxied { back, .. }) = filled.program.proxied() else { return Vec::new() };
+    let mut steps = in_tracks(call, back, filled);
+    steps.retain(|step| step.track == from);
+    steps.iter_mut().for_each(|step| step.track = 0);
+    vec![scene(back.name, Vec::new(), steps, filled), scene("end", Vec::new(), Vec::new(), filled)]
+}
+
+fn in_tracks(call: usize, stage: &Stage, filled: &Rc<Filled>) -> Vec<Step> {
+    stage.items.iter().map(|&Item { track, op }| word(filled, call, track, op)).collect()
+}
+
+fn word(filled: &Rc<Filled>, of: usize, track: u32, op: Op) -> Step {
+    let value = if matches!(op, Op::Put { .. }) { 0 } else { value(of) };
+    Step { track, set: filled.set, op, value }
 }
 
 fn scene(name: &'static str, touches: Vec<Touch>, steps: Vec<Step>, filled: &Rc<Filled>) -> Scene {

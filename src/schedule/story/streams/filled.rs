@@ -53,7 +53,7 @@ impl Effects for Filled {
             }
             Op::Signal { to, of, flag, level: Level::Credit } => {
                 let call = call_of(step.value);
-                let after = self.turns.before(call, flag);
+                let after = if of == to { self.turns.rung(call) } else { self.turns.before(call, flag) };
                 vec![Effect::Raises { word: self.word(to, of, flag), call, after }]
             }
             Op::Wait { from, flag, level: Level::Credit } => {

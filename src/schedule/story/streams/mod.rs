@@ -13,6 +13,11 @@
 //!   transfers           ready | dispatch | arrived           ready | combine | arrived
 //! ```
 
+//!
+//! Between nodes there are proxies, too: for each microbatch of a rank one that puts on rails, and, on the detour, one for each
+//! peer of another node that tells what has come. Each takes the calls in their order, whenever the stream rings, as a real proxy
+//! does. That is one thread for all of these; apart they are in no order that it does not keep.
+
 mod act;
 mod filled;
 mod fold;
@@ -24,7 +29,8 @@ use std::rc::Rc;
 use super::Story;
 use crate::error::PlanError;
 use crate::schedule::Flag;
-use crate::schedule::stream::{Slots, StreamProgram};
+use crate::schedule::stream::{Across, Slots, StreamProgram};
+use crate::topology::NodeMap;
 
 use turns::Turns;
 
@@ -35,6 +41,8 @@ pub struct StreamScript<'a> {
     pub slots: Slots,
     /// Which streams there are.
     pub streams: Streams,
+    /// Which ranks share memory, if not all, and how rows cross.
+    pub across: Option<(&'a NodeMap, Across)>,
     /// The calls.
     pub calls: &'a [StreamCall],
     /// A rule that the caller breaks: `None`, except to see that `prove` notices.
@@ -134,17 +142,13 @@ impl StreamSlip {
 pub(super) use fold::fold;
 
 pub(super) fn tell(script: &StreamScript) -> Result<Story, PlanError> {
-    let teller = Teller { script, turns: Rc::new(Turns::of(script)?) };
-    let (ranks, sets) = (script.slots.ranks(), teller.turns.sets);
-    let actors = match script.streams {
-        Streams::One => ranks,
-        Streams::Each => ranks * sets,
-        Streams::Aside => 2 * ranks,
-    };
-    let calls = (0..script.calls.len()).map(|call| teller.parts(call, actors)).collect::<Result<_, _>>()?;
+    let turns = Rc::new(Turns::of(script)?);
+    let (ranks, sets) = (script.slots.ranks(), turns.sets);
+    let teller = Teller { script, actors: Actor::all(script, sets), turns };
+    let calls = (0..script.calls.len()).map(|call| teller.parts(call)).collect::<Result<_, _>>()?;
     Ok(Story {
         ranks,
-        actors,
+        actors: teller.actors.len() as u32,
         control_bytes: u64::from(sets) * script.slots.flag_bytes(),
         pool_bytes: u64::from(sets) * script.slots.bytes(),
         calls,
@@ -152,7 +156,44 @@ pub(super) fn tell(script: &StreamScript) -> Result<Story, PlanError> {
     })
 }
 
+/// What runs by itself.
+#[derive(Clone, Copy, Debug)]
+enum Actor {
+    /// The `nth` stream of a rank.
+    Stream { rank: u32, nth: u32 },
+    /// The proxy of a microbatch: hears the stream, and puts on rails.
+    Out { rank: u32, of: u32 },
+    /// On the detour: tells the stream what has come from a rank.
+    Back { rank: u32, of: u32, from: u32 },
+}
+
+impl Actor {
+    fn all(script: &StreamScript, sets: u32) -> Vec<Actor> {
+        let ranks = script.slots.ranks();
+        let streams = match script.streams {
+            Streams::One => 1,
+            Streams::Each => sets,
+            Streams::Aside => 2,
+        };
+        let of_all = |count| (0..count).flat_map(move |nth| (0..ranks).map(move |rank| (rank, nth)));
+        let mut all: Vec<Actor> = of_all(streams).map(|(rank, nth)| Actor::Stream { rank, nth }).collect();
+        let Some((nodes, way)) = script.across else { return all };
+        all.extend(of_all(sets).map(|(rank, of)| Actor::Out { rank, of }));
+        for (rank, of) in of_all(sets).filter(|_| way == Across::Detour) {
+            let far = (0..ranks).filter(|&from| from < nodes.ranks() && !nodes.same_node(rank, from));
+            all.extend(far.map(|from| Actor::Back { rank, of, from }));
+        }
+        all
+    }
+
+    fn rank(self) -> u32 {
+        let (Actor::Stream { rank, .. } | Actor::Out { rank, .. } | Actor::Back { rank, .. }) = self;
+        rank
+    }
+}
+
 struct Teller<'a> {
     script: &'a StreamScript<'a>,
+    actors: Vec<Actor>,
     turns: Rc<Turns>,
 }

@@ -1,5 +1,7 @@
 //! Which call follows which.
 
+use std::mem::{Discriminant, discriminant};
+
 use super::{StreamCall, StreamScript, StreamSlip};
 use crate::error::PlanError;
 use crate::schedule::Flag;
@@ -12,6 +14,8 @@ pub struct Turns {
     pub sets: u32,
     /// Per call: its windows and flags, and its words.
     pub words: Vec<(u32, Flag)>,
+    /// Per call: what it is, which decides whose bell it rings.
+    kinds: Vec<Discriminant<StreamCall>>,
     /// Per call: the dispatch whose slots it has; itself, if it is one.
     pub slots_of: Vec<usize>,
 }
@@ -19,7 +23,7 @@ pub struct Turns {
 impl Turns {
     pub fn of(script: &StreamScript) -> Result<Self, PlanError> {
         let sets = script.calls.iter().map(|call| call.microbatch() + 1).max().unwrap_or(1);
-        let mut turns = Turns { sets, words: Vec::new(), slots_of: Vec::new() };
+        let mut turns = Turns { sets, words: Vec::new(), kinds: Vec::new(), slots_of: Vec::new() };
         let mut dispatched: Vec<Option<usize>> = vec![None; sets as usize];
         for (number, call) in script.calls.iter().enumerate() {
             let of = call.microbatch();
@@ -34,6 +38,7 @@ impl Turns {
             *open = slots_of.filter(|&dispatch| dispatch == number);
             let set = if script.slip == Some(StreamSlip::Share) { 0 } else { of };
             turns.words.push((set, call.flag()));
+            turns.kinds.push(discriminant(call));
         }
         Ok(turns)
     }
@@ -50,6 +55,12 @@ impl Turns {
 
     pub fn before(&self, call: usize, flag: Flag) -> Option<usize> {
         self.next(call, flag, (0..call).rev())
+    }
+
+    /// The call before this one that rings the same bell.
+    pub fn rung(&self, call: usize) -> Option<usize> {
+        let same = |other: &usize| (self.words[*other].0, self.kinds[*other]);
+        (0..call).rev().find(|other| same(other) == same(&call))
     }
 
     pub fn after(&self, call: usize, flag: Flag) -> Option<usize> {

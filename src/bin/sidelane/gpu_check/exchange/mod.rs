@@ -42,6 +42,11 @@ pub fn threads(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
             on_ranks(task, ranks, |world| both::graph(task, case, world)),
         )?;
     }
+    let nodes = [0, 0, 1, 1];
+    let across = on_nodes(task, &nodes, |world| plain::<bf16>(task, case, world));
+    tell("2 + 2 ranks, between nodes by memory of the host".to_owned(), across)?;
+    let across = on_nodes(task, &nodes, |world| both::graph(task, case, world));
+    tell("2 + 2 ranks, the same in a graph".to_owned(), across)?;
     tell("two exchanges in turns".to_owned(), on_ranks(task, 4, |world| both::turns(task, case, world)))?;
     for ranks in [2, 4, 8] {
         let case = self::case(task, ranks);
@@ -127,7 +132,16 @@ pub fn on_ranks<T: Send>(
     ranks: u32,
     body: impl Fn(&World) -> Result<T, CheckError> + Sync,
 ) -> Result<T, CheckError> {
-    let worlds = World::threads_with(&vec![0; ranks as usize], &options(task))?;
+    on_nodes(task, &vec![0; ranks as usize], body)
+}
+
+/// The same on pretended nodes: that of each rank.
+fn on_nodes<T: Send>(
+    task: &Task,
+    nodes: &[u32],
+    body: impl Fn(&World) -> Result<T, CheckError> + Sync,
+) -> Result<T, CheckError> {
+    let worlds = World::threads_with(nodes, &options(task))?;
     let results: Vec<Result<T, CheckError>> = std::thread::scope(|scope| {
         let threads: Vec<_> = worlds.iter().map(|world| scope.spawn(|| body(world))).collect();
         let panicked = || CheckError::Ranks("a rank panicked".to_owned());

@@ -35,6 +35,8 @@ pub struct Card {
     pub inline: u32,
     pub sges: u32,
     pub atomics: bool,
+    /// It refuses the next so many regions.
+    pub refuses: u32,
     pub statistics: Statistics,
 }
 
@@ -49,6 +51,7 @@ impl Card {
             inline: 64,
             sges: 8,
             atomics: true,
+            refuses: 0,
             statistics: Statistics::default(),
         }
     }

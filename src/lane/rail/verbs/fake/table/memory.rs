@@ -39,6 +39,12 @@ fn register(pd: *mut ibv_pd, at: usize, len: usize, base: u64, access: u32, mapp
         return null(Errno::INVAL);
     }
     let mut state = state(context);
+    let card = state.contexts[&open(context).number].card;
+    let refuses = &mut state.cards[card].refuses;
+    if *refuses > 0 {
+        *refuses -= 1;
+        return null(Errno::FAULT);
+    }
     let key = state.number();
     state.regions.insert(key, Region { domain, base, at, len: len as u64, access, mapped });
     let addr = ptr::with_exposed_provenance_mut(at);

@@ -1,11 +1,10 @@
-//! How rows of an exchange cross between nodes: from device to device where the cards of all ranks reach these, else by the
+//! How rows of an exchange on streams cross between nodes: from device to device where the cards of all ranks reach these, else by the
 //! host's twin.
 
 use std::sync::Arc;
 
-use super::shape::Shape;
+use super::parallel::Ground;
 use crate::device::Context;
-use crate::ep::parallel::Ground;
 use crate::error::{Error, MemoryError};
 use crate::lane::{DeviceMemory, Lanes};
 use crate::topology::Route;
@@ -22,6 +21,17 @@ pub(super) enum Passage {
     Detour(Twin, Detour),
 }
 
+/// What an exchange needs of it, alike at all ranks.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Needs {
+    /// Bytes at the start of the device's memory that hold words.
+    pub words: u64,
+    /// Size of a desk, where one is needed beside a straight passage.
+    pub desk: Option<u64>,
+    /// Size of a twin, outbox counted.
+    pub twin: u64,
+}
+
 impl Passage {
     /// Decides for all members alike, and makes it. Collective.
     ///
@@ -33,7 +43,7 @@ impl Passage {
         context: &Arc<Context>,
         lanes: &Lanes,
         members: &[Option<Member>],
-        shape: &Shape,
+        needs: Needs,
     ) -> Result<Self, Error> {
         let (paths, rank) = (lanes.paths(), lanes.rank);
         if !paths.rails() {
@@ -45,16 +55,16 @@ impl Passage {
         let neighbours = paths.locals().filter(|_| lanes.route == Route::Pxn);
         let memory_of = |rank: u32| members[rank as usize].as_ref().map(|member| member.memory.clone());
         let neighbours = neighbours.filter_map(|rank| Some((rank, memory_of(rank)?))).collect();
-        let strict = shape.words().1;
-        let memory = DeviceMemory { context: Arc::clone(context), own, neighbours, rank, strict };
+        let context_of = Arc::clone(context);
+        let memory = DeviceMemory { context: context_of, own, neighbours, rank, strict: needs.words };
         match Straight::new(group, lanes, &memory)? {
             Ok(straight) => {
-                let desk = shape.arrives().then(|| Twin::desk(group, context, shape.desk_bytes()));
+                let desk = needs.desk.map(|len| Twin::desk(group, context, len));
                 Ok(Passage::Straight(straight, desk.transpose()?))
             }
             Err(detour) => {
                 tracing::info!(rank, ?detour, "rows cross by memory of the host");
-                Ok(Passage::Detour(Twin::new(group, context, lanes, shape.twin_bytes())?, detour))
+                Ok(Passage::Detour(Twin::new(group, context, lanes, needs.twin)?, detour))
             }
         }
     }

@@ -1,0 +1,138 @@
+//! What is measured, on which numbers, and what must come of it.
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+use sidelane::collective::Communicator;
+use sidelane::ep::{Collective, Shares};
+use sidelane::{Dtype, Error, Group};
+
+/// A collective.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Operation {
+    /// Sums of all ranks, on all of them
+    AllReduce,
+    /// Elements of rank 0 for all
+    Broadcast,
+    /// Elements of each rank for each
+    AllToAll,
+    /// Elements of all ranks for all
+    AllGather,
+    /// Sums of all ranks, a share for each
+    ReduceScatter,
+}
+
+impl Operation {
+    /// All of them, by the numbers that others know them by.
+    pub const ALL: [Operation; 5] = [
+        Operation::AllReduce,
+        Operation::Broadcast,
+        Operation::AllToAll,
+        Operation::AllGather,
+        Operation::ReduceScatter,
+    ];
+
+    /// As tables have it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Operation::AllReduce => "all-reduce",
+            Operation::Broadcast => "broadcast",
+            Operation::AllToAll => "all-to-all",
+            Operation::AllGather => "all-gather",
+            Operation::ReduceScatter => "reduce-scatter",
+        }
+    }
+}
+
+/// One operation on tensors of one size. The larger tensor of a rank has `elements`, the smaller, where there is one, a share.
+pub struct Test {
+    operation: Operation,
+    rank: usize,
+    ranks: usize,
+    input: Vec<f32>,
+    output: Vec<f32>,
+    communicator: Communicator,
+    rows: Option<(Collective, Shares)>,
+}
+
+/// Any whole number, small enough that all sums are exact; others compute the same.
+fn element(rank: usize, at: usize) -> f32 {
+    ((rank * 7 + at * 3) % 17) as f32 - 8.0
+}
+
+/// Elements of a row of an all-gather: whole pages of those that there are.
+const COLUMNS: usize = 1024;
+
+impl Test {
+    /// Takes what it needs. Collective.
+    pub fn new(operation: Operation, elements: usize, group: &Group) -> Result<Self, Error> {
+        let (rank, ranks) = (group.rank() as usize, group.size() as usize);
+        let share = elements / ranks;
+        let given = if operation == Operation::AllGather { share } else { elements };
+        let rows = match operation {
+            Operation::AllGather | Operation::ReduceScatter => {
+                let columns = if share.is_multiple_of(COLUMNS) { COLUMNS } else { 4 };
+                let count = (share / columns) as u32;
+                let builder =
+                    Collective::builder(group).columns(columns).dtype(Dtype::F32).max_rows(count.max(1));
+                let mut collective = builder.build()?;
+                let shares = collective.shares(&vec![count; ranks])?;
+                Some((collective, shares))
+            }
+            _ => None,
+        };
+        Ok(Test {
+            operation,
+            rank,
+            ranks,
+            input: (0..given).map(|at| element(rank, at)).collect(),
+            output: vec![0.0; if operation == Operation::ReduceScatter { share } else { elements }],
+            communicator: Communicator::builder(group).build()?,
+            rows,
+        })
+    }
+
+    /// Puts the tensors back to what they were, where a call changes its input.
+    pub fn reset(&mut self) {
+        if matches!(self.operation, Operation::AllReduce | Operation::Broadcast) {
+            self.output.copy_from_slice(&self.input);
+        }
+    }
+
+    /// One call. Collective.
+    pub fn call(&mut self) -> Result<(), Error> {
+        match (self.operation, &mut self.rows) {
+            (Operation::AllReduce, _) => self.communicator.all_reduce(&mut self.output),
+            (Operation::Broadcast, _) => self.communicator.broadcast(0, &mut self.output),
+            (Operation::AllGather, Some((collective, shares))) => {
+                let rows = collective.all_gather_along(&self.input, shares)?;
+                self.output.copy_from_slice(rows.rows::<f32>()?);
+                Ok(())
+            }
+            (Operation::ReduceScatter, Some((collective, shares))) => {
+                collective.reduce_scatter_into(&self.input[..], shares, &mut self.output)
+            }
+            (..) => self.communicator.all_to_all(&self.input, &mut self.output),
+        }
+    }
+
+    /// What came out.
+    pub fn output(&self) -> &[f32] {
+        &self.output
+    }
+
+    /// Whether it is right.
+    pub fn is_right(&self) -> bool {
+        let Test { rank, ranks, .. } = *self;
+        let share = self.output.len() / ranks;
+        let sum = |at: usize| (0..ranks).map(|rank| element(rank, at)).sum::<f32>();
+        let right = |at: usize| match self.operation {
+            Operation::AllReduce => sum(at),
+            Operation::Broadcast => element(0, at),
+            Operation::AllToAll => element(at / share, rank * share + at % share),
+            Operation::AllGather => element(at / share, at % share),
+            Operation::ReduceScatter => sum(rank * self.output.len() + at),
+        };
+        self.output.iter().enumerate().all(|(at, &seen)| seen == right(at))
+    }
+}

@@ -1,0 +1,204 @@
+//! What every rank does: check, time, check again; rank 0 reports.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use half::bf16;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use sidelane::config::Pace;
+use sidelane::gate::{Gate, Preset};
+use sidelane::layer::{GroupedSwiGlu, Input, MoeLayer};
+use sidelane::plan::ExpertMap;
+use sidelane::{Error, Group, World};
+
+use super::report::{Pass, Report};
+use super::task::{Shape, Task};
+use super::watched::{Watch, Watched};
+use crate::bench::{EVENTS, Laps, write_trace};
+use crate::error::CliError;
+use crate::machines::Machines;
+use crate::{output, progress, ranks};
+
+/// How a step is carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Experts do nothing, and it takes what transfers take.
+    Transfers,
+    /// One after another.
+    InTurn,
+    /// Beside each other.
+    Overlapped,
+}
+
+impl Kind {
+    const ALL: [Kind; 3] = [Kind::Transfers, Kind::InTurn, Kind::Overlapped];
+}
+
+/// What one direction of a step took, of this rank.
+#[derive(Default)]
+struct Taken {
+    /// By kind.
+    laps: [Laps; 3],
+    /// Nanoseconds of experts at work, in turn.
+    experts: Vec<u64>,
+}
+
+/// Runs this rank's part.
+pub fn main(task: &Task) -> Result<ExitCode, CliError> {
+    let record = if task.trace_out.is_some() { EVENTS } else { 0 };
+    let world = ranks::join(task.shape.sizes(), task.conditions(), record)?;
+    let group = world.all()?;
+    let mut rank = Rank::new(task, &world, &group)?;
+    let verified = rank.same_bits()?;
+    let taken = rank.time()?;
+    let passes = taken.iter().map(|taken| rank.pass(taken)).collect::<Result<Vec<_>, _>>()?;
+    if let Some(path) = &task.trace_out {
+        let timelines = rank.record()?;
+        if world.rank() == 0 {
+            write_trace(path, world.nodes(), &timelines)?;
+        }
+    }
+    let verified = verified && rank.same_bits()?;
+    if world.rank() != 0 {
+        return Ok(ExitCode::SUCCESS);
+    }
+    // What the wires keep may also come from the environment.
+    let pace = Pace::from_env().map_err(Error::from)?;
+    let report = Report::new(task, &world, pace, verified, &passes);
+    output::print(&report.text())?;
+    if let Some(path) = &task.json {
+        output::write(path, &(report.json() + "\n"))?;
+    }
+    Ok(if verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// A rank's two layers, which differ in how they are carried out, and its tokens.
+struct Rank<'a> {
+    task: &'a Task,
+    world: &'a World,
+    group: &'a Group,
+    machines: Machines,
+    in_turn: MoeLayer,
+    overlapped: MoeLayer,
+    watch: Arc<Watch>,
+    x: Vec<bf16>,
+}
+
+impl<'a> Rank<'a> {
+    fn new(task: &'a Task, world: &'a World, group: &'a Group) -> Result<Self, CliError> {
+        let Shape { tokens, hidden, .. } = task.shape;
+        let watch = Arc::new(Watch::default());
+        let layer = |overlap| layer(task, group, &watch, overlap);
+        let (in_turn, overlapped) = (layer(false)?, layer(true)?);
+        let mut random = stream(task.shape.seed, 1 + u64::from(world.rank()));
+        let x = (0..tokens as usize * hidden as usize).map(|_| bf16::from_f32(number(&mut random))).collect();
+        let machines = Machines::of(group)?;
+        Ok(Rank { task, world, group, machines, in_turn, overlapped, watch, x })
+    }
+
+    /// Whether both layers give the same bits, on all ranks.
+    fn same_bits(&mut self) -> Result<bool, CliError> {
+        let step = |layer: &mut MoeLayer, x: &[bf16]| {
+            let (out, tape) = layer.forward(&Input::new(x))?;
+            let gradients = layer.backward(tape, x)?;
+            Ok::<_, Error>((out, gradients))
+        };
+        let same = step(&mut self.in_turn, &self.x)? == step(&mut self.overlapped, &self.x)?;
+        Ok(self.group.gather(&[u8::from(same)])?.iter().all(|said| said[..] == [1]))
+    }
+
+    /// Forward and, where asked for, backward. Kinds take turns, so that all see the same machine.
+    fn time(&mut self) -> Result<Vec<Taken>, CliError> {
+        let mut barrier = self.group.window(0)?;
+        let directions = if self.task.backward { 2 } else { 1 };
+        let mut taken: Vec<Taken> = (0..directions).map(|_| Taken::default()).collect();
+        let bar = progress::bar(self.world.rank(), self.task.rounds.into());
+        for round in 0..self.task.rounds as usize {
+            for turn in 0..Kind::ALL.len() {
+                let kind = Kind::ALL[(round + turn) % Kind::ALL.len()];
+                let layer = match kind {
+                    Kind::Overlapped => &mut self.overlapped,
+                    Kind::Transfers | Kind::InTurn => &mut self.in_turn,
+                };
+                self.watch.idle(kind == Kind::Transfers);
+                self.watch.take();
+                barrier.barrier()?;
+                let laps = &mut taken[0].laps[kind as usize];
+                let (_, tape) = laps.time(|| layer.forward(&Input::new(&self.x)))?;
+                if kind == Kind::InTurn {
+                    taken[0].experts.push(self.watch.take());
+                }
+                if let Some(backward) = taken.get_mut(1) {
+                    barrier.barrier()?;
+                    backward.laps[kind as usize].time(|| layer.backward(tape, &self.x))?;
+                    if kind == Kind::InTurn {
+                        backward.experts.push(self.watch.take());
+                    }
+                }
+            }
+            bar.inc(1);
+        }
+        bar.finish_and_clear();
+        self.watch.idle(false);
+        barrier.barrier()?;
+        Ok(taken)
+    }
+
+    /// Of all ranks, in microseconds: the slowest counts.
+    fn pass(&self, taken: &Taken) -> Result<Pass, CliError> {
+        let rounds = |laps: &Laps| {
+            Ok::<_, CliError>(Laps::rounds_us(&self.group.gather(laps.to_bytes())?, &self.machines))
+        };
+        let [transfers, in_turn, overlapped] = &taken.laps;
+        let (transfers, in_turn, overlapped) = (rounds(transfers)?, rounds(in_turn)?, rounds(overlapped)?);
+        let all = self.group.gather(bytemuck::cast_slice(&taken.experts))?;
+        let mut experts = vec![0.0f64; taken.experts.len()];
+        for blob in &all {
+            let theirs: Vec<u64> = bytemuck::allocation::pod_collect_to_vec(blob);
+            experts.iter_mut().zip(theirs).for_each(|(most, ns)| *most = most.max(ns as f64 / 1e3));
+        }
+        Ok(Pass::of_rounds(&experts, &transfers, &in_turn, &overlapped))
+    }
+
+    /// What all ranks do in one overlapped step.
+    fn record(&mut self) -> Result<Vec<sidelane::exec::Timeline>, CliError> {
+        let mut barrier = self.group.window(0)?;
+        let Some(recorder) = self.world.recorder().cloned() else { return Ok(Vec::new()) };
+        let offset = self.machines.clock_offset(self.group, crate::bench::now)?;
+        barrier.barrier()?;
+        recorder.take();
+        let (_, tape) = self.overlapped.forward(&Input::new(&self.x))?;
+        if self.task.backward {
+            self.overlapped.backward(tape, &self.x)?;
+        }
+        crate::bench::share(self.group, recorder.take(), offset)
+    }
+}
+
+/// A layer whose weights all ranks draw alike.
+fn layer(task: &Task, group: &Group, watch: &Arc<Watch>, overlap: bool) -> Result<MoeLayer, CliError> {
+    let Shape { tokens, hidden, ffn, experts, top_k, chunks, seed, .. } = task.shape;
+    let map = ExpertMap::contiguous(experts, group.size()).map_err(Error::from)?;
+    let (hidden, ffn, local) = (hidden as usize, ffn as usize, map.slots_of(group.rank()).len());
+    let mut random = stream(seed, 0);
+    let router = (0..hidden * experts as usize).map(|_| number(&mut random)).collect();
+    let scale = 1.0 / (hidden as f32).sqrt();
+    let weights =
+        (0..GroupedSwiGlu::values(local, hidden, ffn)).map(|_| scale * number(&mut random)).collect();
+    let swiglu = GroupedSwiGlu::new(local, hidden, ffn, weights).map_err(Error::from)?;
+    let gate = Preset::Qwen3.config(experts, top_k).and_then(Gate::new).map_err(Error::from)?;
+    let watched = Watched::new(swiglu, Arc::clone(watch));
+    let builder = MoeLayer::builder(group, gate.config().clone(), hidden, watched).router(router);
+    Ok(builder.max_tokens(tokens).chunks(chunks).overlap(overlap).build()?)
+}
+
+fn stream(seed: u64, number: u64) -> ChaCha8Rng {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    random.set_stream(number);
+    random
+}
+
+fn number(random: &mut ChaCha8Rng) -> f32 {
+    random.random::<f32>() * 2.0 - 1.0
+}

@@ -1,0 +1,183 @@
+//! What the program hands to its ranks.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use sidelane::config::Pace;
+
+use super::args::LayerArgs;
+use super::pace::PaceArg;
+use crate::conditions;
+use crate::launch::{ShapeError, node_sizes_or};
+use crate::ranks::Sizes;
+
+/// Layers that cannot be timed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LayerError {
+    #[error(transparent)]
+    Shape(#[from] ShapeError),
+
+    /// A size that must be positive, or is too large.
+    #[error("{option} must be between 1 and {most}")]
+    OutOfRange { option: &'static str, most: u32 },
+
+    /// Rows move in units of 16 bytes.
+    #[error("rows of {hidden} x bf16 are no multiple of 16 bytes")]
+    OddRows { hidden: u32 },
+
+    /// There are no wires whose pace could be kept.
+    #[error("--pace is for wires between nodes of one machine: two nodes or more, without --node-rank")]
+    NoPace,
+
+    /// More choices than experts, or fewer experts than ranks.
+    #[error(
+        "{experts} experts: there must be one for each of {ranks} ranks at least, and --top-k ({top_k}) at most"
+    )]
+    TooFewExperts { experts: u32, ranks: u32, top_k: u32 },
+}
+
+/// What a layer is made of.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Shape {
+    pub ranks_per_node: Vec<u32>,
+    pub tokens: u32,
+    pub hidden: u32,
+    pub ffn: u32,
+    pub experts: u32,
+    pub top_k: u32,
+    pub chunks: u32,
+    pub seed: u64,
+}
+
+/// Everything a rank needs to know, and every rank the same.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Task {
+    pub shape: Shape,
+    pub pace: Option<Pace>,
+    pub backward: bool,
+    pub rounds: u32,
+    pub json: Option<PathBuf>,
+    pub trace_out: Option<PathBuf>,
+}
+
+impl Shape {
+    /// Number of ranks.
+    pub fn ranks(&self) -> u32 {
+        self.ranks_per_node.iter().sum()
+    }
+
+    /// Bytes of a row.
+    fn row_bytes(&self) -> u64 {
+        2 * u64::from(self.hidden)
+    }
+
+    /// Bytes that a rank of the first node sends to other nodes in a balanced step: rows of its tokens, and rows of others on
+    /// their way home.
+    pub fn bytes_across(&self) -> u64 {
+        let (ranks, near) = (u64::from(self.ranks()), u64::from(self.ranks_per_node[0]));
+        let rows = u64::from(self.tokens) * u64::from(self.top_k);
+        2 * rows * self.row_bytes() * (ranks - near) / ranks
+    }
+
+    /// Room for two layers, each with rows and their gradients alive, when a rank has thrice its share.
+    pub fn sizes(&self) -> Sizes {
+        let rows = u64::from(self.tokens) * u64::from(self.top_k) * u64::from(self.ranks().min(3));
+        let symmetric = 64 << 20;
+        let heap = (8 * rows * self.row_bytes() + (64 << 20) + symmetric).next_multiple_of(2 << 20);
+        Sizes { heap, symmetric }
+    }
+
+    fn check(&self) -> Result<(), LayerError> {
+        let sizes = [
+            ("--tokens", self.tokens, 1 << 20),
+            ("--hidden", self.hidden, 1 << 20),
+            ("--ffn", self.ffn, 1 << 20),
+            ("--top-k", self.top_k, 1 << 10),
+            ("--chunks", self.chunks, self.tokens.clamp(1, 1 << 10)),
+        ];
+        if let Some(&(option, _, most)) = sizes.iter().find(|(_, seen, most)| !(1..=*most).contains(seen)) {
+            return Err(LayerError::OutOfRange { option, most });
+        }
+        if !self.row_bytes().is_multiple_of(16) {
+            return Err(LayerError::OddRows { hidden: self.hidden });
+        }
+        let (experts, ranks, top_k) = (self.experts, self.ranks(), self.top_k);
+        match experts < ranks.max(top_k) {
+            true => Err(LayerError::TooFewExperts { experts, ranks, top_k }),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Task {
+    /// From the command line. Experts are timed here where the link is to be as fast as they are.
+    pub fn resolve(args: &LayerArgs) -> Result<Self, LayerError> {
+        let ranks_per_node = node_sizes_or((2, 1), args.nodes, &args.ranks_per_node)?;
+        let &LayerArgs { tokens, hidden, ffn, experts, top_k, chunks, seed, .. } = args;
+        let shape = Shape { ranks_per_node, tokens, hidden, ffn, experts, top_k, chunks, seed };
+        shape.check()?;
+        // Between machines, and within a node, transfers take what they take.
+        let wires = shape.ranks_per_node.len() > 1 && args.machines.node_rank.is_none();
+        let pace = match args.pace {
+            PaceArg::Link(_) if !wires => return Err(LayerError::NoPace),
+            pace if wires => pace.resolve(&shape),
+            _ => None,
+        };
+        let (json, trace_out) = (args.json.clone(), args.trace_out.clone());
+        Ok(Task { shape, pace, backward: args.backward, rounds: args.rounds, json, trace_out })
+    }
+
+    /// What ranks find in their environment.
+    pub fn variables(&self) -> Vec<(String, OsString)> {
+        let words = |pace: Pace| format!("{}/{}", pace.bytes_per_second, pace.latency.as_micros());
+        self.pace.map(|pace| ("SIDELANE_PACE".to_owned(), words(pace).into())).into_iter().collect()
+    }
+
+    /// What all ranks must have in common. Only rank 0 writes files, but all record what it writes.
+    pub fn conditions(&self) -> String {
+        let Task { shape, pace, backward, rounds, trace_out, .. } = self;
+        conditions::words(
+            "layer",
+            &serde_json::json!({
+                "shape": shape, "pace": pace, "backward": backward, "rounds": rounds, "trace_out": trace_out.is_some(),
+            }),
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: LayerArgs,
+    }
+
+    fn resolve(line: &str) -> Result<Task, LayerError> {
+        let line = Line::try_parse_from(["layer"].into_iter().chain(line.split_whitespace())).unwrap();
+        Task::resolve(&line.args)
+    }
+
+    #[test]
+    fn what_cannot_be_timed_is_refused_before_a_rank_is_started() {
+        assert_eq!(resolve("--chunks 0"), Err(LayerError::OutOfRange { option: "--chunks", most: 1 << 10 }));
+        let few = LayerError::TooFewExperts { experts: 3, ranks: 2, top_k: 4 };
+        assert_eq!(resolve("--experts 3"), Err(few));
+        assert!(matches!(resolve("--nodes 0"), Err(LayerError::Shape(_))));
+    }
+
+    #[test]
+    fn half_of_what_two_ranks_send_crosses() {
+        let task = resolve("--tokens 8 --chunks 8 --hidden 16 --top-k 4 --pace 1G/10").unwrap();
+        assert_eq!(task.shape.bytes_across(), 2 * (8 * 4 / 2) * 32);
+        assert_eq!(task.variables(), [("SIDELANE_PACE".to_owned(), "1073741824/10".into())]);
+        // Nothing crosses on one node.
+        assert_eq!(resolve("--nodes 1 --ranks-per-node 2").unwrap().variables(), []);
+        assert_eq!(resolve("--nodes 1 --ranks-per-node 2 --pace 1G/10"), Err(LayerError::NoPace));
+    }
+}

@@ -1,0 +1,120 @@
+//! The same put over UCX: `ucx_perftest -t ucp_put_lat`, two processes of this machine, for one run at a time.
+//!
+//! It times half a round trip of a put whose last byte the other side polls; ours has a signal of its own behind the put, which
+//! may fall asleep. Runs of both take turns, so that a busy moment of the machine meets both.
+
+use std::io::{self, Read};
+use std::net::TcpListener;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::event::{Timespec, poll};
+
+use super::task::Run;
+use crate::peers::{PeerError, start};
+
+/// Its name.
+pub const NAME: &str = "ucx";
+/// How to get it.
+pub const INSTALL: &str = "apt install ucx-utils";
+
+const PROGRAM: &str = "ucx_perftest";
+/// The longest time of a run.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// The longest time until the other process listens.
+const READY: Duration = Duration::from_secs(5);
+/// Between two attempts to reach it.
+const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+/// Between two looks whether a run has ended.
+const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 5_000_000 };
+
+/// Median of half a round trip, in microseconds.
+pub fn put_lat(run: Run) -> Result<f64, PeerError> {
+    let failed = |source| PeerError::Run { program: PROGRAM.into(), source };
+    let port = free_port().map_err(failed)?.to_string();
+    let mut silent = Command::new(PROGRAM);
+    let mut server = Ended(start(
+        silent.args(["-p", &port]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()),
+    )?);
+    let begun = Instant::now();
+    loop {
+        let mut client = Command::new(PROGRAM);
+        client.args(["-t", "ucp_put_lat", "-v", "-f", "-p", &port, "-s", &run.bytes.to_string()]);
+        client.args(["-n", &run.iterations.to_string(), "-w", &run.warmup.to_string(), "localhost"]);
+        let output = run_out(&mut client)?;
+        let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+        match (output.status.success(), median(&printed)) {
+            (true, Some(us)) => return Ok(us),
+            (true, None) => return Err(PeerError::Figures { program: PROGRAM.into(), printed }),
+            (false, _) => {
+                let _ = poll(&mut [], Some(&PAUSE));
+                // A server that was reached ends with its client; one that still runs may not have listened yet.
+                if matches!(server.0.try_wait(), Ok(None)) && begun.elapsed() < READY {
+                    continue;
+                }
+                let text = String::from_utf8_lossy(&output.stderr);
+                let last = text.lines().next_back().unwrap_or("nothing was said").to_owned();
+                return Err(PeerError::Ended { program: PROGRAM.into(), status: output.status, last });
+            }
+        }
+    }
+}
+
+/// Runs a client to its end: what it prints fits into a pipe. One that goes on for too long is killed.
+fn run_out(client: &mut Command) -> Result<Output, PeerError> {
+    let failed = |source| PeerError::Run { program: PROGRAM.into(), source };
+    client.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let (mut running, begun) = (Ended(start(client)?), Instant::now());
+    let status = loop {
+        if let Some(status) = running.0.try_wait().map_err(failed)? {
+            break status;
+        }
+        if begun.elapsed() >= PATIENCE {
+            return Err(PeerError::Slow { program: PROGRAM.into(), seconds: PATIENCE.as_secs() });
+        }
+        let _ = poll(&mut [], Some(&LOOK));
+    };
+    let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
+    let pipes = (running.0.stdout.take(), running.0.stderr.take());
+    pipes.0.map_or(Ok(0), |mut pipe| pipe.read_to_end(&mut stdout)).map_err(failed)?;
+    pipes.1.map_or(Ok(0), |mut pipe| pipe.read_to_end(&mut stderr)).map_err(failed)?;
+    Ok(Output { status, stdout, stderr })
+}
+
+/// The second of the figures below their names, as `-v` has them.
+fn median(printed: &str) -> Option<f64> {
+    let mut lines = printed.lines().skip_while(|line| !line.starts_with("iterations,"));
+    let (names, figures) = (lines.next()?, lines.next()?);
+    let at = names.split(',').position(|name| name.contains("percentile_lat"))?;
+    figures.split(',').nth(at)?.parse().ok()
+}
+
+/// One that nobody listened at a moment ago.
+fn free_port() -> io::Result<u16> {
+    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
+}
+
+/// Does not outlive its run.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_found_by_its_name() {
+        let printed = "iterations,50.0_percentile_lat,avg_lat,overall_lat\n100000,0.236,3.034,3.034\n";
+        assert_eq!(median(printed), Some(0.236));
+        assert_eq!(median(&format!("some warning\n{printed}")), Some(0.236));
+        for other in ["", "iterations,avg\n1,2\n", "iterations,50.0_percentile_lat\n"] {
+            assert_eq!(median(other), None, "{other:?}");
+        }
+    }
+}

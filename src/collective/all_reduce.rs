@@ -1,0 +1,51 @@
+//! Sums over all ranks, on all of them.
+
+use super::call::{Call, Tensors};
+use super::{Communicator, Sums};
+use crate::dtype::{Element, Wire};
+use crate::error::{CallKind, Error, PlanError};
+use crate::rows::Arithmetic;
+use crate::schedule::collective::{Program, Round};
+
+impl Communicator {
+    /// Sums `data` over all ranks, element by element, in place: see [`Sums`] for the order. NaN is canonical. Collective;
+    /// `data` has as many elements on all ranks, none too.
+    ///
+    /// # Errors
+    /// On every rank, before anybody's `data` changes: [`PlanError`] where the input is wrong
+    /// ([`PeerRefused`](crate::error::CallError::PeerRefused) on the others), [`CallError`](crate::error::CallError) where ranks make
+    /// different calls. [`LaneError`](crate::error::LaneError) and [`Cause`](crate::error::Cause) end the world.
+    pub fn all_reduce<E: Element>(&mut self, data: &mut [E]) -> Result<(), Error> {
+        let total = size_of_val(data) as u64;
+        let chunk = self.seat.staging.chunk();
+        let (program, wire, most) = match self.sums {
+            Sums::Direct if total <= self.whole => (Program::Whole, Wire::F32, self.whole),
+            Sums::Direct => (Program::Direct, Wire::F32, chunk),
+            // Partial sums may be twice as wide.
+            Sums::Ring(wire) => (Program::Ring, wire, self.seat.staging.half_chunk()),
+        };
+        let dtype = E::DTYPE;
+        let call = Call { kind: CallKind::AllReduce, dtype, option: 0, bytes: Some(total) };
+        let carried = Arithmetic::try_from(dtype).and_then(|_| match wire.carries(dtype) {
+            true => Ok(()),
+            false => {
+                let (parameter, expected) = ("sums", "partial sums in f32, unless elements are bf16");
+                Err(PlanError::BadParameter { parameter, seen: wire as u64, expected })
+            }
+        });
+        if let Err(error) = carried {
+            return Err(self.refuse(call, program, error.into()));
+        }
+        let mut tensors = Tensors { input: None, output: bytemuck::cast_slice_mut(data) };
+        let mut at = 0;
+        loop {
+            let len = most.min(total - at);
+            let round = Round { program, at, len, wire, ..Self::empty(dtype) };
+            self.round(call, &round, &mut tensors)?;
+            at += len;
+            if at == total {
+                return Ok(());
+            }
+        }
+    }
+}

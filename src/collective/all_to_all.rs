@@ -1,0 +1,172 @@
+//! Elements of each rank for each.
+
+use std::ops::Range;
+
+use super::Communicator;
+use super::call::{Call, Tensors};
+use crate::dtype::Element;
+use crate::error::{CallKind, Error, PlanError};
+use crate::schedule::collective::{Program, Round};
+
+/// Which bytes go where, kept from call to call.
+#[derive(Debug, Default)]
+pub(super) struct Counts {
+    /// Per rank: bytes of the input for it.
+    sends: Vec<Range<u64>>,
+    /// Per rank: where its bytes lie in the output.
+    receives: Vec<Range<u64>>,
+    /// Per rank: what goes in a round.
+    part: Vec<Range<u64>>,
+    /// Per rank: elements that came from it.
+    elements: Vec<usize>,
+    /// Nothing for anybody.
+    pub none: Vec<Range<u64>>,
+}
+
+impl Counts {
+    pub fn new(ranks: u32) -> Self {
+        let none = vec![0..0; ranks as usize];
+        Counts {
+            sends: none.clone(),
+            receives: none.clone(),
+            part: none.clone(),
+            elements: vec![0; ranks as usize],
+            none,
+        }
+    }
+
+    /// Each range behind the last; these are their lengths.
+    fn lay(ranges: &mut [Range<u64>], lengths: impl Iterator<Item = u64>) -> u64 {
+        let mut at = 0;
+        for (range, len) in ranges.iter_mut().zip(lengths) {
+            *range = at..at + len;
+            at += len;
+        }
+        at
+    }
+
+    /// The `nth` slot of each range.
+    fn part(&mut self, slot: u64, nth: u64) {
+        for (part, all) in self.part.iter_mut().zip(&self.sends) {
+            *part = nth_of(all, slot, nth);
+        }
+    }
+}
+
+fn nth_of(all: &Range<u64>, slot: u64, nth: u64) -> Range<u64> {
+    (all.start + nth * slot).min(all.end)..(all.start + (nth + 1) * slot).min(all.end)
+}
+
+impl Communicator {
+    /// Part `r` of `send` goes to rank `r`; part `s` of `receive` comes from rank `s`. Both are `[ranks, n]`, with the same `n`
+    /// on all ranks. Collective.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`]; [`PlanError::WrongShape`] for tensors of different lengths, or that do not make equal parts.
+    pub fn all_to_all<E: Element>(&mut self, send: &[E], receive: &mut [E]) -> Result<(), Error> {
+        let (total, ranks) = (size_of_val(send) as u64, u64::from(self.size()));
+        let call = Call { kind: CallKind::AllToAll, dtype: E::DTYPE, option: 0, bytes: Some(total) };
+        let bad = match (send.len(), receive.len()) {
+            (sent, _) if !sent.is_multiple_of(ranks as usize) => Some(("elements to send", sent)),
+            (sent, received) if sent != received => Some(("elements to receive", received)),
+            _ => None,
+        };
+        if let Some((what, seen)) = bad {
+            let columns = send.len() / ranks as usize;
+            let error = PlanError::WrongShape { what, seen, rows: ranks as usize, columns };
+            return Err(self.refuse(call, Program::AllToAll, error.into()));
+        }
+        let part = total / ranks;
+        Counts::lay(&mut self.counts.sends, (0..ranks).map(|_| part));
+        Counts::lay(&mut self.counts.receives, (0..ranks).map(|_| part));
+        let (input, output): (&[u8], &mut [u8]) =
+            (bytemuck::cast_slice(send), bytemuck::cast_slice_mut(receive));
+        self.enter_all_to_all(call, 0, input, part)?;
+        self.agree(call)?;
+        self.finish_all_to_all(call, part, input, output)
+    }
+
+    /// The first `counts[0]` elements of `send` go to rank 0, the next `counts[1]` to rank 1, and so on. `receive` becomes what
+    /// came, by ascending rank; returned is how many elements came from each. Nobody has to know that before: counts go with the
+    /// entry. Collective.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`]; [`PlanError::WrongShape`] if counts are not one per rank or do not add up to the elements
+    /// of `send`.
+    pub fn all_to_all_v<E: Element>(
+        &mut self,
+        send: &[E],
+        counts: &[usize],
+        receive: &mut Vec<E>,
+    ) -> Result<&[usize], Error> {
+        let call = Call { kind: CallKind::AllToAll, dtype: E::DTYPE, option: 1, bytes: None };
+        let (ranks, size, me) = (self.size() as usize, size_of::<E>() as u64, self.seat.me as usize);
+        let sum = counts.iter().try_fold(0usize, |sum, &count| sum.checked_add(count));
+        let bad = match counts.len() == ranks {
+            false => Some(("counts", counts.len(), ranks, 1)),
+            true if sum != Some(send.len()) => {
+                Some(("elements to send", send.len(), 1, sum.unwrap_or(usize::MAX)))
+            }
+            true => None,
+        };
+        if let Some((what, seen, rows, columns)) = bad {
+            let error = PlanError::WrongShape { what, seen, rows, columns };
+            return Err(self.refuse(call, Program::AllToAll, error.into()));
+        }
+        Counts::lay(&mut self.counts.sends, counts.iter().map(|&count| count as u64 * size));
+        let to_others =
+            counts.iter().enumerate().filter(|&(to, _)| to != me).map(|(_, &count)| count as u64 * size);
+        let most = to_others.max().unwrap_or(0);
+        let input: &[u8] = bytemuck::cast_slice(send);
+        self.enter_all_to_all(call, 0, input, most)?;
+        self.agree(call)?;
+        self.counts.elements[me] = counts[me];
+        let mut longest = most;
+        for from in self.others() {
+            let said = self.said(from)?;
+            self.counts.elements[from as usize] = (said.handle / size) as usize;
+            longest = longest.max(said.base);
+        }
+        let super::all_to_all::Counts { receives, elements, .. } = &mut self.counts;
+        let bytes = Counts::lay(receives, elements.iter().map(|&count| count as u64 * size));
+        receive.resize((bytes / size) as usize, E::zeroed());
+        self.finish_all_to_all(call, longest, input, bytemuck::cast_slice_mut(receive))?;
+        Ok(&self.counts.elements)
+    }
+
+    /// Enters the `nth` round: each rank is told how much it gets in all, and what the most is that this rank has for another.
+    fn enter_all_to_all(&mut self, call: Call, nth: u64, input: &[u8], most: u64) -> Result<(), Error> {
+        self.counts.part(self.seat.staging.slot(), nth);
+        let (part, sends) = (std::mem::take(&mut self.counts.part), std::mem::take(&mut self.counts.sends));
+        let round = Round { program: Program::AllToAll, sends: &part, ..Self::empty(call.dtype) };
+        let length = |to: u32| sends[to as usize].end - sends[to as usize].start;
+        let entered = self.enter(&round, input, |to| call.tag_with(call.bytes.unwrap_or(length(to)), most));
+        (self.counts.part, self.counts.sends) = (part, sends);
+        entered
+    }
+
+    /// What has come in the first round, and all further rounds: as many as the longest part needs.
+    fn finish_all_to_all(
+        &mut self,
+        call: Call,
+        longest: u64,
+        input: &[u8],
+        output: &mut [u8],
+    ) -> Result<(), Error> {
+        let (me, slot) = (self.seat.me as usize, self.seat.staging.slot());
+        let bytes = |range: &Range<u64>| range.start as usize..range.end as usize;
+        output[bytes(&self.counts.receives[me])].copy_from_slice(&input[bytes(&self.counts.sends[me])]);
+        for nth in 0..longest.div_ceil(slot).max(1) {
+            if nth > 0 {
+                self.enter_all_to_all(call, nth, input, longest)?;
+                self.agree(call)?;
+            }
+            for from in self.others() {
+                let part = nth_of(&self.counts.receives[from as usize], slot, nth);
+                self.rounds.arrived(&self.seat, self.calls.parity(), from, part);
+            }
+            self.carry(Program::AllToAll, &mut Tensors { input: Some(input), output: &mut *output })?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,41 @@
+//! One rank's elements for all.
+
+use super::Communicator;
+use super::call::{Call, Tensors};
+use crate::dtype::Element;
+use crate::error::{CallKind, Error, PlanError};
+use crate::schedule::collective::{Program, Round, Shape};
+
+/// From so many bytes on, what goes to three nodes or more goes from leader to leader.
+const CHAIN: u64 = 64 << 10;
+
+impl Communicator {
+    /// `data` of rank `root` becomes that of all. Collective; as many elements on all ranks.
+    ///
+    /// Between nodes it goes from the root to a leader of each or, from 64 KiB on and with three nodes or more, from leader to leader in
+    /// parts; within a node all read it where it lies.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`].
+    pub fn broadcast<E: Element>(&mut self, root: u32, data: &mut [E]) -> Result<(), Error> {
+        let total = size_of_val(data) as u64;
+        let call = Call { kind: CallKind::Broadcast, dtype: E::DTYPE, option: root, bytes: Some(total) };
+        if root >= self.size() {
+            let (parameter, expected) = ("root", "a rank of the group");
+            let error = PlanError::BadParameter { parameter, seen: root.into(), expected };
+            return Err(self.refuse(call, Program::AllToAll, error.into()));
+        }
+        let shape = if total >= CHAIN && self.seat.nodes.nodes() > 2 { Shape::Chain } else { Shape::Star };
+        let (program, most) = (Program::Broadcast { root, shape }, self.seat.staging.wide_offer());
+        let mut tensors = Tensors { input: None, output: bytemuck::cast_slice_mut(data) };
+        let mut at = 0;
+        loop {
+            let len = most.min(total - at);
+            self.round(call, &Round { program, at, len, ..Self::empty(E::DTYPE) }, &mut tensors)?;
+            at += len;
+            if at == total {
+                return Ok(());
+            }
+        }
+    }
+}

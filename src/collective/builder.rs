@@ -1,0 +1,112 @@
+//! Building a communicator: settings, compared between all ranks.
+
+use std::sync::Arc;
+
+use super::all_to_all::Counts;
+use super::licence::Held;
+use super::{Communicator, Incoming, Outgoing, Sums};
+use crate::dtype::Dtype;
+use crate::error::{Error, PlanError};
+use crate::exec::Host;
+use crate::lane::Port;
+use crate::schedule::collective::{Pair, Rounds, Seat, Staging};
+use crate::schedule::{Calls, Flag, LINE, WindowId};
+use crate::topology::Route;
+use crate::world::Group;
+
+/// Settings of a [`Communicator`]. All ranks must choose alike.
+#[derive(Clone, Debug)]
+pub struct CommunicatorBuilder<'g> {
+    group: &'g Group,
+    chunk: u64,
+    whole: u64,
+    sums: Sums,
+}
+
+/// Parts of a ring are counted in eight bits.
+const MOST_OF_A_RING: u32 = 256;
+
+impl<'g> CommunicatorBuilder<'g> {
+    pub(super) fn new(group: &'g Group) -> Self {
+        CommunicatorBuilder { group, chunk: 512 << 10, whole: 16 << 10, sums: Sums::Direct }
+    }
+
+    /// Bytes of a round, rounded down to whole lines for each rank; a broadcast's has three times as many. The window takes about ten times as much of `SIDELANE_SYMMETRIC`;
+    /// two and a half chunks of each rank should fit the last-level cache together. Default: 512 KiB.
+    pub fn chunk(mut self, bytes: u64) -> Self {
+        self.chunk = bytes;
+        self
+    }
+
+    /// All-reduces of at most so many bytes are summed whole by every rank, with the same bits ([`Sums::Direct`]). Default: 16 KiB.
+    pub fn whole(mut self, bytes: u64) -> Self {
+        self.whole = bytes;
+        self
+    }
+
+    /// How all-reduces add up. Default: [`Sums::Direct`] for every size, as its bits depend on nothing but the inputs.
+    pub fn sums(mut self, sums: Sums) -> Self {
+        self.sums = sums;
+        self
+    }
+
+    /// Takes the window and lays what wires are missing. Collective.
+    ///
+    /// # Errors
+    /// [`PlanError`] if a setting cannot be used, [`CallError::ConfigsDiffer`](crate::error::CallError) if ranks chose differently,
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank has no room for the window.
+    pub fn build(self) -> Result<Communicator, Error> {
+        let (group, ranks, me) = (self.group, self.group.size(), self.group.rank());
+        let staging = self.check();
+        self.compare(staging.is_ok())?;
+        let staging = staging?;
+        let lanes = group.lanes(Route::Direct)?;
+        let data = group.take_symmetric(staging.bytes())?;
+        let control = group.take_symmetric(Flag::COUNT as u64 * u64::from(ranks) * LINE)?;
+        let windows = vec![data.window(), control.window()];
+        let port = Arc::new(Port::new(Arc::clone(&lanes), windows, WindowId::CONTROL));
+        let others = (0..ranks).filter(|&peer| peer != me).collect();
+        let held = Held { port: Arc::clone(&port), others, _ranges: [data, control] };
+        let epoch = group.shared.hub.epoch();
+        let pairs = (0..ranks).map(|peer| Pair::new(peer, epoch));
+        Ok(Communicator {
+            world: Arc::clone(&group.shared),
+            port,
+            host: Host::new(Dtype::Bytes, group.shared.recorder.clone()),
+            seat: Seat { nodes: lanes.nodes.clone(), me, staging },
+            sums: self.sums,
+            whole: self.whole.min(staging.slot()),
+            programs: Vec::new(),
+            rounds: Rounds::new(ranks),
+            calls: Calls::new(epoch),
+            counts: Counts::new(ranks),
+            outgoing: pairs.clone().map(|pair| Outgoing { pair, heard: 0, unsaid: 0 }).collect(),
+            incoming: pairs.map(|pair| Incoming { pair, refused: 0 }).collect(),
+            lanes,
+            held: Arc::new(held),
+        })
+    }
+
+    fn check(&self) -> Result<Staging, PlanError> {
+        let ranks = self.group.size();
+        if matches!(self.sums, Sums::Ring(_)) && ranks > MOST_OF_A_RING {
+            let (parameter, expected) = ("ranks", "at most 256 on a ring");
+            return Err(PlanError::BadParameter { parameter, seen: ranks.into(), expected });
+        }
+        Staging::new(ranks, self.chunk)
+    }
+
+    fn compare(&self, usable: bool) -> Result<(), Error> {
+        let sums = match self.sums {
+            Sums::Direct => 0,
+            Sums::Ring(wire) => 1 + wire as u64,
+        };
+        let settings: [(&'static str, u64); 4] = [
+            ("whether their settings can be used (1: yes)", usable.into()),
+            ("chunk", self.chunk),
+            ("whole", self.whole),
+            ("sums", sums),
+        ];
+        self.group.alike(&settings)
+    }
+}

@@ -1,0 +1,201 @@
+//! What all calls share: a round, and what all ranks said on entering it.
+
+use std::sync::Arc;
+
+use super::Communicator;
+use crate::dtype::Dtype;
+use crate::error::{CallError, CallKind, Error};
+use crate::lane::Io;
+use crate::rows::Stores;
+use crate::schedule::collective::{Copied, Program, Round, Skeleton, Tensor};
+use crate::schedule::{Flag, Refusal, Tag};
+
+/// What a rank calls.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Call {
+    pub kind: CallKind,
+    pub dtype: Dtype,
+    /// What else must be alike.
+    pub option: u32,
+    /// Bytes of the caller's tensor; where ranks have different ones, nothing.
+    pub bytes: Option<u64>,
+}
+
+impl Call {
+    /// What is said on entering.
+    fn tag(&self, refused: bool) -> Tag {
+        Tag {
+            kind: self.kind,
+            refusal: if refused { Refusal::Input } else { Refusal::None },
+            options: self.dtype as u32 | self.option << 8,
+            handle: self.bytes.unwrap_or(0),
+            base: 0,
+        }
+    }
+}
+
+/// The caller's tensors.
+pub(super) struct Tensors<'a> {
+    /// What goes out, if it is not what comes in.
+    pub input: Option<&'a [u8]>,
+    /// What comes in.
+    pub output: &'a mut [u8],
+}
+
+impl Tensors<'_> {
+    fn input(&self) -> &[u8] {
+        self.input.unwrap_or(self.output)
+    }
+}
+
+impl Communicator {
+    /// Enters a round that this rank refuses: the others must hear of it.
+    pub(super) fn refuse(&mut self, call: Call, program: Program, why: Error) -> Error {
+        let sends = std::mem::take(&mut self.counts.none);
+        let round = Round { program, sends: &sends, ..Self::empty(call.dtype) };
+        let tag = call.tag(true);
+        let told = self.enter(&round, &[], |_| tag);
+        self.counts.none = sends;
+        match told.and_then(|()| self.all_alike(call, tag)) {
+            Ok(()) => why,
+            Err(error) => error,
+        }
+    }
+
+    /// A round of nothing.
+    pub(super) fn empty(dtype: Dtype) -> Round<'static> {
+        let wire = crate::dtype::Wire::F32;
+        Round { program: Program::AllToAll, parity: 0, at: 0, len: 0, dtype, wire, sends: &[] }
+    }
+
+    /// One round, from its entry to what is copied to the caller.
+    pub(super) fn round(
+        &mut self,
+        call: Call,
+        round: &Round<'_>,
+        tensors: &mut Tensors<'_>,
+    ) -> Result<(), Error> {
+        self.enter(round, tensors.input(), |_| call.tag(false))?;
+        self.agree(call)?;
+        self.carry(round.program, tensors)
+    }
+
+    /// The first stage: this rank's puts, its word and tag to each peer, and everybody's.
+    pub(super) fn enter(
+        &mut self,
+        round: &Round<'_>,
+        input: &[u8],
+        tag: impl Fn(u32) -> Tag,
+    ) -> Result<(), Error> {
+        self.lanes.health.check()?;
+        self.calls.enter();
+        self.host.retype(round.dtype);
+        self.rounds.fill(&self.seat, &Round { parity: self.calls.parity(), ..*round });
+        for (to, said) in (0..).zip(&mut self.rounds.tags) {
+            *said = tag(to);
+        }
+        let skeleton = self.skeleton(round.program);
+        self.run(&skeleton, 0, &mut Io { input, ..Io::default() })
+    }
+
+    /// The other stages, and the copies to the caller.
+    pub(super) fn carry(&mut self, program: Program, tensors: &mut Tensors<'_>) -> Result<(), Error> {
+        let skeleton = self.skeleton(program);
+        let share = self.rounds.share.start as usize..self.rounds.share.end as usize;
+        for (step, program) in skeleton.steps.iter().enumerate().skip(1) {
+            let output = &mut *tensors.output;
+            let mut io = match program.tensor {
+                Tensor::None => Io::default(),
+                Tensor::Input => Io { input: output, ..Io::default() },
+                Tensor::Share => Io { input: &output[share.clone()], ..Io::default() },
+                Tensor::Sums => Io { output: &mut output[share.clone()], ..Io::default() },
+            };
+            self.run(&skeleton, step, &mut io)?;
+        }
+        for copied in &self.rounds.copies {
+            self.copy(copied, tensors.output)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn copy(&self, copied: &Copied, output: &mut [u8]) -> Result<(), Error> {
+        let Copied { owner, offset, at, len } = *copied;
+        let to = &mut output[at as usize..(at + len) as usize];
+        Ok(self.port.read(owner, crate::schedule::WindowId::POOL, offset, to)?)
+    }
+
+    fn run(&mut self, skeleton: &Skeleton, step: usize, io: &mut Io<'_>) -> Result<(), Error> {
+        let operands = self.rounds.operands(step, self.calls.value());
+        let items = &skeleton.steps[step].stage.items;
+        let result = self.host.run(&self.port, items, &operands, io, Stores::Cached);
+        result.map_err(|error| self.fail(error))
+    }
+
+    pub(super) fn fail(&self, error: Error) -> Error {
+        self.world.fail(&self.lanes.world_ranks, error)
+    }
+
+    fn skeleton(&mut self, program: Program) -> Arc<Skeleton> {
+        if let Some((_, skeleton)) = self.programs.iter().find(|(known, _)| *known == program) {
+            return Arc::clone(skeleton);
+        }
+        let skeleton = Arc::new(self.seat.skeleton(program));
+        self.programs.push((program, Arc::clone(&skeleton)));
+        skeleton
+    }
+
+    /// Whether all ranks make this call, and none refuses.
+    ///
+    /// # Errors
+    /// [`CallError::KindsDiffer`], [`CallError::Disagree`], [`CallError::PeerRefused`] of the lowest rank that refused.
+    pub(super) fn agree(&self, call: Call) -> Result<(), Error> {
+        self.all_alike(call, call.tag(false))?;
+        for peer in self.others() {
+            if self.said(peer)?.refusal != Refusal::None {
+                return Err(CallError::PeerRefused { call: self.calls.number(), peer }.into());
+            }
+        }
+        Ok(())
+    }
+
+    fn all_alike(&self, call: Call, mine: Tag) -> Result<(), Error> {
+        let (number, kind, rank) = (self.calls.number(), call.kind, self.seat.me);
+        for peer in self.others() {
+            let theirs = self.said(peer)?;
+            if theirs.kind != kind {
+                let (mine, theirs) = (kind, theirs.kind);
+                return Err(CallError::KindsDiffer { call: number, rank, peer, mine, theirs }.into());
+            }
+            if [mine.refusal, theirs.refusal] != [Refusal::None; 2] {
+                continue;
+            }
+            let options = (u64::from(mine.options), u64::from(theirs.options));
+            let bytes = call.bytes.map_or((0, 0), |bytes| (bytes, theirs.handle));
+            for (what, (mine, theirs)) in [("options", options), ("bytes", bytes)] {
+                if mine != theirs {
+                    return Err(
+                        CallError::Disagree { call: number, kind, what, rank, peer, mine, theirs }.into()
+                    );
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What a peer said on entering the running round.
+    pub(super) fn said(&self, peer: u32) -> Result<Tag, Error> {
+        Ok(self.port.flag(peer, Flag::Entry)?.tag(self.calls.value()))
+    }
+
+    pub(super) fn others(&self) -> impl Iterator<Item = u32> + use<> {
+        let me = self.seat.me;
+        (0..self.seat.ranks()).filter(move |&peer| peer != me)
+    }
+}
+
+impl Call {
+    /// What is said to a rank on entering, with the bytes that it gets and the most that any rank gets.
+    pub(super) fn tag_with(&self, bytes: u64, most: u64) -> Tag {
+        Tag { handle: bytes, base: most, ..self.tag(false) }
+    }
+}

@@ -1,0 +1,57 @@
+//! When the windows of a communicator may be given back.
+//!
+//! A rank may leave a call while its neighbours still copy from its memory, and a message while what belongs to it is still to
+//! come: up to two parts that it has not read, or the receiver's last answers, for which no sender waits. So a
+//! communicator that is dropped tells all others that it is done, behind everything that it has sent them, and its windows are
+//! held until all of them have told it the same.
+//!
+//! ```text
+//!   rank 0   send to 2, drop: done -> 1, 2          | held ...                      ... held | free
+//!   rank 2                        ... receive: answer -> 0, drop: done -> 0, 1 --------------^
+//! ```
+
+use std::sync::Arc;
+
+use super::Communicator;
+use crate::lane::Port;
+use crate::memory::Licence;
+use crate::schedule::Flag;
+use crate::world::SymmetricRange;
+
+/// Above all numbers of rounds.
+const DONE: u64 = u64::MAX >> 1;
+
+/// The windows, and the others, who may read or write there.
+pub(super) struct Held {
+    pub port: Arc<Port>,
+    pub others: Vec<u32>,
+    pub _ranges: [SymmetricRange; 2],
+}
+
+impl std::fmt::Debug for Held {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Held").field("others", &self.others).finish_non_exhaustive()
+    }
+}
+
+impl Licence for Held {
+    fn granted(&self, value: u64) -> bool {
+        let done = |&of: &u32| self.port.flag(of, Flag::Home).is_ok_and(|flag| flag.value() >= value);
+        self.others.iter().all(done)
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        let me = self.seat.me;
+        for &peer in &self.held.others {
+            // Who cannot be told is gone, and the world with it: nothing is given back then.
+            let _ = self.port.signal(peer, (me, Flag::Home), DONE, None);
+        }
+        let pool = self.world.heap.pool();
+        if let Ok(nothing) = pool.take(0) {
+            let licence: Arc<dyn Licence> = Arc::clone(&self.held) as _;
+            pool.retire(nothing, &licence, DONE);
+        }
+    }
+}

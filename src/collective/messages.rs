@@ -1,0 +1,189 @@
+//! Messages between two ranks.
+
+use super::Communicator;
+use crate::dtype::{Dtype, Element};
+use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::lane::Io;
+use crate::rows::Stores;
+use crate::schedule::collective::{Pair, Passing};
+use crate::schedule::{Calls, Flag, Item, Operand, Operands, SpanCopy, Tag};
+
+impl Communicator {
+    /// Sends `data` to a rank, whose [`receive`](Communicator::receive) of as many elements takes it. Messages of a pair are matched
+    /// in order. Returns when all of it is on its way; at most two slots of it lie unread at the receiver, so a longer message waits
+    /// for the receiver to come. `data` may then be changed.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] for this rank itself or one that there is not; [`CallError::MessageRefused`] if the receiver wanted
+    /// another message (of this message if it is long, else in the next call that hears of it: [`Communicator::flush`] does);
+    /// [`LaneError::Deadline`](crate::error::LaneError) if the receiver does not come, and the world's cause of death.
+    pub fn send<E: Element>(&mut self, to: u32, data: &[E]) -> Result<(), Error> {
+        self.pass(to, E::DTYPE, Some(bytemuck::cast_slice(data)), None)
+    }
+
+    /// Receives the next message from a rank: `data.len()` elements.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`]; [`CallError::Disagree`] if the message has another length or type: then it is dropped, `data`
+    /// is as it was, the sender hears of it, and the next message can be received;
+    /// [`LaneError::Deadline`](crate::error::LaneError) if none comes, and the world's cause of death.
+    pub fn receive<E: Element>(&mut self, from: u32, data: &mut [E]) -> Result<(), Error> {
+        self.pass(from, E::DTYPE, None, Some(bytemuck::cast_slice_mut(data)))
+    }
+
+    /// Sends to a rank and receives from it, at once: where both do, neither waits for the other to receive first.
+    ///
+    /// # Errors
+    /// As [`Communicator::send`] and [`Communicator::receive`].
+    pub fn exchange<E: Element>(&mut self, with: u32, send: &[E], receive: &mut [E]) -> Result<(), Error> {
+        let receive = Some(bytemuck::cast_slice_mut(receive));
+        self.pass(with, E::DTYPE, Some(bytemuck::cast_slice(send)), receive)
+    }
+
+    /// Returns when a rank has taken all messages that were sent to it.
+    ///
+    /// # Errors
+    /// As [`Communicator::send`].
+    pub fn flush(&mut self, to: u32) -> Result<(), Error> {
+        self.check_peer(to)?;
+        let pair = self.outgoing[to as usize].pair;
+        if let Some(value) = pair.last() {
+            self.answered(to, value)?;
+        }
+        self.tell_refusals(to)
+    }
+
+    fn check_peer(&self, peer: u32) -> Result<(), PlanError> {
+        if peer >= self.size() || peer == self.seat.me {
+            let (parameter, expected) = ("peer", "another rank of the group");
+            return Err(PlanError::BadParameter { parameter, seen: peer.into(), expected });
+        }
+        Ok(())
+    }
+
+    /// All parts of a message there and of one back, in turn. What is wrong with a message is said when all of it has passed.
+    fn pass(
+        &mut self,
+        peer: u32,
+        dtype: Dtype,
+        send: Option<&[u8]>,
+        mut receive: Option<&mut [u8]>,
+    ) -> Result<(), Error> {
+        self.check_peer(peer)?;
+        self.lanes.health.check()?;
+        let parts = |bytes: usize| Pair::parts(&self.seat, bytes as u64);
+        let sends = send.map_or(0, |data| parts(data.len()));
+        let mut receives = receive.as_ref().map_or(0, |data| parts(data.len()));
+        let mut wrong = Ok(());
+        let mut nth = 0;
+        while nth < sends.max(receives) {
+            for passing in Passing::parts(nth, sends, receives).into_iter().flatten() {
+                match (passing.sends, send, receive.as_deref_mut()) {
+                    (true, Some(data), _) => self.send_part(peer, dtype, data, nth)?,
+                    (false, _, Some(data)) => {
+                        let (theirs, taken) = self.receive_part(peer, dtype, data, nth)?;
+                        receives = theirs;
+                        wrong = wrong.and(taken);
+                    }
+                    _ => {}
+                }
+            }
+            nth += 1;
+        }
+        wrong?;
+        if send.is_some() { self.tell_refusals(peer) } else { Ok(()) }
+    }
+
+    fn send_part(&mut self, to: u32, dtype: Dtype, data: &[u8], nth: u64) -> Result<(), Error> {
+        let outgoing = &mut self.outgoing[to as usize];
+        outgoing.pair.advance();
+        let pair = outgoing.pair;
+        if let Some(value) = pair.freed() {
+            self.answered(to, value)?;
+        }
+        let span = pair.sent(&self.seat, Pair::part(&self.seat, data.len() as u64, nth));
+        let tag = Tag {
+            kind: CallKind::Send,
+            options: dtype as u32,
+            handle: data.len() as u64,
+            base: nth,
+            ..Tag::default()
+        };
+        let items = pair.send(&self.seat);
+        self.run_parts(&items, &[span], tag, pair.value(), data)
+    }
+
+    /// Waits until the receiver has answered a part, and hears how many messages it has refused. That is no reason to stop: it
+    /// counts on the rest.
+    fn answered(&mut self, to: u32, value: u64) -> Result<(), Error> {
+        let free = [self.outgoing[to as usize].pair.free()];
+        self.run_parts(&free, &[], Tag::default(), value, &[])?;
+        let refused = (self.port.flag(to, Flag::Read)?.value() % Calls::STEP) as u8;
+        let outgoing = &mut self.outgoing[to as usize];
+        outgoing.unsaid += u32::from(refused.wrapping_sub(outgoing.heard));
+        outgoing.heard = refused;
+        Ok(())
+    }
+
+    /// Tells the caller of the refusals that it has not been told of.
+    fn tell_refusals(&mut self, to: u32) -> Result<(), Error> {
+        match std::mem::take(&mut self.outgoing[to as usize].unsaid) {
+            0 => Ok(()),
+            count => Err(CallError::MessageRefused { rank: self.seat.me, peer: to, count }.into()),
+        }
+    }
+
+    /// Receives a part: how many the message has, and whether it is the one that is wanted.
+    fn receive_part(
+        &mut self,
+        from: u32,
+        dtype: Dtype,
+        data: &mut [u8],
+        nth: u64,
+    ) -> Result<(u64, Result<(), Error>), Error> {
+        self.incoming[from as usize].pair.advance();
+        let pair = self.incoming[from as usize].pair;
+        self.run_parts(&[pair.receive()], &[], Tag::default(), pair.value(), &[])?;
+        let tag = self.port.flag(from, Flag::Block)?.tag(pair.value());
+        let pairs = [
+            ("type of the elements", dtype as u64, tag.options.into()),
+            ("bytes", data.len() as u64, tag.handle),
+        ];
+        let differs = pairs.into_iter().find(|(_, mine, theirs)| mine != theirs);
+        let taken = match differs {
+            None => {
+                let part = Pair::part(&self.seat, data.len() as u64, nth);
+                self.copy(&pair.received(&self.seat, part), data)
+            }
+            Some((what, mine, theirs)) => {
+                let (kind, rank) = (CallKind::Receive, self.seat.me);
+                let call = pair.value() / Calls::STEP;
+                Err(CallError::Disagree { call, kind, what, rank, peer: from, mine, theirs }.into())
+            }
+        };
+        let incoming = &mut self.incoming[from as usize];
+        if taken.is_err() && nth == 0 {
+            incoming.refused = incoming.refused.wrapping_add(1);
+        }
+        let answer = [pair.answer(&self.seat, incoming.refused)];
+        self.run_parts(&answer, &[], Tag::default(), pair.value(), &[])?;
+        Ok((Pair::parts(&self.seat, tag.handle), taken))
+    }
+
+    fn run_parts(
+        &mut self,
+        items: &[Item],
+        spans: &[SpanCopy],
+        tag: Tag,
+        call: u64,
+        input: &[u8],
+    ) -> Result<(), Error> {
+        let table = [Operand::Spans { first: 0, count: spans.len() as u32 }];
+        self.rounds.tags.fill(tag);
+        let operands =
+            Operands { table: &table, spans, tags: &self.rounds.tags, call, ..Operands::default() };
+        let mut io = Io { input, ..Io::default() };
+        let result = self.host.run(&self.port, items, &operands, &mut io, Stores::Cached);
+        result.map_err(|error| self.world.fail(&self.lanes.world_ranks, error))
+    }
+}

@@ -1,0 +1,147 @@
+//! All-reduce, broadcast, all-to-all, and messages between two ranks.
+//!
+//! ```text
+//!   all_reduce     [n]                       ->  [n]                 sums over the ranks, on all of them
+//!   broadcast      [n] of the root           ->  [n]                 on all
+//!   all_to_all     [ranks, n]                ->  [ranks, n]          part r of rank s becomes part s of rank r
+//!   all_to_all_v   [sum of counts], counts   ->  [sum], counts       the same, of different lengths
+//!   send, receive, exchange                                          between two ranks, in order
+//! ```
+//!
+//! All-gather and reduce-scatter of rows are [`ep::Collective`](crate::ep::Collective)'s.
+//!
+//! A call goes in rounds of a chunk, by the programs of [`schedule::collective`](crate::schedule::collective), which are
+//! proved. Buffers are slices of the caller's; what is staged lies in a window of fixed size, and no call allocates once
+//! its program was built.
+//!
+//! **On one node** an all-reduce is a copy into the window, a sum of this rank's share where the others' lie, and a copy of their sums:
+//!
+//! ```text
+//!   floor, per rank and byte of n:   1 written + 1 read (offer)   |  ranks x 1/ranks read (sum)  |  1 read + 1 written (sums)
+//! ```
+//!
+//! so five moves of n bytes, of which only the caller's tensor, read once and written once, must come from memory: chunks of
+//! all ranks together fit the last-level cache. Small ones (up to [`CommunicatorBuilder::whole`]) are summed whole by
+//! every rank, which spares a round trip.
+
+mod all_reduce;
+mod all_to_all;
+mod broadcast;
+mod builder;
+mod call;
+mod licence;
+mod messages;
+
+use std::sync::Arc;
+
+pub use builder::CommunicatorBuilder;
+
+use crate::dtype::Wire;
+use crate::exec::{Host, Moved};
+use crate::lane::{Lanes, Port};
+use crate::schedule::Calls;
+use crate::schedule::collective::{Pair, Program, Rounds, Seat, Skeleton};
+use crate::world::Shared;
+
+/// How an all-reduce adds up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Sums {
+    /// In `f32` by ascending rank from +0, rounded once: the same bits on every lane and for every number of nodes. Each rank
+    /// sums its share, so `ranks - members` shares leave a rank of a node for others.
+    #[default]
+    Direct,
+    /// From rank to rank in group order: share `s` of each round begins at rank s + 1 and ends at s, and each partial sum is
+    /// rounded to the wire's type. For many nodes: what crosses from a node to the next is two chunks, however many
+    /// members it has. The bits depend on the order of ranks and on where shares begin, not on nodes.
+    Ring(Wire),
+}
+
+/// The collectives of a group.
+///
+/// Calls are collective unless they are messages, and come in the same order on all ranks. A rank that makes another call, or the
+/// same with other sizes, is found on all ranks before any result is visible; then nobody's tensors change, and the next call
+/// works.
+///
+/// ```
+/// use sidelane::{World, collective::Communicator};
+///
+/// let ranks = World::threads(3)?.into_iter().map(|world| {
+///     std::thread::spawn(move || -> sidelane::Result<()> {
+///         let mut group = Communicator::builder(&world.all()?).build()?;
+///         let mut gradients = [world.rank() as f32, 1.0];
+///         group.all_reduce(&mut gradients)?;
+///         assert_eq!(gradients, [3.0, 3.0]);
+///         group.broadcast(2, &mut gradients)?;
+///         if world.rank() == 0 {
+///             group.send(1, &gradients)?;
+///         } else if world.rank() == 1 {
+///             group.receive(0, &mut gradients)?;
+///         }
+///         Ok(())
+///     })
+/// });
+/// for rank in ranks.collect::<Vec<_>>() {
+///     rank.join().unwrap()?;
+/// }
+/// # Ok::<(), sidelane::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Communicator {
+    world: Arc<Shared>,
+    lanes: Arc<Lanes>,
+    port: Arc<Port>,
+    host: Host,
+    seat: Seat,
+    sums: Sums,
+    whole: u64,
+    /// Skeletons of the programs that were called.
+    programs: Vec<(Program, Arc<Skeleton>)>,
+    rounds: Rounds,
+    calls: Calls,
+    counts: all_to_all::Counts,
+    /// By peer: parts of messages to it, and from it.
+    outgoing: Vec<Outgoing>,
+    incoming: Vec<Incoming>,
+    held: Arc<licence::Held>,
+}
+
+/// What a rank knows of its messages to a peer.
+#[derive(Clone, Copy, Debug)]
+struct Outgoing {
+    pair: Pair,
+    /// The peer's count of refusals, as it was last heard.
+    heard: u8,
+    /// Refusals that the caller has not been told of.
+    unsaid: u32,
+}
+
+/// What a rank knows of the messages from a peer.
+#[derive(Clone, Copy, Debug)]
+struct Incoming {
+    pair: Pair,
+    /// Refusals so far, modulo 256: the sender is at most two parts ahead, so it sees each of them.
+    refused: u8,
+}
+
+impl Communicator {
+    /// Starts to describe one.
+    pub fn builder(group: &crate::world::Group) -> CommunicatorBuilder<'_> {
+        CommunicatorBuilder::new(group)
+    }
+
+    /// This rank's position in the group.
+    pub fn rank(&self) -> u32 {
+        self.seat.me
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> u32 {
+        self.seat.ranks()
+    }
+
+    /// What this rank's puts and sums have moved since the last call of this function.
+    pub fn take_moved(&mut self) -> Moved {
+        self.host.take_moved()
+    }
+}

@@ -1,0 +1,74 @@
+//! What can go wrong in an MoE layer besides what its dispatch and combine report.
+
+/// Which experts of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
+pub enum Whose {
+    /// Those that tokens are routed to.
+    Routed,
+    /// The one that all tokens pass.
+    Shared,
+}
+
+/// What experts were asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
+pub enum Pass {
+    /// Rows to outputs.
+    Forward,
+    /// Gradients of outputs to gradients of rows.
+    RowsBackward,
+    /// The gradient of the weights.
+    WeightsBackward,
+}
+
+/// Experts did not do their part, or a layer is used wrongly. That they panicked or took too long is an
+/// [`OverlapError`](super::OverlapError).
+#[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
+pub enum LayerError {
+    /// Experts gave an error.
+    #[error("{whose:?} experts, {pass:?}: {reason}")]
+    Failed {
+        /// Which experts.
+        whose: Whose,
+        /// In what.
+        pass: Pass,
+        /// What they say.
+        reason: String,
+    },
+    /// Experts gave too few values, or too many.
+    #[error("{whose:?} experts, {pass:?}: {seen} values, expected {rows} x {columns}")]
+    WrongShape {
+        /// Which experts.
+        whose: Whose,
+        /// In what.
+        pass: Pass,
+        /// Values found.
+        seen: usize,
+        /// Rows expected.
+        rows: usize,
+        /// Values per row.
+        columns: usize,
+    },
+    /// What ranks say that they sent is not what came.
+    #[error("chunk {chunk}, expert {expert}: ranks sent {seen} rows, {expected} came")]
+    RowsDiffer {
+        /// The chunk.
+        chunk: usize,
+        /// The expert, among those of this rank.
+        expert: usize,
+        /// Rows that ranks say they sent.
+        seen: i64,
+        /// Rows that came.
+        expected: i64,
+    },
+    /// What experts saved in a forward pass is not of these experts.
+    #[error("what was saved in the forward pass is not of these experts")]
+    ForeignSaved,
+    /// A tape of another layer.
+    #[error("the tape belongs to another layer (instance {seen}, this is {expected})")]
+    ForeignTape {
+        /// The tape's layer.
+        seen: u64,
+        /// The callee.
+        expected: u64,
+    },
+}

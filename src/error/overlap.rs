@@ -1,0 +1,122 @@
+//! Work that ran beside other work: which part of it went wrong, and where.
+
+use std::fmt;
+use std::time::Duration;
+
+use super::Error;
+
+/// A queue that works off nodes in their order, beside other queues.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
+pub enum Stream {
+    /// One of those that compute: products, sums of what lies on this rank.
+    Compute(u32),
+    /// One of those that move bytes between ranks.
+    Transfer(u32),
+}
+
+impl fmt::Display for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Stream::Compute(index) => write!(f, "compute {index}"),
+            Stream::Transfer(index) => write!(f, "transfer {index}"),
+        }
+    }
+}
+
+/// What a node does, for people.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+pub struct Work {
+    /// What is done: "dispatch", "experts".
+    pub name: &'static str,
+    /// To which chunk.
+    pub chunk: u32,
+}
+
+/// A node, as errors and timelines name it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+pub struct Place {
+    /// What it does.
+    pub work: Work,
+    /// Where.
+    pub stream: Stream,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Place { work: Work { name, chunk }, stream } = self;
+        write!(f, "{name} of chunk {chunk} on {stream}")
+    }
+}
+
+/// A graph of work was not carried out. It names the node where that began; nodes that failed because of it are not told.
+#[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]
+pub enum OverlapError {
+    /// A node returned an error.
+    #[error("{at}: {error} ({not_begun} nodes were not begun because of it)")]
+    Failed {
+        /// Which.
+        at: Place,
+        /// Its error.
+        #[source]
+        error: Box<Error>,
+        /// Nodes that were not begun.
+        not_begun: usize,
+    },
+    /// A node panicked. What it wrote to may be half written.
+    #[error("{at} panicked: {message} ({not_begun} nodes were not begun because of it)")]
+    Panicked {
+        /// Which.
+        at: Place,
+        /// What it said.
+        message: String,
+        /// Nodes that were not begun.
+        not_begun: usize,
+    },
+    /// A node took longer than a node may.
+    #[error(
+        "{at} took {} ms, {} ms are allowed ({not_begun} nodes were not begun because of it)",
+        took.as_millis(), limit.as_millis()
+    )]
+    Overran {
+        /// Which.
+        at: Place,
+        /// How long it took; how long so far, where it is still at it.
+        took: Duration,
+        /// How long it may take.
+        limit: Duration,
+        /// Nodes that were not begun.
+        not_begun: usize,
+    },
+    /// The user of the caller's thread asked to stop ([`interruptible`](crate::bootstrap::interruptible)).
+    #[error("interrupted ({not_begun} nodes were not begun because of it)")]
+    Interrupted {
+        /// Nodes that were not begun.
+        not_begun: usize,
+    },
+    /// A thread that the run needs could not be started.
+    #[error("the thread {name} could not be started: errno {errno}")]
+    NoThread {
+        /// What it was to be called.
+        name: String,
+        /// Why.
+        errno: i32,
+    },
+    /// A node is for a stream that the executor has not. Nothing was begun.
+    #[error("{at}: the executor has no such stream")]
+    NoStream {
+        /// Which.
+        at: Place,
+    },
+    /// A node waits for a node of another graph. Nothing was begun.
+    #[error("{at} waits for a node of another graph")]
+    ForeignNode {
+        /// Which.
+        at: Place,
+    },
+    /// A node looked for what another was to leave, and it is not there: an edge is missing, or it was taken already.
+    #[error("there is nothing in the slot: no edge leads here from the node that fills it, or it was taken")]
+    SlotEmpty,
+    /// Two nodes are at a slot at once: no edge orders them.
+    #[error("another node is at the slot: no edge orders the two")]
+    SlotInUse,
+}

@@ -1,0 +1,328 @@
+//! Backward: the graph of a step's gradients, and what its nodes do.
+
+use std::ops::Range;
+
+use super::crew::Crew;
+use super::forward::weigh_into;
+use super::moe::{Plan, sources_columns};
+use super::router::Routed;
+use super::tape::{Kept, Landed, SavedShared};
+use super::values::{Held, round_into, widened};
+use super::{Chunk, MoeLayer, RowOrder, Saved, Segments, Tape};
+use crate::dtype::Element;
+use crate::ep::{ExpertOutput, ExpertParallel};
+use crate::error::{Error, LayerError, PlanError, Stream, Work};
+use crate::gate::Decision;
+use crate::overlap::{Graph, Rotation, Run, Slot};
+use crate::rows::Arithmetic;
+
+/// Gradients of one step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Gradients<E> {
+    /// Of the tokens, `[tokens, hidden]`. That of the residual is what came in.
+    pub x: Vec<E>,
+    /// Of the router's weights, `[hidden, experts]`, by this rank's tokens.
+    pub router: Vec<f32>,
+    /// Of this rank's experts, as [`Experts::weights`](super::Experts::weights), by the tokens that come to it: those of all
+    /// ranks, or, where an expert has replicas, of the ranks that are sent to this one ([`ExpertMap::slot_for`](crate::plan::ExpertMap::slot_for)). A trainer adds
+    /// those of replicas over their ranks.
+    pub experts: Vec<f32>,
+    /// Of the shared expert, by this rank's tokens; empty if there is none.
+    pub shared: Vec<f32>,
+}
+
+/// What nodes work on.
+pub(super) struct Step<'s, 'm, E> {
+    crew: &'s Crew<'m>,
+    of_out: &'s [E],
+    routed: &'s Routed,
+    /// How many tokens there are.
+    tokens: [i64; 1],
+    /// How many slots there are, and which are this rank's.
+    slots: usize,
+    own: Range<usize>,
+    /// How many rows this rank has for each slot, chunk after chunk.
+    choices: Vec<u32>,
+    order: Slot<RowOrder>,
+    chunks: Vec<Places<E>>,
+    /// By the shared expert.
+    saved: Slot<Saved>,
+    /// Through the shared expert, `[tokens, hidden]`.
+    beside: Slot<Vec<f32>>,
+    of_experts: Slot<Vec<f32>>,
+    of_shared: Slot<Vec<f32>>,
+}
+
+/// What nodes leave to each other, of one chunk.
+struct Places<E> {
+    tokens: Range<usize>,
+    landed: Landed,
+    /// What experts made, until the gradients of routing weights are taken of it; and what they saved.
+    made: Slot<(Vec<f32>, Saved)>,
+    /// Gradients of what was combined.
+    of_outputs: Slot<Held>,
+    /// Gradients of rows where peers read them, or why there is no room for them; and those of the rows' weights.
+    of_rows: Slot<(Result<ExpertOutput, Error>, Vec<f32>)>,
+    /// Gradients of tokens and of routing weights.
+    home: Slot<(Vec<E>, Vec<f32>)>,
+}
+
+impl MoeLayer {
+    /// Gradients of one forward pass from that of its output, `[tokens, hidden]`, those of its losses included. Collective: ranks
+    /// bring their tapes in the same order.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward); [`LayerError::ForeignTape`].
+    pub fn backward<E: Element>(&mut self, tape: Tape, of_out: &[E]) -> Result<Gradients<E>, Error> {
+        if let Err(error) = self.check_backward(&tape, of_out) {
+            return Err(self.refuse_backward(&tape, error));
+        }
+        let Tape { routed, chunks, shared, .. } = tape;
+        let plan = self.plan;
+        let (crew, world) = self.crew();
+        let step = Step::new(&crew, of_out, &routed, (chunks, shared), &plan)?;
+        plan.run(step.graph(plan.turns()), &world)?;
+        let made = step.made()?;
+        self.gradients(&routed, made)
+    }
+
+    /// In place of the first transfer of a backward pass.
+    pub(super) fn refuse_backward(&mut self, tape: &Tape, error: Error) -> Error {
+        match tape.chunks.first() {
+            Some(kept) => self.ep.refuse_combine_backward(&kept.landed.handle, error),
+            None => error,
+        }
+    }
+
+    /// What nodes have made, and through the router.
+    pub(super) fn gradients<E: Element>(&self, routed: &Routed, made: Made) -> Result<Gradients<E>, Error> {
+        let Made { mut of_x, of_weights, experts, shared } = made;
+        let (through_router, router) = self.route_backward(routed, &of_weights)?;
+        add(&mut of_x, &through_router);
+        let mut x = vec![E::zeroed(); of_x.len()];
+        round_into(&of_x, &mut x);
+        Ok(Gradients { x, router, experts, shared })
+    }
+
+    pub(super) fn check_backward<E: Element>(&self, tape: &Tape, of_out: &[E]) -> Result<(), Error> {
+        if tape.instance != self.instance {
+            return Err(LayerError::ForeignTape { seen: tape.instance, expected: self.instance }.into());
+        }
+        let what = "gradients of the output";
+        if E::DTYPE != self.dtype {
+            return Err(PlanError::WrongDtype { what, seen: E::DTYPE, expected: self.dtype }.into());
+        }
+        self.check_rows(what, of_out.len(), tape.routed.tokens())
+    }
+}
+
+impl<E> Places<E> {
+    fn new((tokens, kept): (Range<usize>, Kept)) -> Self {
+        let Kept { landed, outputs, saved } = kept;
+        let (of_outputs, of_rows, home) = (Slot::empty(), Slot::empty(), Slot::empty());
+        Places { tokens, landed, made: Slot::new((outputs, saved)), of_outputs, of_rows, home }
+    }
+}
+
+/// What nodes have made when all have ended: gradients of tokens but through the router, of routing weights, of weights.
+pub(super) struct Made {
+    of_x: Vec<f32>,
+    of_weights: Vec<f32>,
+    experts: Vec<f32>,
+    shared: Vec<f32>,
+}
+
+/// How many rows this rank has for each slot, chunk after chunk.
+fn choices(ep: &ExpertParallel, decision: &Decision, slices: &[Range<usize>]) -> Vec<u32> {
+    let (map, k) = (ep.expert_map(), decision.top_k() as usize);
+    let slots = map.slots() as usize;
+    let mut counts = vec![0; sources_columns(slices.len() as u32, map)];
+    for (chunk, tokens) in slices.iter().enumerate() {
+        let chosen = &decision.experts()[tokens.start * k..tokens.end * k];
+        for id in chosen.iter().filter_map(|&id| u32::try_from(id).ok()) {
+            counts[chunk * slots + map.slot_for(ep.rank(), id) as usize] += 1;
+        }
+    }
+    counts
+}
+
+impl<'s, 'm, E: Element> Step<'s, 'm, E> {
+    pub fn new(
+        crew: &'s Crew<'m>,
+        of_out: &'s [E],
+        routed: &'s Routed,
+        (chunks, shared): (Vec<Kept>, Option<SavedShared>),
+        plan: &Plan,
+    ) -> Result<Self, Error> {
+        let slices: Vec<_> = plan.slices(routed.tokens()).collect();
+        let (choices, slots, own) = crew.ep.with(|ep| {
+            let (map, choices) = (ep.expert_map(), choices(ep, &routed.decision, &slices));
+            Ok((choices, map.slots() as usize, map.slots_of(ep.rank())))
+        })?;
+        Ok(Step {
+            crew,
+            of_out,
+            routed,
+            tokens: [routed.tokens() as i64],
+            slots,
+            own: own.start as usize..own.end as usize,
+            choices,
+            order: Slot::empty(),
+            chunks: slices.into_iter().zip(chunks).map(Places::new).collect(),
+            saved: shared.map_or_else(Slot::empty, |SavedShared(saved)| Slot::new(saved)),
+            beside: Slot::empty(),
+            of_experts: Slot::empty(),
+            of_shared: Slot::empty(),
+        })
+    }
+
+    /// What nodes have made, once all have ended.
+    pub fn made(self) -> Result<Made, Error> {
+        let (mut of_x, mut of_weights) = (Vec::new(), Vec::new());
+        for place in &self.chunks {
+            let (tokens, weights) = place.home.take()?;
+            of_x.extend(widened(&tokens));
+            of_weights.extend(weights);
+        }
+        let (experts, mut shared) = (self.of_experts.take()?, Vec::new());
+        if self.crew.shared.is_some() {
+            shared = self.of_shared.take()?;
+            add(&mut of_x, &self.beside.take()?);
+        }
+        Ok(Made { of_x, of_weights, experts, shared })
+    }
+
+    /// Chunk by chunk; a gradient of combine before that of dispatch of the chunk before it. What trains weights comes last: the
+    /// way home of the rows' gradients is beside it.
+    pub fn graph<'g>(&'g self, mut turns: Rotation) -> Graph<'g, Run> {
+        let (compute, transfer) = (Stream::Compute(0), Stream::Transfer(0));
+        let work = |name, chunk: usize| Work { name, chunk: chunk as u32 };
+        let mut graph = Graph::new();
+        let combine = |graph: &mut Graph<'g, Run>, chunk: usize| {
+            graph.add(transfer, work("gradient of combine", chunk), &[], move |_| self.combine(chunk))
+        };
+        let last = self.chunks.len() - 1;
+        let mut landing = combine(&mut graph, 0);
+        let mut before_weights =
+            vec![graph.add(transfer, work("counts of sources", 0), &[], |_| self.sources())];
+        let beside = graph.add(compute, work("gradient of shared rows", 0), &[], |_| self.shared());
+        for chunk in 0..=last {
+            let landed = landing;
+            if chunk < last {
+                landing = combine(&mut graph, chunk + 1);
+            }
+            let name = "gradient of rows";
+            let made = turns.add(&mut graph, work(name, chunk), &[landed], move |_| self.experts(chunk));
+            before_weights.push(made);
+            let name = "gradient of dispatch";
+            graph.add(transfer, work(name, chunk), &[made], move |_| self.dispatch(chunk));
+        }
+        turns.add(&mut graph, work("gradient of weights", 0), &before_weights, |_| self.weights());
+        let name = "gradient of shared weights";
+        turns.add(&mut graph, work(name, 0), &[beside], |_| self.shared_weights());
+        graph
+    }
+
+    pub fn combine(&self, chunk: usize) -> Result<(), Error> {
+        let Places { tokens, landed, of_outputs, .. } = &self.chunks[chunk];
+        let of_out = &self.of_out[tokens.start * self.crew.hidden..tokens.end * self.crew.hidden];
+        let (rows, _) = self.crew.ep.with(|ep| ep.combine_backward(of_out, &landed.handle))?;
+        of_outputs.put(Held::new::<E>(rows)?)
+    }
+
+    /// Everybody's choices, and so the order of the rows that came by them.
+    pub fn sources(&self) -> Result<(), Error> {
+        let mine: &[u8] = bytemuck::cast_slice(&self.choices);
+        let all = self.crew.sources.with(|sources| sources.all_gather_along(mine, self.crew.one_each))?;
+        let all: Vec<u32> = bytemuck::pod_collect_to_vec(all.rows::<u8>()?);
+        let of_chunk = |chunk: usize| -> Vec<Vec<u32>> {
+            let own = chunk * self.slots + self.own.start..chunk * self.slots + self.own.end;
+            all.chunks_exact(self.choices.len()).map(|counts| counts[own.clone()].to_vec()).collect()
+        };
+        let counts: Vec<_> = (0..self.chunks.len()).map(of_chunk).collect();
+        for (chunk, (places, counts)) in self.chunks.iter().zip(&counts).enumerate() {
+            for (expert, &expected) in places.landed.handle.tokens_per_expert().iter().enumerate() {
+                let seen = counts.iter().map(|counts| i64::from(counts[expert])).sum();
+                if seen != expected {
+                    return Err(LayerError::RowsDiffer { chunk, expert, seen, expected }.into());
+                }
+            }
+        }
+        let padded: Vec<_> = self.chunks.iter().map(|p| p.landed.handle.padded_tokens_per_expert()).collect();
+        self.order.put(RowOrder::new(&counts, &padded))
+    }
+
+    pub fn experts(&self, chunk: usize) -> Result<(), Error> {
+        let Places { landed, made, of_outputs, of_rows, .. } = &self.chunks[chunk];
+        let (hidden, incoming) = (self.crew.hidden, of_outputs.take()?);
+        let (incoming, weights) = (incoming.values()?, landed.handle.row_weights());
+        made.with(|(outputs, saved)| {
+            let rows = incoming.chunks_exact(hidden).zip(outputs.chunks_exact(hidden));
+            let dot = |(g, y): (&[f32], &[f32])| {
+                self.crew.rows.dot_rows(Arithmetic::F32, bytemuck::cast_slice(g), bytemuck::cast_slice(y))
+            };
+            let of_weights: Vec<f32> = rows.map(dot).collect();
+            *outputs = Vec::new();
+            let mut weighted = vec![0.0f32; incoming.len()];
+            weigh_into(&mut weighted, incoming, weights, hidden);
+            let gradients = self.crew.experts.rows_backward(landed.segments(hidden)?, saved, weighted)?;
+            let output = landed.handle.output().and_then(|mut output| {
+                round_into(&gradients, output.rows_mut::<E>()?);
+                Ok(output)
+            });
+            of_rows.put((output, of_weights))
+        })
+    }
+
+    pub fn dispatch(&self, chunk: usize) -> Result<(), Error> {
+        let Places { tokens, landed, of_rows, home, .. } = &self.chunks[chunk];
+        let (handle, (output, of_weights)) = (&landed.handle, of_rows.take()?);
+        let mut of_tokens = vec![E::zeroed(); tokens.len() * self.crew.hidden];
+        let mut of_choices = vec![0.0; tokens.len() * self.routed.decision.top_k() as usize];
+        let (to, weights) = ((&mut of_tokens[..], &mut of_choices[..]), Some(&of_weights[..]));
+        self.crew.ep.with(|ep| match output {
+            Ok(output) => ep.dispatch_backward_into(output, weights, handle, to.0, to.1),
+            Err(error) => Err(ep.refuse_dispatch_backward(handle, error)),
+        })?;
+        home.put((of_tokens, of_choices))
+    }
+
+    pub fn weights(&self) -> Result<(), Error> {
+        let saved: Vec<Saved> =
+            self.chunks.iter().map(|places| Ok(places.made.take()?.1)).collect::<Result<_, Error>>()?;
+        let rows = self.chunks.iter().map(|places| places.landed.segments(self.crew.hidden));
+        let rows = rows.collect::<Result<Vec<_>, _>>()?;
+        let chunks: Vec<_> =
+            rows.into_iter().zip(&saved).map(|(rows, saved)| Chunk { rows, saved }).collect();
+        let order = self.order.take()?;
+        self.of_experts.put(self.crew.experts.weights_backward(&chunks, &order)?)
+    }
+
+    pub fn shared(&self) -> Result<(), Error> {
+        let Some(shared) = self.crew.shared else { return Ok(()) };
+        let of_out = widened(self.of_out);
+        self.saved.with(|saved| self.beside.put(shared.rows_backward(self.all(), saved, of_out)?))
+    }
+
+    pub fn shared_weights(&self) -> Result<(), Error> {
+        let Some(shared) = self.crew.shared else { return Ok(()) };
+        let saved = self.saved.take()?;
+        let chunk = Chunk { rows: self.all(), saved: &saved };
+        let order = RowOrder::whole(chunk.rows.len());
+        self.of_shared.put(shared.weights_backward(&[chunk], &order)?)
+    }
+
+    /// All tokens, as the shared expert takes them.
+    fn all(&self) -> Segments<'_> {
+        Segments {
+            rows: &self.routed.x,
+            hidden: self.crew.hidden,
+            counts: &self.tokens,
+            padded: &self.tokens,
+        }
+    }
+}
+
+fn add(to: &mut [f32], values: &[f32]) {
+    to.iter_mut().zip(values).for_each(|(to, value)| *to += value);
+}

@@ -1,0 +1,85 @@
+//! Two microbatches at once: the forward pass of one beside the backward pass of another.
+
+use super::backward::{self, Gradients};
+use super::forward::{self, Input};
+use super::moe::Plan;
+use super::pipeline::Forward;
+use super::{MoeLayer, Tape};
+use crate::dtype::Element;
+use crate::error::{Error, Stream, Work};
+use crate::overlap::{Body, Graph, Part, Pass, Passes, Run, Step, add_one_f_one_b};
+
+/// Of the forward and of the backward pass, as errors and timelines name them.
+const MICROBATCHES: [u32; 2] = [1, 0];
+
+impl MoeLayer {
+    /// One microbatch forward, as [`forward`](Self::forward), and the tape of another backward, as [`backward`](Self::backward), to the
+    /// same bits: while rows of one move, the other computes, in the order of [`one_f_one_b`](crate::overlap::one_f_one_b). There is no need for chunks
+    /// then; where there are, each step goes through all of them, and has the deadline of one so many times.
+    /// [Streams](super::MoeLayerBuilder::streams) do not apply: all experts are the caller's thread's. Collective.
+    ///
+    /// # Errors
+    /// As both. If either is refused, so is the other, and the tape is used up.
+    pub fn forward_beside_backward<E: Element>(
+        &mut self,
+        input: &Input<'_, E>,
+        tape: Tape,
+        of_out: &[E],
+    ) -> Result<(Vec<E>, Tape, Gradients<E>), Error> {
+        let routed = match self.check_backward(&tape, of_out).and_then(|()| self.route(input)) {
+            Ok(routed) => routed,
+            Err(error) => return Err(self.refuse_backward(&tape, error)),
+        };
+        let Tape { instance, routed: before, chunks, shared } = tape;
+        let (plan, cut) = (self.plan, self.plan.chunks as usize);
+        let mut out = vec![E::zeroed(); input.x.len()];
+        let (crew, world) = self.crew();
+        let ahead = forward::Step::new(&crew, input, &routed, &mut out, &plan);
+        let back = backward::Step::new(&crew, of_out, &before, (chunks, shared), &plan)?;
+        let mut graph = Graph::new();
+        let last = add_one_f_one_b(&mut graph, false, MICROBATCHES, Passes::default(), |step| {
+            work_of(step, cut, &ahead, &back)
+        });
+        let combined: Vec<_> = last.forward.into_iter().collect();
+        let sum = Work { name: "sum", chunk: MICROBATCHES[0] };
+        graph.add(Stream::Compute(0), sum, &combined, |_| all(cut, |chunk| ahead.sum(chunk)));
+        let deadline = plan.deadline.saturating_mul(plan.chunks);
+        Plan { deadline, ..plan }.run(graph, &world)?;
+        let (chunks, shared) = ahead.kept()?;
+        let made = back.made()?;
+        let gradients = self.gradients(&before, made)?;
+        Ok((out, Tape { instance, routed, chunks, shared }, gradients))
+    }
+}
+
+/// What a step of the two passes does.
+fn work_of<'g, E: Element>(
+    step: Step,
+    chunks: usize,
+    ahead: &'g forward::Step<'_, '_, E>,
+    back: &'g backward::Step<'_, '_, E>,
+) -> Option<Body<'g, Run>> {
+    Some(match (step.pass, step.part) {
+        (Pass::Forward, Part::Before) => Box::new(|_| ahead.shared()),
+        (Pass::Forward, Part::Dispatch) => Box::new(move |_| all(chunks, |chunk| ahead.dispatch(chunk))),
+        (Pass::Forward, Part::Experts) => Box::new(move |_| all(chunks, |chunk| ahead.experts(chunk))),
+        (Pass::Forward, Part::Combine) => Box::new(move |_| all(chunks, |chunk| ahead.combine(chunk))),
+        (Pass::Backward, Part::Combine) => Box::new(move |_| {
+            all(chunks, |chunk| {
+                back.combine(chunk)?;
+                // As backward alone does it: two objects called in two orders would wait for each other, where one names the difference.
+                if chunk == 0 { back.sources() } else { Ok(()) }
+            })
+        }),
+        (Pass::Backward, Part::Experts) => Box::new(move |_| all(chunks, |chunk| back.experts(chunk))),
+        (Pass::Backward, Part::Dispatch) => Box::new(move |_| all(chunks, |chunk| back.dispatch(chunk))),
+        (Pass::Backward, Part::Before) => Box::new(|_| back.shared()),
+        (Pass::WeightGradient, Part::Experts) => Box::new(|_| back.weights()),
+        (Pass::WeightGradient, Part::Before) => Box::new(|_| back.shared_weights()),
+        (Pass::WeightGradient, Part::Dispatch | Part::Combine) => return None,
+    })
+}
+
+fn all(chunks: usize, work: impl Fn(usize) -> Result<(), Error>) -> Result<(), Error> {
+    (0..chunks).try_for_each(work)
+}

@@ -1,0 +1,277 @@
+//! Building a layer.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use sha2::{Digest, Sha256};
+
+use super::moe::{Plan, sources_columns};
+use super::router::Losses;
+use super::{Experts, MoeLayer};
+use crate::dtype::Dtype;
+use crate::ep::{Collective, ExpertParallel};
+use crate::error::{Error, PlanError};
+use crate::gate::{Balance, Gate, GateConfig, Noise};
+use crate::overlap::{Load, SliceRule};
+use crate::plan::{ExpertMap, Order};
+use crate::rows::Arithmetic;
+use crate::topology::Route;
+use crate::world::Group;
+
+/// Settings of a [`MoeLayer`]. All ranks must choose alike, but for weights, overlap, streams and the deadline.
+pub struct MoeLayerBuilder<'g> {
+    group: &'g Group,
+    gate: GateConfig,
+    hidden: usize,
+    dtype: Dtype,
+    max_tokens: u32,
+    map: Option<ExpertMap>,
+    route: Route,
+    order: Order,
+    align: u32,
+    router: Vec<f32>,
+    experts: Box<dyn Experts>,
+    shared: Option<Box<dyn Experts>>,
+    losses: Losses,
+    slices: Option<SliceRule>,
+    plan: Plan,
+}
+
+impl<'g> MoeLayerBuilder<'g> {
+    pub(super) fn new(
+        group: &'g Group,
+        gate: GateConfig,
+        hidden: usize,
+        experts: Box<dyn Experts>,
+    ) -> MoeLayerBuilder<'g> {
+        let router = vec![0.0; hidden * gate.experts as usize];
+        // A rank that is awaited in vain is named by the wait itself, not by the end of its time.
+        let clocks = &group.shared.options.clocks;
+        let deadline = clocks.deadline.saturating_add(clocks.liveness);
+        MoeLayerBuilder {
+            group,
+            gate,
+            hidden,
+            dtype: Dtype::Bf16,
+            max_tokens: 4096,
+            map: None,
+            route: Route::Direct,
+            order: Order::Expert,
+            align: 1,
+            router,
+            experts,
+            shared: None,
+            losses: Losses::default(),
+            slices: None,
+            plan: Plan { chunks: 1, overlap: true, streams: 1, at_once: 1, deadline },
+        }
+    }
+
+    /// Weights of the router, `[hidden, experts]`: logits are `x` times them. Default: zeros.
+    pub fn router(mut self, weights: Vec<f32>) -> Self {
+        self.router = weights;
+        self
+    }
+
+    /// An expert that all tokens pass: experts of one segment. Default: none.
+    pub fn shared(mut self, expert: impl Experts + 'static) -> Self {
+        self.shared = Some(Box::new(expert));
+        self
+    }
+
+    /// A loss that balances experts, over this rank's tokens; its gradient goes to the router. Default: none.
+    pub fn balance(mut self, loss: Balance) -> Self {
+        self.losses.balance = Some(loss);
+        self
+    }
+
+    /// The coefficient of the loss that keeps logits small, [`z_loss`](crate::gate::z_loss). Default: none.
+    pub fn z_loss(mut self, coefficient: f32) -> Self {
+        self.losses.z = Some(coefficient);
+        self
+    }
+
+    /// Element type of the tensors, but bytes. Products are made in f32. Default: bf16.
+    pub fn dtype(mut self, dtype: Dtype) -> Self {
+        self.dtype = dtype;
+        self
+    }
+
+    /// The most tokens a rank will pass in one step. Default: 4096.
+    pub fn max_tokens(mut self, tokens: u32) -> Self {
+        self.max_tokens = tokens;
+        self
+    }
+
+    /// Where experts live, if not in contiguous blocks.
+    pub fn expert_map(mut self, map: ExpertMap) -> Self {
+        self.map = Some(map);
+        self
+    }
+
+    /// How rows reach other nodes. Default: [`Route::Direct`].
+    pub fn route(mut self, route: Route) -> Self {
+        self.route = route;
+        self
+    }
+
+    /// Order in which a token's rows are summed. Default: by expert id.
+    pub fn order(mut self, order: Order) -> Self {
+        self.order = order;
+        self
+    }
+
+    /// Each expert's segment is padded to a multiple of this many rows. Default: 1.
+    pub fn align(mut self, rows: u32) -> Self {
+        self.align = rows;
+        self
+    }
+
+    /// Into how many chunks a step's tokens are cut, as even as can be; each is dispatched and combined by itself. Default: 1.
+    pub fn chunks(mut self, chunks: u32) -> Self {
+        (self.plan.chunks, self.slices) = (chunks, None);
+        self
+    }
+
+    /// In place of a number of [`chunks`](Self::chunks): as many as this rule finds for the most tokens, spread evenly over experts.
+    pub fn slices(mut self, rule: SliceRule) -> Self {
+        self.slices = Some(rule);
+        self
+    }
+
+    /// Whether transfers go on beside compute, in a thread of their own; else the same is done one after another in the caller's. Default: on.
+    pub fn overlap(mut self, overlap: bool) -> Self {
+        self.plan.overlap = overlap;
+        self
+    }
+
+    /// Over how many compute streams the chunks' experts go round, and how many may be at it at once
+    /// ([`Rotation`](crate::overlap::Rotation)); but in [`MoeLayer::forward_beside_backward`], whose experts all have the caller's
+    /// thread. Default: 1 and 1.
+    pub fn streams(mut self, streams: u32, at_once: u32) -> Self {
+        (self.plan.streams, self.plan.at_once) = (streams, at_once);
+        self
+    }
+
+    /// How long experts may take for a chunk, or a transfer for one. Default: a little longer than the deadline of the world, by
+    /// which transfers name whom they wait for.
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.plan.deadline = deadline;
+        self
+    }
+
+    /// Allocates what transfers need. Collective.
+    ///
+    /// # Errors
+    /// [`GateError`](crate::error::GateError) and [`PlanError`] if a setting cannot be used,
+    /// [`CallError::ConfigsDiffer`](crate::error::CallError) if ranks chose differently,
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank has no room for the control windows.
+    pub fn build(mut self) -> Result<MoeLayer, Error> {
+        if let Some(rule) = &self.slices {
+            self.plan.chunks = rule.slices(&self.load()).count();
+        }
+        let checked = self.check();
+        let (group, plan) = (self.group, self.plan);
+        // A rank with bad settings still takes part in the comparison: the others are told, not left waiting.
+        let settings = [
+            ("whether their settings can be used (1: yes)", checked.is_ok().into()),
+            ("chunks", plan.chunks.into()),
+            ("the digest of the gate's settings and of the losses", self.digest()),
+            ("whether there is a shared expert (1: yes)", self.shared.is_some().into()),
+        ];
+        group.alike(&settings)?;
+        checked?;
+        let builder = ExpertParallel::builder(group)?.top_k(self.gate.top_k).hidden(self.hidden);
+        let builder = builder.dtype(self.dtype).max_tokens(self.max_tokens).route(self.route);
+        let builder = builder.order(self.order).align(self.align);
+        let ep = match self.map {
+            Some(map) => builder.expert_map(map),
+            None => builder.experts(self.gate.experts),
+        };
+        let ep = ep.build()?;
+        let bytes = 4 * sources_columns(plan.chunks, ep.expert_map());
+        let sources = Collective::builder(group).columns(bytes).dtype(Dtype::Bytes).max_rows(1);
+        let mut sources = sources.route(self.route).build()?;
+        let one_each = sources.shares(&vec![1; group.size() as usize])?;
+        static INSTANCES: AtomicU64 = AtomicU64::new(0);
+        Ok(MoeLayer {
+            gate: Gate::new(self.gate)?,
+            ep,
+            sources,
+            one_each,
+            router: self.router,
+            experts: self.experts,
+            shared: self.shared,
+            losses: self.losses,
+            hidden: self.hidden,
+            dtype: self.dtype,
+            plan,
+            rows: group.shared.rows,
+            world: Arc::clone(&group.shared),
+            instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
+        })
+    }
+
+    /// A step of the most tokens.
+    fn load(&self) -> Load {
+        let (tokens, k) = (self.max_tokens, self.gate.top_k);
+        let row = (self.hidden as u64).saturating_mul(self.dtype.size() as u64);
+        let token_bytes = row.saturating_mul(k.into());
+        let rows = (u64::from(tokens) * u64::from(k)).saturating_mul(self.group.size().into());
+        let expert_rows = u32::try_from(rows / u64::from(self.gate.experts.max(1))).unwrap_or(u32::MAX);
+        Load { tokens, token_bytes, expert_rows }
+    }
+
+    /// By which ranks find out whether they route, and are balanced, by the same settings.
+    fn digest(&self) -> u64 {
+        // Debug tells every field, and floats to the bit but for the payload of a NaN.
+        let digest = Sha256::digest(format!("{:?} {:?}", self.gate, self.losses));
+        digest.iter().take(8).fold(0, |word, &byte| word << 8 | u64::from(byte))
+    }
+
+    fn check(&self) -> Result<(), Error> {
+        self.gate.check()?;
+        Arithmetic::try_from(self.dtype)?;
+        let bad = |parameter, seen: u64, expected| PlanError::BadParameter { parameter, seen, expected };
+        let (rank, experts) = (self.group.rank(), self.gate.experts);
+        let held = match &self.map {
+            Some(map) if map.ranks() != self.group.size() || map.experts() != experts => {
+                let expected = "as many as the gate's, on as many ranks as the group's";
+                return Err(bad("experts of the map", map.experts().into(), expected).into());
+            }
+            Some(map) => map.slots_of(rank).len(),
+            None => ExpertMap::contiguous(experts, self.group.size())?.slots_of(rank).len(),
+        };
+        if self.experts.count() != held {
+            let expected = "as many as the expert map has on this rank";
+            return Err(bad("experts given", self.experts.count() as u64, expected).into());
+        }
+        if let Some(shared) = self.shared.as_ref().filter(|shared| shared.count() != 1) {
+            return Err(bad("shared experts given", shared.count() as u64, "1: a wider one").into());
+        }
+        let widths = [Some(&self.experts), self.shared.as_ref()].map(|of| of.map(|experts| experts.hidden()));
+        if let Some(width) = widths.into_iter().flatten().find(|&width| width != self.hidden) {
+            return Err(bad("hidden of experts", width as u64, "that of the layer").into());
+        }
+        if self.plan.chunks == 0 || self.plan.chunks > self.max_tokens.max(1) {
+            let expected = "at least 1, and at most as many as tokens";
+            return Err(bad("chunks", self.plan.chunks.into(), expected).into());
+        }
+        if matches!(self.gate.noise, Noise::Jitter { .. }) {
+            return Err(bad("noise", 1, "none that multiplies logits: its gradient needs the factors").into());
+        }
+        let (what, seen, rows, columns) =
+            ("weights of the router", self.router.len(), self.hidden, experts as usize);
+        if seen != rows * columns {
+            return Err(PlanError::WrongShape { what, seen, rows, columns }.into());
+        }
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for MoeLayerBuilder<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("MoeLayerBuilder").field("gate", &self.gate).field("plan", &self.plan).finish()
+    }
+}

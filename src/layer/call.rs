@@ -1,0 +1,92 @@
+//! Calls of experts, which are somebody else's code: what they give is looked at.
+
+use super::{Chunk, Experts, Failure, RowOrder, Saved, Segments};
+use crate::error::{Error, LayerError, Pass, Whose};
+
+/// Experts, and whose they are.
+#[derive(Clone, Copy)]
+pub(super) struct Called<'e> {
+    pub whose: Whose,
+    pub experts: &'e dyn Experts,
+}
+
+impl Called<'_> {
+    pub fn forward(self, rows: Segments<'_>) -> Result<(Vec<f32>, Saved), Error> {
+        let (outputs, saved) = self.given(Pass::Forward, self.experts.forward(rows))?;
+        self.fits(Pass::Forward, &outputs, (rows.len(), rows.hidden))?;
+        Ok((outputs, saved))
+    }
+
+    pub fn rows_backward(
+        self,
+        rows: Segments<'_>,
+        saved: &mut Saved,
+        of_outputs: Vec<f32>,
+    ) -> Result<Vec<f32>, Error> {
+        let of_rows = self.experts.rows_backward(rows, saved, of_outputs);
+        let of_rows = self.given(Pass::RowsBackward, of_rows)?;
+        self.fits(Pass::RowsBackward, &of_rows, (rows.len(), rows.hidden))?;
+        Ok(of_rows)
+    }
+
+    pub fn weights_backward(self, chunks: &[Chunk<'_>], order: &RowOrder) -> Result<Vec<f32>, Error> {
+        let of_weights = self.experts.weights_backward(chunks, order);
+        let of_weights = self.given(Pass::WeightsBackward, of_weights)?;
+        self.fits(Pass::WeightsBackward, &of_weights, (self.experts.weights().len(), 1))?;
+        Ok(of_weights)
+    }
+
+    /// Errors of this library stay what they are; of others, what they and their sources say is kept.
+    fn given<T>(self, pass: Pass, given: Result<T, Failure>) -> Result<T, Error> {
+        given.map_err(|failure| {
+            let failure = match failure.downcast::<Error>() {
+                Ok(error) => return *error,
+                Err(failure) => failure,
+            };
+            let failure = match failure.downcast::<LayerError>() {
+                Ok(error) => return Error::Layer(*error),
+                Err(failure) => failure,
+            };
+            LayerError::Failed { whose: self.whose, pass, reason: with_sources(&*failure) }.into()
+        })
+    }
+
+    fn fits(self, pass: Pass, values: &[f32], (rows, columns): (usize, usize)) -> Result<(), Error> {
+        let (whose, seen) = (self.whose, values.len());
+        if seen == rows * columns {
+            return Ok(());
+        }
+        Err(LayerError::WrongShape { whose, pass, seen, rows, columns }.into())
+    }
+}
+
+fn with_sources(error: &(dyn std::error::Error + 'static)) -> String {
+    let errors = std::iter::successors(Some(error), |error| error.source());
+    errors.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::PlanError;
+    use crate::layer::GroupedSwiGlu;
+
+    #[test]
+    fn errors_of_the_library_stay_what_they_are_and_others_keep_their_sources() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("no luck")]
+        struct NoLuck(#[source] std::fmt::Error);
+        let experts = GroupedSwiGlu::new(0, 1, 1, Vec::new()).unwrap();
+        let called = Called { whose: Whose::Shared, experts: &experts };
+        let told = |failure: Failure| called.given::<()>(Pass::Forward, Err(failure)).unwrap_err();
+        let refused = Error::Plan(PlanError::RefusedHere);
+        assert_eq!(told(Box::new(refused.clone())), refused);
+        assert_eq!(told(Box::new(LayerError::ForeignSaved)), LayerError::ForeignSaved.into());
+        let reason = format!("no luck: {}", std::fmt::Error);
+        let (whose, pass) = (Whose::Shared, Pass::Forward);
+        assert_eq!(
+            told(Box::new(NoLuck(std::fmt::Error))),
+            LayerError::Failed { whose, pass, reason }.into()
+        );
+    }
+}

@@ -1,0 +1,207 @@
+//! Forward: the graph of a step, and what its nodes do.
+
+use std::ops::Range;
+
+use super::crew::Crew;
+use super::moe::{Plan, routing_of};
+use super::pipeline::{self, Forward};
+use super::router::Routed;
+use super::tape::{Kept, Landed, SavedShared};
+use super::values::{Held, round_into, widened};
+use super::{MoeLayer, Saved, Segments, Tape};
+use crate::dtype::Element;
+use crate::ep::ExpertOutput;
+use crate::error::{Error, OverlapError};
+use crate::gate::{Draw, Routing};
+use crate::overlap::Slot;
+
+/// One step's tokens, and what their gate is told.
+#[derive(Clone, Copy, Debug)]
+pub struct Input<'a, E> {
+    /// The tokens, `[tokens, hidden]`; there may be none.
+    pub x: &'a [E],
+    /// What the layer's result is added to, `[tokens, hidden]`.
+    pub residual: Option<&'a [E]>,
+    /// `[experts]`, for the choice alone ([`Call::bias`](crate::gate::Call::bias)).
+    pub bias: Option<&'a [f32]>,
+    /// `[tokens]`: which tokens choose; all do where it is not given.
+    pub used: Option<&'a [bool]>,
+    /// Whether this is a training pass, with noise.
+    pub training: bool,
+    /// Which random numbers.
+    pub draw: Draw,
+}
+
+impl<'a, E> Input<'a, E> {
+    /// Tokens, and nothing else.
+    pub fn new(x: &'a [E]) -> Self {
+        let draw = Draw::default();
+        Input { x, residual: None, bias: None, used: None, training: false, draw }
+    }
+}
+
+/// What nodes work on.
+pub(super) struct Step<'s, 'm, E> {
+    crew: &'s Crew<'m>,
+    input: Input<'s, E>,
+    routing: Routing<'s>,
+    /// The tokens as f32.
+    x: &'s [f32],
+    beside: Slot<(Vec<f32>, Saved)>,
+    chunks: Vec<Places<'s, E>>,
+}
+
+/// What nodes leave to each other, of one chunk.
+struct Places<'s, E> {
+    tokens: Range<usize>,
+    landed: Slot<Landed>,
+    made: Slot<(Vec<f32>, Saved)>,
+    /// Where peers read; or why there is no room for it, which the combine tells all ranks.
+    output: Slot<Result<ExpertOutput, Error>>,
+    out: Slot<&'s mut [E]>,
+}
+
+impl MoeLayer {
+    /// One forward pass: `residual + combined + shared`, `[tokens, hidden]`, and what its gradients need. Collective.
+    ///
+    /// # Errors
+    /// On every rank, with nothing moved and the next call as good as this: [`PlanError`](crate::error::PlanError) or
+    /// [`GateError`](crate::error::GateError) where the input is wrong, and on the others, by
+    /// [`OverlapError::Failed`], [`CallError::PeerRefused`](crate::error::CallError); likewise
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank lacks room. What ends the world is an [`OverlapError`] that names work and chunk,
+    /// and holds the [`LayerError`](crate::error::LayerError), [`LaneError`](crate::error::LaneError) or
+    /// [`Cause`](crate::error::Cause).
+    pub fn forward<E: Element>(&mut self, input: &Input<'_, E>) -> Result<(Vec<E>, Tape), Error> {
+        let routed = match self.route(input) {
+            Ok(routed) => routed,
+            Err(error) => return Err(self.ep.refuse_dispatch(error)),
+        };
+        let (plan, instance) = (self.plan, self.instance);
+        let mut out = vec![E::zeroed(); input.x.len()];
+        let (crew, world) = self.crew();
+        let step = Step::new(&crew, input, &routed, &mut out, &plan);
+        plan.run(pipeline::forward(&step, step.chunks.len(), plan.turns()), &world)?;
+        let (chunks, shared) = step.kept()?;
+        Ok((out, Tape { instance, routed, chunks, shared }))
+    }
+}
+
+fn places<'s, E>(
+    out: &'s mut [E],
+    slices: impl Iterator<Item = Range<usize>>,
+    hidden: usize,
+) -> Vec<Places<'s, E>> {
+    let mut rest = out;
+    let place = |tokens: Range<usize>| {
+        let (part, behind) = std::mem::take(&mut rest).split_at_mut(tokens.len() * hidden);
+        rest = behind;
+        let (landed, made, output) = (Slot::empty(), Slot::empty(), Slot::empty());
+        Places { tokens, landed, made, output, out: Slot::new(part) }
+    };
+    slices.map(place).collect()
+}
+
+impl<E> Places<'_, E> {
+    fn kept(self) -> Option<Kept> {
+        let (landed, (outputs, saved)) = (self.landed.into_inner()?, self.made.into_inner()?);
+        Some(Kept { landed, outputs, saved })
+    }
+}
+
+impl<'s, 'm, E: Element> Step<'s, 'm, E> {
+    pub fn new(
+        crew: &'s Crew<'m>,
+        input: &Input<'s, E>,
+        routed: &'s Routed,
+        out: &'s mut [E],
+        plan: &Plan,
+    ) -> Self {
+        let chunks = places(out, plan.slices(routed.tokens()), crew.hidden);
+        let routing = routed.decision.routing();
+        Step { crew, input: *input, routing, x: &routed.x, beside: Slot::empty(), chunks }
+    }
+
+    /// What is left for the gradients, once all nodes have ended.
+    pub fn kept(self) -> Result<(Vec<Kept>, Option<SavedShared>), Error> {
+        let shared = self.beside.into_inner().map(|(_, saved)| SavedShared(saved));
+        let kept = self.chunks.into_iter().map(Places::kept).collect::<Option<_>>();
+        Ok((kept.ok_or(OverlapError::SlotEmpty)?, shared))
+    }
+}
+
+impl<E: Element> Forward for Step<'_, '_, E> {
+    fn dispatch(&self, chunk: usize) -> Result<(), Error> {
+        let Places { tokens, landed, .. } = &self.chunks[chunk];
+        let routing = routing_of(&self.routing, tokens)?;
+        let x = &self.input.x[tokens.start * self.crew.hidden..tokens.end * self.crew.hidden];
+        let (rows, handle) = self.crew.ep.with(|ep| ep.dispatch(x, &routing))?;
+        landed.put(Landed { rows: Held::new::<E>(rows)?, handle })
+    }
+
+    fn shared(&self) -> Result<(), Error> {
+        let Some(shared) = self.crew.shared else { return Ok(()) };
+        let all = [self.x.len() as i64 / self.crew.hidden as i64];
+        let rows = Segments { rows: self.x, hidden: self.crew.hidden, counts: &all, padded: &all };
+        self.beside.put(shared.forward(rows)?)
+    }
+
+    fn experts(&self, chunk: usize) -> Result<(), Error> {
+        let Places { landed, made, output, .. } = &self.chunks[chunk];
+        landed.with(|landed| {
+            let (outputs, saved) = self.crew.experts.forward(landed.segments(self.crew.hidden)?)?;
+            let ready = match landed.handle.output() {
+                Ok(mut output) => {
+                    weigh_into(
+                        output.rows_mut::<E>()?,
+                        &outputs,
+                        landed.handle.row_weights(),
+                        self.crew.hidden,
+                    );
+                    Ok(output)
+                }
+                Err(error) => Err(error),
+            };
+            output.put(ready)?;
+            made.put((outputs, saved))
+        })
+    }
+
+    fn combine(&self, chunk: usize) -> Result<(), Error> {
+        let Places { landed, output, out, .. } = &self.chunks[chunk];
+        landed.with(|landed| {
+            self.crew.ep.with(|ep| match output.take()? {
+                Ok(output) => out.with(|out| ep.combine_into(output, &landed.handle, out)),
+                Err(error) => Err(ep.refuse_combine(&landed.handle, error)),
+            })
+        })
+    }
+
+    fn sum(&self, chunk: usize) -> Result<(), Error> {
+        let Places { tokens, out, .. } = &self.chunks[chunk];
+        let part = tokens.start * self.crew.hidden..tokens.end * self.crew.hidden;
+        out.with(|out| {
+            let mut sum = widened(out);
+            if let Some(residual) = self.input.residual {
+                let residual = widened(&residual[part.clone()]);
+                sum.iter_mut().zip(residual).for_each(|(sum, residual)| *sum += residual);
+            }
+            if self.crew.shared.is_some() {
+                self.beside.with(|(shared, _)| {
+                    sum.iter_mut().zip(&shared[part]).for_each(|(sum, shared)| *sum += shared);
+                    Ok(())
+                })?;
+            }
+            round_into(&sum, out);
+            Ok(())
+        })
+    }
+}
+
+/// Each row times its weight, rounded to elements.
+pub(super) fn weigh_into<E: Element>(to: &mut [E], rows: &[f32], weights: &[f32], hidden: usize) {
+    let mut weighted = vec![0.0; hidden];
+    for ((to, row), weight) in to.chunks_exact_mut(hidden).zip(rows.chunks_exact(hidden)).zip(weights) {
+        weighted.iter_mut().zip(row).for_each(|(weighted, value)| *weighted = weight * value);
+        round_into(&weighted, to);
+    }
+}

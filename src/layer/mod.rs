@@ -1,0 +1,67 @@
+//! A whole MoE layer: gate, dispatch, experts, combine; forward and backward, with transfers beside the compute.
+//!
+//! ```text
+//!   x [T,H] --+--> router x w --> Gate --> choices, weights                     residual [T,H]
+//!             |                     |                                              |
+//!             |         tokens in chunks, one after another                        |
+//!             |          dispatch --> experts, times routing weight --> combine -->+--> out [T,H]
+//!             |                                                                    |
+//!             +--> shared expert: all tokens ------------------------------------->+
+//! ```
+//!
+//! The same work is one [graph](crate::overlap) forward and one backward, whether it is overlapped or not:
+//!
+//! ```text
+//!   forward    transfer   |d0| |d1| |c0| |d2| |c1| |c2|             d dispatch, c combine of chunks 0, 1, 2
+//!              compute    |sh| |g0| |g1| |o0| |g2| |o1| |o2|        sh shared expert, g experts, o sums to the output
+//!
+//!   backward   transfer   |c0'| |n| |c1'| |d0'| |c2'| |d1'| |d2'|   c' gradient of combine, d' of dispatch; n counts of sources
+//!              compute    |sh'|  |g0'| |g1'| |g2'| |w|              g' gradients of rows, w of weights: under the last d'
+//! ```
+//!
+//! All ranks issue transfers in this order. [`MoeLayer::forward_beside_backward`] puts both passes, of two microbatches, into one graph.
+//!
+//! **Bits** do not depend on chunks, streams, or overlap: rows of experts and of
+//! combine know nothing of each other, and weight gradients are summed in [one order](RowOrder). Sums are f32:
+//!
+//! | result | order, each from the left |
+//! |---|---|
+//! | a row that is combined | an expert's row times its routing weight, rounded to the element type |
+//! | out | residual + combined + shared; combine sums by expert, as [`ExpertParallel::combine`](crate::ExpertParallel::combine), and rounds to the element type |
+//! | gradient of a row | of the row times its weight through the expert, rounded to the element type before rows are summed to tokens |
+//! | gradient of x | through experts (rounded to the element type) + shared expert + router |
+//! | gradient of a routing weight | `<y, g>` over 16 lanes, as [`Rows::dot`](crate::rows::Rows::dot) |
+//! | gradients of weights | one product over all rows, by source rank and token |
+//!
+//! The residual passes its gradient on as it is, and is left to the caller. Gradients of the router and of the shared expert
+//! are of this rank's tokens: a trainer adds those of its ranks. Those of an expert are of all ranks' tokens, but those of a
+//! replica of the ranks that are sent to it alone: a trainer adds those of an expert's replicas over their ranks.
+//!
+//! **Faults.** Input that one rank refuses is an error on every rank, nothing moves, and the next call works. Experts that fail,
+//! panic, give rows of another shape or exceed the deadline, and lost peers, end the world: every rank has a typed error, no thread
+//! is left behind, and after [`World::rebuild`](crate::World::rebuild) a new layer goes on.
+
+mod backward;
+mod beside;
+mod builder;
+mod call;
+mod crew;
+mod experts;
+mod forward;
+mod moe;
+mod order;
+mod pipeline;
+mod router;
+mod swiglu;
+mod tape;
+mod values;
+
+pub use backward::Gradients;
+pub use builder::MoeLayerBuilder;
+pub use experts::{Chunk, Experts, Failure, Saved, Segments};
+pub use forward::Input;
+pub use moe::MoeLayer;
+pub use order::RowOrder;
+pub use pipeline::forward_times;
+pub use swiglu::GroupedSwiGlu;
+pub use tape::Tape;

@@ -1,0 +1,187 @@
+//! The object that steps are made on.
+
+use std::ops::{ControlFlow, Range};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::router::Losses;
+use super::{Experts, MoeLayerBuilder};
+use crate::dtype::Dtype;
+use crate::ep::{Collective, ExpertParallel, Shares};
+use crate::error::{Cause, Error, OverlapError, PlanError, Stream};
+use crate::gate::{Gate, GateConfig, Routing};
+use crate::overlap::{Graph, HostExecutor, Rotation, Run, Slices};
+use crate::plan::ExpertMap;
+use crate::rows::Rows;
+use crate::world::{Group, Shared};
+
+/// A Mixture-of-Experts layer of one rank, forward and backward.
+///
+/// ```
+/// use sidelane::gate::Preset;
+/// use sidelane::layer::{GroupedSwiGlu, Input, MoeLayer};
+/// use sidelane::{Dtype, World};
+///
+/// let ranks = World::threads(2)?.into_iter().map(|world| {
+///     std::thread::spawn(move || -> sidelane::Result<()> {
+///         let (hidden, ffn) = (8, 16);
+///         let weights = vec![0.125; GroupedSwiGlu::values(2, hidden, ffn)];         // 2 of 4 experts are here
+///         let experts = GroupedSwiGlu::new(2, hidden, ffn, weights)?;
+///         let mut layer = MoeLayer::builder(&world.all()?, Preset::Mixtral.config(4, 2)?, hidden, experts)
+///             .dtype(Dtype::F32).chunks(2).build()?;
+///         let x = vec![0.5f32; 3 * hidden];                                         // [tokens, hidden]
+///         let (out, tape) = layer.forward(&Input { residual: Some(&x), ..Input::new(&x) })?;
+///         let gradients = layer.backward(tape, &vec![1.0f32; out.len()])?;          // of a loss that is the sum of out
+///         assert_eq!(gradients.experts.len(), layer.experts().weights().len());
+///         Ok(())
+///     })
+/// });
+/// for rank in ranks.collect::<Vec<_>>() {
+///     rank.join().unwrap()?;
+/// }
+/// # Ok::<(), sidelane::Error>(())
+/// ```
+pub struct MoeLayer {
+    pub(super) ep: ExpertParallel,
+    /// Brings everybody what each rank has for every expert in every chunk.
+    pub(super) sources: Collective,
+    pub(super) one_each: Shares,
+    pub(super) gate: Gate,
+    pub(super) router: Vec<f32>,
+    pub(super) experts: Box<dyn Experts>,
+    pub(super) shared: Option<Box<dyn Experts>>,
+    pub(super) losses: Losses,
+    pub(super) hidden: usize,
+    pub(super) dtype: Dtype,
+    pub(super) plan: Plan,
+    pub(super) rows: Rows,
+    pub(super) world: Arc<Shared>,
+    /// Tells tapes of different layers apart, within this process.
+    pub(super) instance: u64,
+}
+
+/// How a step is carried out.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Plan {
+    pub chunks: u32,
+    pub overlap: bool,
+    pub streams: u32,
+    pub at_once: u32,
+    pub deadline: Duration,
+}
+
+impl Plan {
+    /// The tokens of each chunk.
+    pub fn slices(&self, tokens: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let slices = Slices::new(self.chunks).of(tokens as u32);
+        slices.map(|tokens| tokens.start as usize..tokens.end as usize)
+    }
+
+    /// Whose turn it is to compute.
+    pub fn turns(&self) -> Rotation {
+        Rotation::new(self.streams, self.at_once)
+    }
+
+    /// Carries out a graph. Unless all ranks were refused alike, trouble ends the `world`, so that nobody waits for this rank, nor
+    /// its own transfers for others.
+    pub fn run(&self, graph: Graph<'_, Run>, world: &Shared) -> Result<(), Error> {
+        let cancel = |error: &OverlapError| {
+            if refused_alike(error) {
+                return ControlFlow::Continue(());
+            }
+            // What a transfer met it has told already ([`Shared::fail`]): that stays the cause.
+            if world.hub.health().check().is_ok() {
+                world.hub.cancel(Cause::Cancelled { by: world.hub.rank() });
+            }
+            ControlFlow::Break(())
+        };
+        let executor = HostExecutor::new().overlap(self.overlap).limit(self.deadline).on_trouble(&cancel);
+        let executor = executor.recorder(world.recorder.as_deref());
+        Ok(graph.run(&executor)?)
+    }
+}
+
+/// Whether it was a transfer that all ranks were refused, with nothing moved: the world is as good as before.
+fn refused_alike(error: &OverlapError) -> bool {
+    let OverlapError::Failed { at, error, .. } = error else { return false };
+    matches!(at.stream, Stream::Transfer(_))
+        && matches!(**error, Error::Plan(_) | Error::Call(_) | Error::Memory(_))
+}
+
+/// Elements of what a rank says about its choices: a word for each slot in each chunk, to whole rows of 16 bytes.
+pub(super) fn sources_columns(chunks: u32, map: &ExpertMap) -> usize {
+    (chunks as usize * map.slots() as usize).next_multiple_of(4)
+}
+
+impl MoeLayer {
+    /// Starts to describe one: its gate says how many experts there are and how many a token chooses; `experts` are those of this
+    /// rank.
+    pub fn builder<'g>(
+        group: &'g Group,
+        gate: GateConfig,
+        hidden: usize,
+        experts: impl Experts + 'static,
+    ) -> MoeLayerBuilder<'g> {
+        MoeLayerBuilder::new(group, gate, hidden, Box::new(experts))
+    }
+
+    /// By what tokens are routed.
+    pub fn gate(&self) -> &GateConfig {
+        self.gate.config()
+    }
+
+    /// Weights of the router, `[hidden, experts]`.
+    pub fn router(&self) -> &[f32] {
+        &self.router
+    }
+
+    /// The same, to be changed between steps.
+    pub fn router_mut(&mut self) -> &mut [f32] {
+        &mut self.router
+    }
+
+    /// The experts of this rank.
+    pub fn experts(&self) -> &dyn Experts {
+        &*self.experts
+    }
+
+    /// The same, to be changed between steps.
+    pub fn experts_mut(&mut self) -> &mut dyn Experts {
+        &mut *self.experts
+    }
+
+    /// The expert that all tokens pass, if there is one.
+    pub fn shared(&self) -> Option<&dyn Experts> {
+        self.shared.as_deref()
+    }
+
+    /// The same, to be changed between steps.
+    pub fn shared_mut(&mut self) -> Option<&mut (dyn Experts + 'static)> {
+        self.shared.as_deref_mut()
+    }
+
+    /// Whether a tensor has a row for each of `tokens`.
+    pub(super) fn check_rows(&self, what: &'static str, seen: usize, tokens: usize) -> Result<(), Error> {
+        let columns = self.hidden;
+        if seen == tokens * columns {
+            return Ok(());
+        }
+        Err(PlanError::WrongShape { what, seen, rows: tokens, columns }.into())
+    }
+}
+
+impl std::fmt::Debug for MoeLayer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("MoeLayer").field("ep", &self.ep).field("plan", &self.plan).finish()
+    }
+}
+
+/// The choices of a chunk's tokens.
+pub(super) fn routing_of<'a>(
+    routing: &'a Routing<'_>,
+    tokens: &Range<usize>,
+) -> Result<Routing<'a>, PlanError> {
+    let k = routing.top_k() as usize;
+    let choices = tokens.start * k..tokens.end * k;
+    Routing::new(routing.top_k(), &routing.experts()[choices.clone()], &routing.weights()[choices])
+}

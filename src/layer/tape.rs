@@ -1,0 +1,75 @@
+//! What a forward pass leaves to the backward pass.
+
+use super::router::Routed;
+use super::values::Held;
+use super::{Saved, Segments};
+use crate::ep::Handle;
+use crate::error::MemoryError;
+use crate::gate::Decision;
+
+/// One forward pass, kept for its gradients. Several may be alive, and go backward in any order, the same on all ranks.
+///
+/// Rows of f32 stay in the receive pool until the tape is used up or dropped; others are kept widened, outside of it.
+#[derive(Debug)]
+pub struct Tape {
+    pub(super) instance: u64,
+    /// The router's part.
+    pub(super) routed: Routed,
+    pub(super) chunks: Vec<Kept>,
+    pub(super) shared: Option<SavedShared>,
+}
+
+/// A chunk that experts have gone through.
+pub(super) struct Kept {
+    pub landed: Landed,
+    /// What they made, `[rows, hidden]`, before it was weighted.
+    pub outputs: Vec<f32>,
+    pub saved: Saved,
+}
+
+/// What came of a chunk's dispatch.
+#[derive(Debug)]
+pub(super) struct Landed {
+    pub rows: Held,
+    pub handle: Handle,
+}
+
+/// What the shared expert saved.
+pub(super) struct SavedShared(pub Saved);
+
+impl Landed {
+    /// As experts see it.
+    pub fn segments(&self, hidden: usize) -> Result<Segments<'_>, MemoryError> {
+        let (counts, padded) = (self.handle.tokens_per_expert(), self.handle.padded_tokens_per_expert());
+        Ok(Segments { rows: self.rows.values()?, hidden, counts, padded })
+    }
+}
+
+impl Tape {
+    /// What the gate decided for this rank's tokens. Its counts are what balances a bias ([`update_bias`](crate::gate::update_bias)).
+    pub fn decision(&self) -> &Decision {
+        &self.routed.decision
+    }
+
+    /// The balancing loss of this rank's tokens; 0 if there is none.
+    pub fn balance_loss(&self) -> f32 {
+        self.routed.balance
+    }
+
+    /// The loss on the size of logits; 0 if there is none.
+    pub fn z_loss(&self) -> f32 {
+        self.routed.z
+    }
+}
+
+impl std::fmt::Debug for Kept {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Kept").field("landed", &self.landed).finish_non_exhaustive()
+    }
+}
+
+impl std::fmt::Debug for SavedShared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("SavedShared")
+    }
+}

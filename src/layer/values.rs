@@ -1,0 +1,58 @@
+//! Between the element type of a layer's tensors and the f32 of its arithmetic.
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+use crate::dtype::{Dtype, Element};
+use crate::ep::ExpertRows;
+use crate::error::MemoryError;
+
+/// Elements as f32, exactly. Of bytes there are none: a layer is not built for them.
+pub(super) fn widened<E: Element>(values: &[E]) -> Vec<f32> {
+    let mut wide = vec![0.0; values.len()];
+    match E::DTYPE {
+        Dtype::F32 => wide.copy_from_slice(bytemuck::cast_slice(values)),
+        Dtype::Bf16 => bytemuck::cast_slice::<_, bf16>(values).convert_to_f32_slice(&mut wide),
+        Dtype::F16 => bytemuck::cast_slice::<_, f16>(values).convert_to_f32_slice(&mut wide),
+        Dtype::Bytes => {}
+    }
+    wide
+}
+
+/// f32 rounded to elements, to nearest even.
+pub(super) fn round_into<E: Element>(values: &[f32], to: &mut [E]) {
+    match E::DTYPE {
+        Dtype::F32 => bytemuck::cast_slice_mut::<_, f32>(to).copy_from_slice(values),
+        Dtype::Bf16 => bytemuck::cast_slice_mut::<_, bf16>(to).convert_from_f32_slice(values),
+        Dtype::F16 => bytemuck::cast_slice_mut::<_, f16>(to).convert_from_f32_slice(values),
+        Dtype::Bytes => {}
+    }
+}
+
+/// Received rows as f32: where they lie if they are, else a copy, and the pool has its memory back.
+pub(super) enum Held {
+    Landed(ExpertRows),
+    Widened(Vec<f32>),
+}
+
+impl Held {
+    pub fn new<E: Element>(rows: ExpertRows) -> Result<Held, MemoryError> {
+        if E::DTYPE == Dtype::F32 {
+            return Ok(Held::Landed(rows));
+        }
+        Ok(Held::Widened(widened(rows.rows::<E>()?)))
+    }
+
+    pub fn values(&self) -> Result<&[f32], MemoryError> {
+        match self {
+            Held::Landed(rows) => rows.rows(),
+            Held::Widened(values) => Ok(values),
+        }
+    }
+}
+
+impl std::fmt::Debug for Held {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Held").field("values", &self.values().map_or(0, <[f32]>::len)).finish()
+    }
+}

@@ -1,0 +1,173 @@
+//! Chunks: into how many parts a call is cut, and where.
+//!
+//! | chunk | what is cut | dispatch and combine | bits |
+//! |---|---|---|---|
+//! | token slice | a rank's tokens | one pair for each slice, smaller | those of the whole: a token's sum knows nothing of other tokens |
+//! | expert group | this rank's experts | none: the rows of all have landed | those of the whole: products of different experts |
+//!
+//! A dispatch for each *group of experts*, by routings with the other choices dropped, needs no new call either, but a
+//! token's sum would be rounded once for each group, so the bits are others. *Source groups*, for experts that begin
+//! when some ranks' rows are here, would need a dispatch that is finished rank by rank: its program waits for all ranks
+//! in one stage, as placement needs everybody's counts anyhow; and expert-major rows of one source lie in as many
+//! pieces as there are experts. A token slice brings rows of all sources for a whole product. So neither is offered.
+
+use std::num::NonZeroU32;
+use std::ops::Range;
+
+/// What a call would move and compute in one piece. All ranks must say the same, whatever tokens they have, so say the most
+/// that a rank can have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Load {
+    /// Tokens of a rank, at most.
+    pub tokens: u32,
+    /// Bytes that go out for a token: those of a row, times its choices.
+    pub token_bytes: u64,
+    /// Rows that an expert gets on average.
+    pub expert_rows: u32,
+}
+
+/// When a call is worth cutting.
+///
+/// With `n` slices, transfers and products of equal length `T` in all take about `T + T / n + n c`, if each slice costs `c`
+/// beside what moves: what cannot overlap is the first transfer and the cost. That is least at `n = sqrt(T / c)`. Time is
+/// counted in bytes that a rank sends in it, so
+///
+/// ```text
+///   n  =  min( sqrt(bytes / call_bytes),  expert_rows / gemm_rows,  most ),   at least 1
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SliceRule {
+    /// What a call costs however small it is, as bytes that would be sent meanwhile: `sidelane bench` tells both.
+    pub call_bytes: u64,
+    /// Rows below which an expert's product is not done sooner for having fewer of them.
+    pub gemm_rows: u32,
+    /// Slices at most.
+    pub most: u32,
+}
+
+impl SliceRule {
+    /// Into how many slices a call of this load is cut: a function of its arguments, so the same on all ranks that say the
+    /// same.
+    pub fn slices(&self, load: &Load) -> Slices {
+        let bytes = u64::from(load.tokens).saturating_mul(load.token_bytes);
+        let by_cost = (bytes / self.call_bytes.max(1)).isqrt();
+        let by_rows = load.expert_rows / self.gemm_rows.max(1);
+        let most = by_rows.min(self.most).min(load.tokens);
+        Slices::new(u32::try_from(by_cost).unwrap_or(u32::MAX).min(most))
+    }
+}
+
+/// Slices of a rank's tokens: as many on all ranks, each as large as the others to one token. A rank with fewer tokens than
+/// slices has empty ones, and makes their calls, as its peers need it to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slices(NonZeroU32);
+
+impl Slices {
+    /// So many; 0 counts as 1.
+    pub fn new(count: u32) -> Self {
+        Slices(NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
+    }
+
+    /// How many.
+    pub fn count(self) -> u32 {
+        self.0.get()
+    }
+
+    /// The tokens of each, of `tokens` that this rank has.
+    pub fn of(self, tokens: u32) -> impl ExactSizeIterator<Item = Range<u32>> {
+        let bound = move |slice: u32| (u64::from(tokens) * u64::from(slice) / u64::from(self.count())) as u32;
+        (0..self.count()).map(move |slice| bound(slice)..bound(slice + 1))
+    }
+}
+
+/// Cuts local experts into at most `groups` runs of neighbours whose rows are as even as can be had that way, so that several
+/// compute streams share them ([`Rotation`](super::Rotation)). Rows lie expert-major, so each group's are one range. Experts
+/// without rows are in no group of their own; without any rows there are no groups.
+pub fn expert_groups(rows: &[u32], groups: u32) -> Vec<Range<usize>> {
+    let total: u64 = rows.iter().map(|&rows| u64::from(rows)).sum();
+    let target = |group: u64| total * group / u64::from(groups.max(1));
+    let (mut cut, mut begin, mut so_far, mut made) = (Vec::new(), 0, 0, 1);
+    for (expert, &count) in rows.iter().enumerate() {
+        so_far += u64::from(count);
+        // Behind the expert whose rows reach the group's share.
+        if count > 0 && so_far >= target(made) {
+            cut.push(begin..expert + 1);
+            begin = expert + 1;
+            while made <= u64::from(groups) && target(made) <= so_far {
+                made += 1;
+            }
+        }
+    }
+    if let Some(last) = cut.last_mut() {
+        last.end = rows.len();
+    }
+    cut
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const RULE: SliceRule = SliceRule { call_bytes: 1 << 20, gemm_rows: 128, most: 8 };
+
+    fn load(tokens: u32, expert_rows: u32) -> Load {
+        Load { tokens, token_bytes: 32 << 10, expert_rows }
+    }
+
+    #[test]
+    fn large_calls_are_cut_and_small_ones_are_not() {
+        let slices = |tokens, rows| RULE.slices(&load(tokens, rows)).count();
+        assert_eq!(slices(4096, 100_000), 8, "sqrt(128 MiB / 1 MiB) = 11, but 8 at most");
+        assert_eq!(slices(800, 100_000), 5, "sqrt(25)");
+        assert_eq!(slices(800, 400), 3, "products of 128 rows at least");
+        assert_eq!(slices(800, 100), 1);
+        assert_eq!(slices(60, 100_000), 1, "less than the cost of two calls");
+        assert_eq!(slices(0, 0), 1, "the call is made all the same");
+    }
+
+    proptest! {
+        #[test]
+        fn slices_hold_every_token_once_and_are_even(tokens in 0..10_000u32, count in 0..40u32) {
+            let slices = Slices::new(count);
+            let ranges: Vec<_> = slices.of(tokens).collect();
+            prop_assert_eq!(ranges.len() as u32, count.max(1));
+            prop_assert_eq!(ranges.iter().cloned().flatten().collect::<Vec<_>>(), (0..tokens).collect::<Vec<_>>());
+            let lengths = ranges.iter().map(|range| range.len() as u32);
+            prop_assert!(lengths.clone().all(|len| len.abs_diff(tokens / count.max(1)) <= 1));
+            prop_assert!(tokens < count || tokens == 0 || lengths.clone().all(|len| len > 0));
+        }
+
+        #[test]
+        fn the_rule_never_cuts_too_far(
+            (tokens, token_bytes, expert_rows) in (any::<u32>(), any::<u64>(), any::<u32>()),
+            (call_bytes, gemm_rows, most) in (any::<u64>(), any::<u32>(), any::<u32>()),
+        ) {
+            let rule = SliceRule { call_bytes, gemm_rows, most };
+            let count = rule.slices(&Load { tokens, token_bytes, expert_rows }).count();
+            prop_assert!(count == 1 || count <= most.min(tokens));
+            prop_assert!(count == 1 || u64::from(expert_rows / count) >= u64::from(gemm_rows));
+            let bytes = u128::from(tokens) * u128::from(token_bytes);
+            prop_assert!(count == 1 || u128::from(count) * u128::from(count) * u128::from(call_bytes) <= bytes);
+        }
+
+        #[test]
+        fn groups_are_neighbours_hold_every_row_once_and_are_as_even_as_experts_allow(
+            rows in prop::collection::vec(prop_oneof![Just(0), 0..300u32], 0..40),
+            groups in 0..9u32,
+        ) {
+            let made = expert_groups(&rows, groups);
+            let total: u32 = rows.iter().sum();
+            prop_assert_eq!(made.is_empty(), total == 0);
+            prop_assert!(made.len() as u32 <= groups.max(1));
+            let experts = made.iter().cloned().flatten().collect::<Vec<_>>();
+            prop_assert!(made.is_empty() || experts == (0..rows.len()).collect::<Vec<_>>());
+            let largest = rows.iter().max().copied().unwrap_or(0);
+            for group in made {
+                let sum: u32 = rows[group].iter().sum();
+                prop_assert!(sum > 0 && sum <= total / groups.max(1) + 1 + largest, "{} of {}", sum, total);
+            }
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! What a graph would take, if each node took as long as it is said to: nothing is carried out.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+
+use super::{Executor, Graph, Place, Stream};
+use crate::error::OverlapError;
+
+/// When a node would be at it, in nanoseconds from the begin of the graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// The node.
+    pub at: Place,
+    /// Its begin.
+    pub begin: u64,
+    /// Its end.
+    pub end: u64,
+}
+
+/// Times graphs by what their nodes would take.
+///
+/// ```
+/// use sidelane::overlap::{Forecast, Graph, Stream, Work};
+///
+/// let mut graph: Graph<'_, ()> = Graph::new();
+/// let nothing = |_: &()| Ok(());
+/// for chunk in 0..3 {
+///     let there = graph.add(Stream::Transfer(0), Work { name: "dispatch", chunk }, &[], nothing);
+///     graph.add(Stream::Compute(0), Work { name: "experts", chunk }, &[there], nothing);
+/// }
+/// let forecast = Forecast::new(|at| if at.work.name == "dispatch" { 10 } else { 7 });
+/// graph.run(&forecast)?;
+/// assert_eq!(forecast.ns(), 3 * 10 + 7);
+/// # Ok::<(), sidelane::error::OverlapError>(())
+/// ```
+#[derive(Debug)]
+pub struct Forecast<F> {
+    cost: F,
+    spans: RefCell<Vec<Span>>,
+}
+
+impl<F: Fn(Place) -> u64> Forecast<F> {
+    /// By nanoseconds of each node.
+    pub fn new(cost: F) -> Self {
+        Forecast { cost, spans: RefCell::default() }
+    }
+
+    /// Of the graph that was run last, in launch order.
+    pub fn spans(&self) -> Vec<Span> {
+        self.spans.borrow().clone()
+    }
+
+    /// When all of it has ended.
+    pub fn ns(&self) -> u64 {
+        self.spans.borrow().iter().map(|span| span.end).max().unwrap_or(0)
+    }
+}
+
+impl<F: Fn(Place) -> u64> Executor for Forecast<F> {
+    type Ground = ();
+
+    fn run(&self, graph: Graph<'_, ()>) -> Result<(), OverlapError> {
+        let mut free: HashMap<Stream, u64> = HashMap::new();
+        let mut spans: Vec<Span> = Vec::with_capacity(graph.len());
+        // Launch order: what a node waits for stands before it.
+        for entry in &graph.entries {
+            let free = free.entry(entry.place.stream).or_default();
+            let begin = entry.after.iter().map(|&before| spans[before].end).fold(*free, u64::max);
+            *free = begin.saturating_add((self.cost)(entry.place));
+            spans.push(Span { at: entry.place, begin, end: *free });
+        }
+        *self.spans.borrow_mut() = spans;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Rotation, Work};
+    use super::*;
+
+    fn nothing(_: &()) -> Result<(), crate::Error> {
+        Ok(())
+    }
+
+    #[test]
+    fn streams_go_on_beside_each_other_and_edges_hold() {
+        let mut graph = Graph::new();
+        let work = |name, chunk| Work { name, chunk };
+        let mut turns = Rotation::new(2, 1);
+        for chunk in 0..3 {
+            let there = graph.add(Stream::Transfer(0), work("d", chunk), &[], nothing);
+            let made = turns.add(&mut graph, work("g", chunk), &[there], nothing);
+            graph.add(Stream::Transfer(1), work("c", chunk), &[made], nothing);
+        }
+        let forecast = Forecast::new(|at| match at.work.name {
+            "d" => 4,
+            "g" => 10,
+            _ => 1,
+        });
+        graph.run(&forecast).unwrap();
+        let seen: Vec<_> =
+            forecast.spans().iter().map(|span| (span.at.work.name, span.begin, span.end)).collect();
+        // One at a time, although there are two streams to compute on.
+        let expected = [
+            ("d", 0, 4),
+            ("g", 4, 14),
+            ("c", 14, 15),
+            ("d", 4, 8),
+            ("g", 14, 24),
+            ("c", 24, 25),
+            ("d", 8, 12),
+            ("g", 24, 34),
+            ("c", 34, 35),
+        ];
+        assert_eq!(seen, expected);
+        assert_eq!(forecast.ns(), 35);
+    }
+
+    #[test]
+    fn an_empty_graph_takes_no_time() {
+        let forecast = Forecast::new(|_| 1);
+        Graph::new().run(&forecast).unwrap();
+        assert_eq!((forecast.ns(), forecast.spans()), (0, vec![]));
+    }
+}

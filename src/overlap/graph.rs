@@ -1,0 +1,126 @@
+//! The graph: what is to be done, where, and after what.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::{Place, Stream, Work};
+use crate::error::{Error, OverlapError};
+
+/// Something that carries a graph out.
+pub trait Executor {
+    /// What a node is given when it is its turn.
+    type Ground;
+
+    /// Carries it out; see [`Graph::run`].
+    ///
+    /// # Errors
+    /// As [`Graph::run`].
+    fn run(&self, graph: Graph<'_, Self::Ground>) -> Result<(), OverlapError>;
+}
+
+/// A node of a graph, for those that are to wait for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Node {
+    graph: u64,
+    index: usize,
+}
+
+/// The work of a node, as [`Graph::add`] takes it.
+pub type Body<'a, G> = Box<dyn FnOnce(&G) -> Result<(), Error> + Send + 'a>;
+
+/// A node as executors see it.
+pub(super) struct Entry<'a, G> {
+    pub place: Place,
+    /// Earlier nodes of other streams. Those of its own need no edge.
+    pub after: Vec<usize>,
+    pub body: Body<'a, G>,
+}
+
+/// Work in launch order, which borrows what it works on. `G` is what the [`Executor`] gives to nodes.
+///
+/// ```
+/// use sidelane::overlap::{Graph, HostExecutor, Slot, Stream, Work};
+///
+/// let (arrived, mut sum) = (Slot::empty(), 0);
+/// let mut graph = Graph::new();
+/// let there = graph.add(Stream::Transfer(0), Work { name: "fetch", chunk: 0 }, &[], |_| arrived.put(vec![1, 2, 3]));
+/// graph.add(Stream::Compute(0), Work { name: "sum", chunk: 0 }, &[there], |_| {
+///     sum = arrived.take()?.iter().sum();
+///     Ok(())
+/// });
+/// graph.run(&HostExecutor::new())?;
+/// assert_eq!(sum, 6);
+/// # Ok::<(), sidelane::Error>(())
+/// ```
+pub struct Graph<'a, G> {
+    number: u64,
+    pub(super) entries: Vec<Entry<'a, G>>,
+    foreign: Option<Place>,
+}
+
+impl<G> Default for Graph<'_, G> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<'a, G> Graph<'a, G> {
+    /// Nothing to do.
+    pub fn new() -> Self {
+        static NUMBERS: AtomicU64 = AtomicU64::new(0);
+        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
+        Graph { number, entries: Vec::new(), foreign: None }
+    }
+
+    /// Adds a node behind all others in launch order. It begins when the node before it on its stream and all nodes of
+    /// `after` have ended. A node of another graph in `after` makes [`run`](Self::run) refuse the graph.
+    pub fn add(
+        &mut self,
+        stream: Stream,
+        work: Work,
+        after: &[Node],
+        body: impl FnOnce(&G) -> Result<(), Error> + Send + 'a,
+    ) -> Node {
+        let place = Place { work, stream };
+        if after.iter().any(|node| node.graph != self.number) {
+            self.foreign.get_or_insert(place);
+        }
+        let other = |node: &&Node| self.entries.get(node.index).is_some_and(|e| e.place.stream != stream);
+        let after = after.iter().filter(other).map(|node| node.index).collect();
+        let node = Node { graph: self.number, index: self.entries.len() };
+        self.entries.push(Entry { place, after, body: Box::new(body) });
+        node
+    }
+
+    /// How many nodes there are.
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether there is nothing to do.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// The nodes in launch order.
+    pub fn places(&self) -> impl Iterator<Item = Place> {
+        self.entries.iter().map(|entry| entry.place)
+    }
+
+    /// Carries all of it out.
+    ///
+    /// # Errors
+    /// [`OverlapError`]: the first node that went wrong. No further node was begun then; all that had begun have ended.
+    pub fn run(self, executor: &impl Executor<Ground = G>) -> Result<(), OverlapError> {
+        match self.foreign {
+            Some(at) => Err(OverlapError::ForeignNode { at }),
+            None => executor.run(self),
+        }
+    }
+}
+
+impl<G> fmt::Debug for Graph<'_, G> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.places()).finish()
+    }
+}

@@ -1,0 +1,206 @@
+//! What all streams of a run know: which nodes have ended, which are at it since when, and what went wrong.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::{Hook, HostExecutor, Run};
+use crate::bootstrap::{interrupted, questioned};
+use crate::error::{OverlapError, Place};
+use crate::exec::Recorder;
+use crate::overlap::outcome::Why;
+
+/// The shortest sleep of the watcher: limits below it are noticed a little late, and nobody spins.
+const SOON: Duration = Duration::from_millis(1);
+
+/// How long the caller sleeps between two questions of its user's.
+const ASK_EVERY: Duration = Duration::from_millis(20);
+
+pub struct Ledger<'h> {
+    pub run: Run,
+    places: Vec<Place>,
+    limit: Option<Duration>,
+    hook: Option<&'h Hook<'h>>,
+    recorder: Option<&'h Recorder>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    ended: Vec<bool>,
+    begun: usize,
+    /// Nodes that are at it, since when.
+    at_it: Vec<(usize, Instant)>,
+    /// Streams that have not left.
+    streams: usize,
+    trouble: Option<Trouble>,
+    /// The hook is hearing of it.
+    telling: bool,
+    /// It is over for others too: what goes wrong from now on comes of it.
+    over: bool,
+}
+
+/// What went wrong: the first, or the first that is over for others too.
+struct Trouble {
+    error: OverlapError,
+    /// The node that took too long, and is still at it.
+    late: Option<usize>,
+}
+
+/// A stream that takes part, until this is dropped.
+pub struct Leaving<'l, 'h>(&'l Ledger<'h>);
+
+impl Drop for Leaving<'_, '_> {
+    fn drop(&mut self) {
+        self.0.state().streams -= 1;
+        self.0.changed.notify_all();
+    }
+}
+
+impl<'h> Ledger<'h> {
+    pub fn new(places: Vec<Place>, executor: &HostExecutor<'h>) -> Self {
+        let HostExecutor { limit, hook, recorder, .. } = *executor;
+        let ended = vec![false; places.len()];
+        let (begun, at_it, streams, trouble) = (0, Vec::new(), 0, None);
+        let state = State { ended, begun, at_it, streams, trouble, telling: false, over: false };
+        let (state, changed) = (Mutex::new(state), Condvar::new());
+        Ledger { run: Run::default(), places, limit, hook, recorder, state, changed }
+    }
+
+    /// A stream takes part.
+    pub fn arrive(&self) -> Leaving<'_, 'h> {
+        self.state().streams += 1;
+        Leaving(self)
+    }
+
+    /// Waits until a node can begin, and says when it did; none begins once something went wrong.
+    pub fn begin(&self, node: usize, after: &[usize]) -> Option<Instant> {
+        let mut state = self.state();
+        while state.trouble.is_none() && !after.iter().all(|&before| state.ended[before]) {
+            state = self.sleep(state);
+        }
+        state.trouble.is_none().then(|| {
+            let now = Instant::now();
+            state.begun += 1;
+            state.at_it.push((node, now));
+            now
+        })
+    }
+
+    /// Waits until all streams have left.
+    pub fn settle(&self) {
+        let mut state = self.state();
+        while state.streams > 0 {
+            state = self.sleep(state);
+        }
+    }
+
+    /// Until something has changed. A caller that brings a question asks it now and then, and gives up if it is to.
+    fn sleep<'g>(&'g self, state: MutexGuard<'g, State>) -> MutexGuard<'g, State> {
+        if !questioned() {
+            return self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        let (state, _) = self.changed.wait_timeout(state, ASK_EVERY).unwrap_or_else(PoisonError::into_inner);
+        if state.trouble.is_some() || !interrupted() {
+            return state;
+        }
+        let not_begun = self.places.len() - state.begun;
+        self.trouble(state, OverlapError::Interrupted { not_begun }, None);
+        self.state()
+    }
+
+    /// A node has ended, which began at `since`.
+    pub fn end(&self, node: usize, since: Instant, outcome: Result<(), Why>) {
+        if let Some(recorder) = self.recorder {
+            recorder.span(self.places[node], since);
+        }
+        let state = self.state();
+        let took = since.elapsed();
+        let mut state = self.told(state);
+        state.at_it.retain(|(at_it, _)| *at_it != node);
+        state.ended[node] = true;
+        if let Some(Trouble { error: OverlapError::Overran { took: late_for, .. }, late }) =
+            &mut state.trouble
+            && *late == Some(node)
+        {
+            (*late_for, *late) = (took, None);
+            return self.changed.notify_all();
+        }
+        let error = match outcome {
+            Err(why) => Some(why.at(self.places[node], self.places.len() - state.begun)),
+            // Its time was up before the watcher looked.
+            Ok(()) => {
+                self.limit.filter(|limit| took > *limit).map(|limit| self.overran(&state, node, took, limit))
+            }
+        };
+        self.changed.notify_all();
+        if let Some(error) = error {
+            self.trouble(state, error, None);
+        }
+    }
+
+    /// Begins no further node.
+    pub fn give_up(&self, error: OverlapError) {
+        self.trouble(self.told(self.state()), error, None);
+    }
+
+    /// Looks whether nodes take too long, until one does, it is over for others too, or there is nothing more to look at.
+    pub fn watch(&self) {
+        let Some(limit) = self.limit else { return };
+        let mut state = self.state();
+        while state.streams > 0 && !state.over {
+            if state.telling {
+                state = self.told(state);
+                continue;
+            }
+            let oldest = state.at_it.iter().min_by_key(|(_, since)| *since);
+            let oldest = oldest.map(|&(node, since)| (node, since.elapsed()));
+            if let Some((node, took)) = oldest.filter(|(_, took)| *took >= limit) {
+                let error = self.overran(&state, node, took, limit);
+                return self.trouble(state, error, Some(node));
+            }
+            // What begins meanwhile has its time up later, so nobody has to say that it began.
+            let left = limit - oldest.map_or(Duration::ZERO, |(_, took)| took);
+            let waited = self.changed.wait_timeout(state, left.max(SOON));
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// What went wrong, once all streams have left.
+    pub fn conclude(self) -> Result<(), OverlapError> {
+        let state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        state.trouble.map_or(Ok(()), |trouble| Err(trouble.error))
+    }
+
+    fn overran(&self, state: &State, node: usize, took: Duration, limit: Duration) -> OverlapError {
+        let not_begun = self.places.len() - state.begun;
+        OverlapError::Overran { at: self.places[node], took, limit, not_begun }
+    }
+
+    /// Notes it, and tells the hook, which is hearing of nothing else.
+    fn trouble(&self, mut state: MutexGuard<'_, State>, error: OverlapError, late: Option<usize>) {
+        if state.over {
+            return;
+        }
+        state.trouble.get_or_insert_with(|| Trouble { error: error.clone(), late });
+        state.telling = true;
+        self.run.give_up();
+        self.changed.notify_all();
+        drop(state);
+        let over = self.hook.is_none_or(|hook| hook(&error).is_break());
+        let mut state = self.state();
+        (state.telling, state.over) = (false, over);
+        if over {
+            state.trouble = Some(Trouble { error, late });
+        }
+        self.changed.notify_all();
+    }
+
+    /// Once the hook has heard what it is being told.
+    fn told<'g>(&self, state: MutexGuard<'g, State>) -> MutexGuard<'g, State> {
+        self.changed.wait_while(state, |state| state.telling).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

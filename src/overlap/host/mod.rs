@@ -1,0 +1,191 @@
+//! Streams of the host: threads that work off their nodes in order.
+//!
+//! ```text
+//!   caller       = its stream ----- node ---- node ----+ run returns when all have ended
+//!   a thread     = another stream -- node ---- node ---|
+//!   a thread     = another stream ------ node ---------|
+//!   (a watcher,    where there is a limit: asleep until the node that is longest at it has had its time)
+//! ```
+//!
+//! Threads are scoped: none outlives the run, whatever happens in it. They cannot be killed, so a node that takes too long is
+//! named when its time is up, to the hook, and returned as an error when it has come back.
+
+mod ledger;
+
+use std::fmt;
+use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, Scope};
+use std::time::Duration;
+
+use self::ledger::{Leaving, Ledger};
+use super::graph::Entry;
+use super::{Executor, Graph, Stream, outcome};
+use crate::error::OverlapError;
+use crate::exec::Recorder;
+use crate::lane::sleep_at_once;
+
+/// The run that a node of the host belongs to.
+#[derive(Debug, Default)]
+pub struct Run {
+    given_up: AtomicBool,
+}
+
+impl Run {
+    /// Whether a node has gone wrong meanwhile, so that what this one makes will not be used. A long one may look, and end.
+    pub fn is_given_up(&self) -> bool {
+        self.given_up.load(Ordering::Relaxed)
+    }
+}
+
+/// Who hears at once that a run is given up, and says whether others do.
+type Hook<'h> = dyn Fn(&OverlapError) -> ControlFlow<()> + Sync + 'h;
+
+/// Carries graphs out on threads of the host.
+///
+/// The caller's thread is the stream [`Compute(0)`](Stream::Compute), or the first one of the graph if that has no node: so
+/// what computes finds its thread's own things, and a caller that goes on finds all done.
+#[derive(Clone, Copy)]
+pub struct HostExecutor<'h> {
+    overlap: bool,
+    limit: Option<Duration>,
+    hook: Option<&'h Hook<'h>>,
+    recorder: Option<&'h Recorder>,
+}
+
+impl Default for HostExecutor<'_> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<'h> HostExecutor<'h> {
+    /// With overlap, without a limit.
+    pub fn new() -> Self {
+        HostExecutor { overlap: true, limit: None, hook: None, recorder: None }
+    }
+
+    /// Without overlap, the same graph runs in launch order on the caller's thread: to the same bits.
+    pub fn overlap(self, overlap: bool) -> Self {
+        HostExecutor { overlap, ..self }
+    }
+
+    /// How long one node may take. One that takes longer ends the run ([`OverlapError::Overran`]).
+    pub fn limit(self, limit: Duration) -> Self {
+        HostExecutor { limit: Some(limit), ..self }
+    }
+
+    /// Who hears that a run is given up, at the moment when that is known: while nodes are still at it, on any
+    /// thread. An owner that has nodes which wait for other ranks, or others that wait for it, cancels its
+    /// [`World`](crate::World) here: all these waits end then, and so [`Break`](ControlFlow::Break) is what it answers: what else
+    /// goes wrong comes of it. By [`Continue`](ControlFlow::Continue) it lets others go on, as after a call that all ranks
+    /// were refused: nodes that are at it are watched as before, and what goes wrong with one is told too; if that is the end, it is
+    /// what the run returns. The hook must not panic, nor wait for nodes.
+    pub fn on_trouble(self, hook: &'h Hook<'h>) -> Self {
+        HostExecutor { hook: Some(hook), ..self }
+    }
+
+    /// Keeps when each node ran, such as in [`World::recorder`](crate::World::recorder), so that a timeline shows them beside
+    /// what moves.
+    pub fn recorder(self, recorder: Option<&'h Recorder>) -> Self {
+        HostExecutor { recorder, ..self }
+    }
+}
+
+impl fmt::Debug for HostExecutor<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let HostExecutor { overlap, limit, .. } = self;
+        f.debug_struct("HostExecutor").field("overlap", overlap).field("limit", limit).finish_non_exhaustive()
+    }
+}
+
+/// A stream with its nodes: their places in launch order, and what they do.
+type Queue<'a> = Vec<(usize, Entry<'a, Run>)>;
+
+impl Executor for HostExecutor<'_> {
+    type Ground = Run;
+
+    fn run(&self, graph: Graph<'_, Run>) -> Result<(), OverlapError> {
+        let ledger = Ledger::new(graph.places().collect(), self);
+        let mut queues = self.queues(graph);
+        if queues.is_empty() {
+            return Ok(());
+        }
+        let callers = queues.iter().position(|(stream, _)| *stream == Stream::Compute(0)).unwrap_or(0);
+        let (_, own) = queues.swap_remove(callers);
+        thread::scope(|scope| {
+            let caller = ledger.arrive();
+            let mut started = Ok(());
+            if self.limit.is_some() {
+                started = spawn(scope, "sidelane-watch".into(), || ledger.watch());
+            }
+            for (stream, queue) in queues {
+                let leaving = ledger.arrive();
+                let ledger = &ledger;
+                started = started.and_then(|()| {
+                    spawn(scope, thread_name(stream), move || {
+                        if matches!(stream, Stream::Transfer(_)) {
+                            sleep_at_once();
+                        }
+                        work_off(ledger, queue, leaving);
+                    })
+                });
+            }
+            if let Err(error) = started {
+                ledger.give_up(error);
+            }
+            work_off(&ledger, own, caller);
+            ledger.settle();
+        });
+        ledger.conclude()
+    }
+}
+
+impl HostExecutor<'_> {
+    /// The streams in the order of their first nodes; one for all without overlap.
+    fn queues<'a>(&self, graph: Graph<'a, Run>) -> Vec<(Stream, Queue<'a>)> {
+        let mut queues: Vec<(Stream, Queue<'a>)> = Vec::new();
+        for (index, entry) in graph.entries.into_iter().enumerate() {
+            let stream = entry.place.stream;
+            match queues.iter_mut().find(|(of, _)| *of == stream || !self.overlap) {
+                Some((_, queue)) => queue.push((index, entry)),
+                None => queues.push((stream, vec![(index, entry)])),
+            }
+        }
+        queues
+    }
+}
+
+/// Linux keeps fifteen characters of it.
+fn thread_name(stream: Stream) -> String {
+    match stream {
+        Stream::Compute(index) => format!("sidelane-comp{index}"),
+        Stream::Transfer(index) => format!("sidelane-move{index}"),
+    }
+}
+
+fn spawn<'s>(
+    scope: &'s Scope<'s, '_>,
+    name: String,
+    life: impl FnOnce() + Send + 's,
+) -> Result<(), OverlapError> {
+    let started = thread::Builder::new().name(name.clone()).spawn_scoped(scope, life);
+    started
+        .map(drop)
+        .map_err(|error| OverlapError::NoThread { name, errno: error.raw_os_error().unwrap_or(0) })
+}
+
+/// The life of a stream.
+fn work_off(ledger: &Ledger<'_>, queue: Queue<'_>, _leaving: Leaving<'_, '_>) {
+    for (index, Entry { after, body, .. }) in queue {
+        let Some(since) = ledger.begin(index, &after) else { return };
+        let outcome = outcome::of(body, &ledger.run);
+        ledger.end(index, since, outcome);
+    }
+}
+
+impl Run {
+    fn give_up(&self) {
+        self.given_up.store(true, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,55 @@
+//! Overlap: compute and transfers of one rank, side by side.
+//!
+//! A [`Graph`] holds what is to be done to which chunk, in *launch order*. Every node is for a [`Stream`], which works
+//! off its nodes in that order; edges say which nodes of other streams must have ended before. An [`Executor`] carries
+//! the graph out:
+//!
+//! ```text
+//!   launch order     d0  d1  g0  c0  d2  g1  c1  g2  c2          d dispatch, g experts, c combine, of chunks 0, 1, 2
+//!
+//!   transfer 0       |d0|-|d1|----|c0|-|d2|---|c1|-----|c2|
+//!                        \    \   /       \   /    \   /
+//!   compute 0             |--g0--|  |--g1--|  |--g2--|
+//! ```
+//!
+//! | executor | streams are | events are |
+//! |---|---|---|
+//! | [`HostExecutor`] | threads that live as long as the run; one of them is the caller's | a condition that threads sleep on |
+//! | [`CudaExecutor`] | CUDA streams; compute 0 is the caller's, which waits for the others at the end | marks that streams wait for |
+//! | [`Forecast`] | what nodes are said to take | ends of nodes; nothing is carried out |
+//! | host or CUDA, overlap off | the caller's thread, or stream, alone, in launch order | nothing to wait for |
+//!
+//! **Why no order can deadlock.** An edge points to a node that was added before, as only such a node has a [`Node`] to
+//! name it by. Launch order is therefore an order in which all of the graph can be done by a single thread; and of the
+//! nodes that are not done yet, the first in launch order waits for nothing any more: neither on its own stream nor by
+//! an edge. So something can always go on. Between ranks the same holds if all add their collective calls in one order
+//! to one stream.
+//!
+//! **Same bits.** Nodes run once, after what their edges name. If each reads and writes what edges order, which
+//! [`Slot`]s watch over, results do not depend on which streams there are, or on whether there are any.
+//!
+//! **Why no sender is blocked.** A chunk's rows land in an extent of their receiver's pool, which is that chunk's alone
+//! from its announcement until [`ExpertRows`](crate::ep::ExpertRows) of it are dropped. So whoever sends chunk 1 waits
+//! for its receiver to make that call, never for the experts to be done with chunk 0. What bounds the memory is launch
+//! order: as many dispatches as are in front of a combine are in flight; `d0 d1 g0 c0 d2` holds two chunks at most, if
+//! the experts of each drop its rows.
+
+mod chunks;
+mod cuda;
+mod forecast;
+mod graph;
+mod host;
+mod one_f_one_b;
+mod outcome;
+mod rotation;
+mod slot;
+
+pub use crate::error::{Place, Stream, Work};
+pub use chunks::{Load, SliceRule, Slices, expert_groups};
+pub use cuda::{CudaExecutor, StreamPool};
+pub use forecast::{Forecast, Span};
+pub use graph::{Body, Executor, Graph, Node};
+pub use host::{HostExecutor, Run};
+pub use one_f_one_b::{Part, Pass, Passes, Step, add_one_f_one_b, one_f_one_b};
+pub use rotation::Rotation;
+pub use slot::Slot;

@@ -1,0 +1,36 @@
+//! How the work of a node ended.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use super::graph::Body;
+use crate::error::{Error, OverlapError, Place};
+
+/// Why a node went wrong.
+pub enum Why {
+    Failed(Error),
+    Panicked(String),
+}
+
+impl Why {
+    /// As the error of a run.
+    pub fn at(self, at: Place, not_begun: usize) -> OverlapError {
+        match self {
+            Why::Failed(error) => OverlapError::Failed { at, error: Box::new(error), not_begun },
+            Why::Panicked(message) => OverlapError::Panicked { at, message, not_begun },
+        }
+    }
+}
+
+/// Does the work. A panic ends here: streams have others to wait for, and what it has half written nobody uses.
+pub fn of<G>(body: Body<'_, G>, ground: &G) -> Result<(), Why> {
+    match catch_unwind(AssertUnwindSafe(|| body(ground))) {
+        Ok(done) => done.map_err(Why::Failed),
+        Err(panic) => Err(Why::Panicked(message(panic.as_ref()))),
+    }
+}
+
+fn message(panic: &(dyn Any + Send)) -> String {
+    let said = panic.downcast_ref::<&str>().map(|said| (*said).to_owned());
+    said.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default()
+}

@@ -1,0 +1,290 @@
+//! Which bytes: the operands of one round, and what a rank copies to its caller at the end. Nothing is allocated once the
+//! tables have grown.
+
+use std::ops::Range;
+
+use super::skeleton::Slots;
+use super::{Program, Seat};
+use crate::dtype::{Dtype, PARTIAL, Wire};
+use crate::plan::{Chunk, Term};
+use crate::schedule::{Operand, Operands, Place, SpanCopy, Sum, Tag, Target, WindowId};
+
+/// One round of a call.
+#[derive(Clone, Copy, Debug)]
+pub struct Round<'a> {
+    /// What all ranks do.
+    pub program: Program,
+    /// Which of two places it takes.
+    pub parity: u64,
+    /// First byte in the caller's tensor.
+    pub at: u64,
+    /// Bytes of this round: at most a chunk; of [`Program::Whole`] a slot, of [`Program::Ring`] a [half](super::Staging::half_chunk), of
+    /// [`Program::Broadcast`] [three](super::Staging::wide_offer).
+    pub len: u64,
+    /// Type of the elements.
+    pub dtype: Dtype,
+    /// Type of the partial sums on a ring.
+    pub wire: Wire,
+    /// All-to-all: which bytes of the caller's tensor go to each rank in this round, at most a slot.
+    pub sends: &'a [Range<u64>],
+}
+
+/// What a rank copies from a window to its caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Copied {
+    /// Whose window: this rank's or a neighbour's.
+    pub owner: u32,
+    /// First byte there.
+    pub offset: u64,
+    /// First byte in the caller's tensor.
+    pub at: u64,
+    /// Bytes.
+    pub len: u64,
+}
+
+/// The tables of one rank's rounds.
+#[derive(Clone, Debug, Default)]
+pub struct Rounds {
+    table: Vec<Operand>,
+    spans: Vec<SpanCopy>,
+    /// What each peer is told on entering.
+    pub tags: Vec<Tag>,
+    terms: Vec<Term>,
+    starts: Vec<u32>,
+    groups: Vec<u32>,
+    group_starts: Vec<u32>,
+    chunks: Vec<Chunk>,
+    held_by: Vec<u32>,
+    bases: Vec<u64>,
+    wire: Wire,
+    /// Bytes of each sum.
+    sums: Vec<u64>,
+    /// This rank's share of the caller's tensor: where sums go.
+    pub share: Range<u64>,
+    /// What is copied at the end.
+    pub copies: Vec<Copied>,
+}
+
+impl Rounds {
+    /// For the ranks of a group.
+    pub fn new(ranks: u32) -> Self {
+        Rounds {
+            table: vec![Operand::Empty; Slots::count(ranks)],
+            tags: vec![Tag::default(); ranks as usize],
+            ..Rounds::default()
+        }
+    }
+
+    /// As an executor sees them in a step of the round with this number.
+    pub fn operands(&self, step: usize, call: u64) -> Operands<'_> {
+        Operands {
+            table: &self.table,
+            spans: &self.spans,
+            tags: &self.tags,
+            row_bytes: self.sums.get(step.saturating_sub(1)).copied().unwrap_or(0),
+            sum: Sum {
+                terms: &self.terms,
+                starts: &self.starts,
+                groups: &self.groups,
+                group_starts: &self.group_starts,
+                wire: self.wire,
+                held_by: &self.held_by,
+                bases: &self.bases,
+                chunks: &self.chunks,
+                ..Sum::default()
+            },
+            call,
+            ..Operands::default()
+        }
+    }
+
+    /// Fills in a round of this rank.
+    pub fn fill(&mut self, seat: &Seat, round: &Round<'_>) {
+        self.table.fill(Operand::Empty);
+        self.spans.clear();
+        self.terms.clear();
+        self.starts.clear();
+        self.starts.push(0);
+        self.groups.clear();
+        self.group_starts.clear();
+        self.chunks.clear();
+        self.held_by.clear();
+        self.bases.clear();
+        self.sums.clear();
+        self.copies.clear();
+        self.wire = round.wire;
+        self.share = 0..0;
+        match round.program {
+            Program::Whole => self.whole(seat, round),
+            Program::Direct => self.direct(seat, round),
+            Program::Ring => self.ring(seat, round),
+            Program::Broadcast { root, shape } => self.broadcast(seat, round, root, shape.parts()),
+            Program::AllToAll => self.all_to_all(seat, round),
+        }
+    }
+
+    fn span(
+        &mut self,
+        slot: crate::schedule::Slot,
+        (from, from_offset): (Place, u64),
+        to_offset: u64,
+        len: u64,
+    ) {
+        self.table[slot.0 as usize] = Operand::Spans { first: self.spans.len() as u32, count: 1 };
+        self.spans.push(SpanCopy { from, from_offset, to: WindowId::POOL, to_offset, len });
+    }
+
+    fn copied(&mut self, owner: u32, offset: u64, (at, len): (u64, u64)) {
+        if len > 0 {
+            self.copies.push(Copied { owner, offset, at, len });
+        }
+    }
+
+    /// A row that is added, in bytes.
+    fn term(&mut self, holder: u32, base: u64, row_bytes: u64) {
+        self.terms.push(Term { owner: self.chunks.len() as u32, row: 0 });
+        self.chunks.push(Chunk { rows: 1, notes: 0, row_bytes });
+        self.held_by.push(holder);
+        self.bases.push(base);
+    }
+
+    /// The sum of all terms since the last one.
+    fn sum(&mut self, slot: crate::schedule::Slot, bytes: u64, to: Target) {
+        let first = self.sums.len() as u32;
+        self.table[slot.0 as usize] = Operand::SumRows { first, count: 1, to };
+        self.starts.push(self.terms.len() as u32);
+        self.sums.push(bytes);
+    }
+
+    fn offer(&mut self, seat: &Seat, round: &Round<'_>) {
+        let to = seat.staging.offer(round.parity);
+        self.span(Slots::OFFER, (Place::Input, round.at), to, round.len);
+    }
+
+    fn whole(&mut self, seat: &Seat, round: &Round<'_>) {
+        let (staging, parity, len) = (&seat.staging, round.parity, round.len);
+        self.offer(seat, round);
+        for to in seat.far() {
+            self.span(
+                Slots::enter(to),
+                own(seat, staging.offer(parity)),
+                staging.landing(seat.me, parity),
+                len,
+            );
+        }
+        self.sum_of_all(seat, round, 0..len);
+    }
+
+    fn direct(&mut self, seat: &Seat, round: &Round<'_>) {
+        let (staging, parity) = (&seat.staging, round.parity);
+        let share = |of| staging.share(round.len, of);
+        let (mine, ranks) = (share(seat.me), seat.ranks());
+        self.offer(seat, round);
+        for to in seat.far() {
+            let Range { start, end } = share(to);
+            let from = own(seat, staging.offer(parity) + start);
+            self.span(Slots::enter(to), from, staging.landing(seat.me, parity), end - start);
+        }
+        self.sum_of_all(seat, round, mine.clone());
+        let result = staging.result(parity) + mine.start;
+        self.span(Slots::RESULT, (Place::Input, 0), result, mine.end - mine.start);
+        for to in seat.far() {
+            self.span(Slots::share(to, ranks), own(seat, result), result, mine.end - mine.start);
+        }
+        for of in seat.peers() {
+            let Range { start, end } = share(of);
+            self.copied(seat.holder(of), staging.result(parity) + start, (round.at + start, end - start));
+        }
+    }
+
+    /// Of these bytes of the round, by ascending rank.
+    fn sum_of_all(&mut self, seat: &Seat, round: &Round<'_>, bytes: Range<u64>) {
+        let (staging, parity, len) = (&seat.staging, round.parity, bytes.end - bytes.start);
+        for of in 0..seat.ranks() {
+            let base = match seat.near(of) {
+                true => staging.offer(parity) + bytes.start,
+                false => staging.landing(of, parity),
+            };
+            self.term(seat.holder(of), base, len);
+        }
+        self.sum(Slots::sum(0, seat.ranks()), len, Target::Output);
+        self.share = round.at + bytes.start..round.at + bytes.end;
+    }
+
+    fn ring(&mut self, seat: &Seat, round: &Round<'_>) {
+        let Seat { me, staging, .. } = seat;
+        let (me, ranks, parity) = (*me, seat.ranks(), round.parity);
+        let share = |of| staging.share(round.len, of);
+        self.offer(seat, round);
+        self.group_starts.push(0);
+        for step in 0..ranks {
+            let Range { start, end } = share(seat.before(1 + step));
+            let len = end - start;
+            let partial = len / round.dtype.size() as u64 * round.wire.size() as u64;
+            if step > 0 {
+                self.term(me, staging.landing(step - 1, parity), partial);
+                self.groups.push(PARTIAL);
+            }
+            self.term(me, staging.offer(parity) + start, len);
+            self.groups.push(1);
+            self.group_starts.push(self.groups.len() as u32);
+            let outbox = Target::Partials { window: WindowId::POOL, offset: staging.outbox(step, parity) };
+            self.sum(Slots::sum(step, ranks), len, if step + 1 < ranks { outbox } else { Target::Output });
+            if step + 1 < ranks {
+                let from = own(seat, staging.outbox(step, parity));
+                self.span(Slots::part(step, ranks), from, staging.landing(step, parity), partial);
+            }
+        }
+        let mine = share(me);
+        self.share = round.at + mine.start..round.at + mine.end;
+        self.span(
+            Slots::RESULT,
+            (Place::Input, 0),
+            staging.result(parity) + mine.start,
+            mine.end - mine.start,
+        );
+        for step in 0..ranks - 1 {
+            let Range { start, end } = share(seat.before(step));
+            let at = staging.result(parity) + start;
+            self.span(Slots::share(step, ranks), own(seat, at), at, end - start);
+        }
+        for of in seat.peers() {
+            let Range { start, end } = share(of);
+            self.copied(me, staging.result(parity) + start, (round.at + start, end - start));
+        }
+    }
+
+    fn broadcast(&mut self, seat: &Seat, round: &Round<'_>, root: u32, parts: u8) {
+        let (offer, ranks) = (seat.staging.offer(round.parity), seat.ranks());
+        if seat.me == root {
+            self.offer(seat, round);
+        }
+        let width = round.len.div_ceil(parts.into()).next_multiple_of(64);
+        for part in 0..u32::from(parts) {
+            let [start, end] = [part, part + 1].map(|nth| (width * u64::from(nth)).min(round.len));
+            self.span(Slots::part(part, ranks), own(seat, offer + start), offer + start, end - start);
+        }
+        if seat.me != root {
+            let leader = seat.nodes.rail_peer(root, seat.nodes.node_of(seat.me));
+            self.copied(leader, offer, (round.at, round.len));
+        }
+    }
+
+    fn all_to_all(&mut self, seat: &Seat, round: &Round<'_>) {
+        let landing = seat.staging.landing(seat.me, round.parity);
+        for to in seat.peers() {
+            let Range { start, end } = round.sends[to as usize].clone();
+            self.span(Slots::enter(to), (Place::Input, start), landing, end - start);
+        }
+    }
+
+    /// All-to-all: what has come from a rank in this round, for these bytes of the caller's tensor.
+    pub fn arrived(&mut self, seat: &Seat, parity: u64, from: u32, bytes: Range<u64>) {
+        self.copied(seat.me, seat.staging.landing(from, parity), (bytes.start, bytes.end - bytes.start));
+    }
+}
+
+/// A place in this rank's own window.
+fn own(seat: &Seat, offset: u64) -> (Place, u64) {
+    (Place::Window { owner: seat.me, window: WindowId::POOL }, offset)
+}

@@ -1,0 +1,92 @@
+//! Collectives: all-reduce, broadcast, all-to-all and messages between two ranks, as programs.
+//!
+//! A call goes in *rounds*, each of at most a chunk of bytes (of a broadcast three, as one rank alone has any), so that what is
+//! staged stays in the caches and memory is bounded. Every round begins alike: each rank puts what it can, tells every other that it has entered, with a tag that says
+//! what it calls, and waits for all of them. Only then does anybody look at what was put.
+//!
+//! ```text
+//!   whole       enter: own vector -> own offer, other nodes' landings      | sum: all vectors                 small ones
+//!   direct      enter: own chunk -> own offer, shares to other nodes       | sum: own share, where it lies
+//!                                                                          | share: -> own result, other nodes' results
+//!   ring        enter: own chunk -> own offer | step: landed partial + own -> outbox -> next ... | sum: own share
+//!                                             | gather: result -> next ...
+//!   broadcast   enter: root's chunk -> its offer | hand on: root's offer -> a leader per node (star), or from leader to leader
+//!                                                in parts (chain)
+//!   all-to-all  enter: to each rank its part -> a landing there
+//! ```
+//!
+//! At the end a rank copies to its caller what it wants ([`Copied`]): from the memory of its neighbours, where these left it,
+//! and from its own, where ranks of other nodes put it.
+//!
+//! **Licence.** All places are doubled by the parity of the round, and that is enough: who writes into round n + 2's has heard
+//! everybody enter n + 1, so everybody has read what it wanted of round n. It is the rule of
+//! [`Control`](super::Control) for what is doubled there.
+//!
+//! **Bits.** Whole and direct add in `f32` by ascending rank from +0 and round once: the same bits, wherever ranks are. A ring
+//! adds share `s` in the order s + 1, s + 2, ... s, and rounds each partial to its [`Wire`](crate::dtype::Wire).
+//!
+//! **Messages** ([`Pair`]) have words, slots and numbers of their own, and pass collectives by.
+
+mod fill;
+mod pair;
+mod skeleton;
+mod staging;
+
+pub use fill::{Copied, Round, Rounds};
+pub use pair::{Pair, Passing};
+pub use skeleton::{Program, Shape, Skeleton, Step, Tensor};
+pub use staging::Staging;
+
+use crate::topology::NodeMap;
+
+/// One rank among those of a collective.
+#[derive(Clone, Debug)]
+pub struct Seat {
+    /// Which ranks share memory.
+    pub nodes: NodeMap,
+    /// This rank.
+    pub me: u32,
+    /// Where bytes lie, at every rank alike.
+    pub staging: Staging,
+}
+
+impl Seat {
+    /// Number of ranks.
+    pub fn ranks(&self) -> u32 {
+        self.nodes.ranks()
+    }
+
+    /// All others, rotated, so that no rank is everybody's first.
+    fn peers(&self) -> impl Iterator<Item = u32> + use<> {
+        let (me, ranks) = (self.me, self.ranks());
+        (1..ranks).map(move |step| (me + step) % ranks)
+    }
+
+    /// The peers of other nodes.
+    fn far(&self) -> impl Iterator<Item = u32> + use<'_> {
+        self.peers().filter(|&peer| !self.near(peer))
+    }
+
+    fn near(&self, peer: u32) -> bool {
+        self.nodes.same_node(self.me, peer)
+    }
+
+    /// In whose window this rank finds what a rank has for it.
+    fn holder(&self, of: u32) -> u32 {
+        if self.near(of) { of } else { self.me }
+    }
+
+    fn next(&self) -> u32 {
+        (self.me + 1) % self.ranks()
+    }
+
+    fn before(&self, steps: u32) -> u32 {
+        (self.me + self.ranks() - steps % self.ranks()) % self.ranks()
+    }
+
+    /// Of each node the rank that a root's chunk comes to, the root's node and the root itself first.
+    fn leaders(&self, root: u32) -> Vec<u32> {
+        let (nodes, first) = (self.nodes.nodes(), self.nodes.node_of(root));
+        (0..nodes).map(|step| self.nodes.rail_peer(root, (first + step) % nodes)).collect()
+    }
+}

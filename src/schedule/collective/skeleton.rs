@@ -1,0 +1,278 @@
+//! Who puts, signals and waits, in which order: built once for each program.
+
+use super::Seat;
+use crate::error::CallKind;
+use crate::schedule::{Flag, Item, Level, Op, Slot, Stage};
+
+/// A collective, as all ranks carry it out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Program {
+    /// All-reduce of what fits a slot: every rank sums everything.
+    Whole,
+    /// All-reduce: every rank sums its share, and all get the sums.
+    Direct,
+    /// All-reduce from rank to rank.
+    Ring,
+    /// One rank's bytes for all.
+    Broadcast {
+        /// The rank.
+        root: u32,
+        /// How they reach other nodes.
+        shape: Shape,
+    },
+    /// Each rank has something for each.
+    AllToAll,
+}
+
+impl Program {
+    /// The call that it is a round of.
+    pub fn kind(self) -> CallKind {
+        match self {
+            Program::Whole | Program::Direct | Program::Ring => CallKind::AllReduce,
+            Program::Broadcast { .. } => CallKind::Broadcast,
+            Program::AllToAll => CallKind::AllToAll,
+        }
+    }
+}
+
+/// How a broadcast reaches the leaders of other nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Shape {
+    /// All from the root: few steps.
+    Star,
+    /// From leader to leader, in [parts](Shape::PARTS): each sends once.
+    Chain,
+}
+
+impl Shape {
+    /// Parts of a chunk on a chain.
+    pub const PARTS: u8 = 8;
+
+    /// Parts of a chunk.
+    pub fn parts(self) -> u8 {
+        if self == Shape::Star { 1 } else { Shape::PARTS }
+    }
+}
+
+/// What of the caller's a stage reads or writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tensor {
+    /// Nothing.
+    None,
+    /// Reads all of it.
+    Input,
+    /// Writes sums to this rank's share.
+    Sums,
+    /// Reads this rank's share.
+    Share,
+}
+
+/// A stage, and what of the caller's it needs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// The operations.
+    pub stage: Stage,
+    /// What they read or write besides windows.
+    pub tensor: Tensor,
+}
+
+/// A rank's program. After the first stage all ranks compare what they called.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Skeleton {
+    /// The stages.
+    pub steps: Vec<Step>,
+}
+
+/// Which operand an operation takes.
+pub(super) struct Slots;
+
+impl Slots {
+    /// What goes to this rank's own offer.
+    pub const OFFER: Slot = Slot(0);
+    /// What goes to this rank's own result.
+    pub const RESULT: Slot = Slot(1);
+    const FIRST: u32 = 2;
+
+    /// What goes to a rank on entering.
+    pub fn enter(to: u32) -> Slot {
+        Slot(Self::FIRST + to)
+    }
+
+    /// What goes to a rank behind the sum; on a ring, in a step of the gathering.
+    pub fn share(to: u32, ranks: u32) -> Slot {
+        Slot(Self::FIRST + ranks + to)
+    }
+
+    /// On a ring, a step's sum.
+    pub fn sum(step: u32, ranks: u32) -> Slot {
+        Slot(Self::FIRST + 2 * ranks + step)
+    }
+
+    /// On a ring, what a step puts; of a broadcast, a part.
+    pub fn part(step: u32, ranks: u32) -> Slot {
+        Slot(Self::FIRST + 3 * ranks + step)
+    }
+
+    /// How many there are.
+    pub fn count(ranks: u32) -> usize {
+        (Self::FIRST + 3 * ranks + ranks.max(Shape::PARTS.into())) as usize
+    }
+}
+
+/// Operations of one stage, as they come.
+struct Ops(Vec<Item>);
+
+impl Ops {
+    fn new() -> Self {
+        Ops(Vec::new())
+    }
+
+    fn add(mut self, op: Op) -> Self {
+        self.0.push(Item { track: 0, op });
+        self
+    }
+
+    fn put(self, to: u32, slot: Slot) -> Self {
+        self.add(Op::Put { to, slot })
+    }
+
+    fn reduce(self, slot: Slot) -> Self {
+        self.add(Op::Reduce { slot })
+    }
+
+    fn signal(self, (to, of): (u32, u32), flag: Flag, level: Level) -> Self {
+        self.add(Op::Signal { to, of, flag, level })
+    }
+
+    fn wait(self, from: u32, flag: Flag, level: Level) -> Self {
+        self.add(Op::Wait { from, flag, level })
+    }
+
+    fn each(self, peers: impl Iterator<Item = u32>, add: impl Fn(Self, u32) -> Self) -> Self {
+        peers.fold(self, add)
+    }
+
+    fn step(self, name: &'static str, tensor: Tensor) -> Step {
+        Step { stage: Stage { name, items: self.0 }, tensor }
+    }
+}
+
+impl Seat {
+    /// This rank's part of a program.
+    pub fn skeleton(&self, program: Program) -> Skeleton {
+        let steps = match program {
+            Program::Whole => vec![self.offered(), self.summed()],
+            Program::Direct => vec![self.offered(), self.summed(), self.shared()],
+            Program::Ring => self.ring(),
+            Program::Broadcast { root, shape } => self.broadcast(root, shape),
+            Program::AllToAll => {
+                let ops = Ops::new().each(self.peers(), |ops, to| ops.put(to, Slots::enter(to)));
+                vec![self.entered(ops)]
+            }
+        };
+        Skeleton { steps }
+    }
+
+    /// Tells everybody that this rank has entered, behind its puts, and waits for everybody.
+    fn entered(&self, puts: Ops) -> Step {
+        let (flag, level) = (Flag::Entry, Level::Call);
+        puts.each(self.peers(), |ops, to| ops.signal((to, self.me), flag, level))
+            .each(self.peers(), |ops, from| ops.wait(from, flag, level))
+            .step("enter", Tensor::Input)
+    }
+
+    fn offered(&self) -> Step {
+        let own = Ops::new().put(self.me, Slots::OFFER);
+        self.entered(own.each(self.far(), |ops, to| ops.put(to, Slots::enter(to))))
+    }
+
+    fn summed(&self) -> Step {
+        Ops::new().reduce(Slots::sum(0, self.ranks())).step("sum", Tensor::Sums)
+    }
+
+    fn shared(&self) -> Step {
+        let (flag, level, ranks) = (Flag::Landed, Level::Call, self.ranks());
+        Ops::new()
+            .put(self.me, Slots::RESULT)
+            .each(self.far(), |ops, to| ops.put(to, Slots::share(to, ranks)))
+            .each(self.peers(), |ops, to| ops.signal((to, self.me), flag, level))
+            .each(self.peers(), |ops, from| ops.wait(from, flag, level))
+            .step("share", Tensor::Share)
+    }
+
+    fn ring(&self) -> Vec<Step> {
+        let (me, ranks, next, from) = (self.me, self.ranks(), self.next(), self.before(1));
+        let mut steps = vec![self.entered(Ops::new().put(me, Slots::OFFER))];
+        let landed = |ops: Ops, step: u32| match step {
+            0 => ops,
+            step => ops.wait(from, Flag::Landed, Level::Part(step as u8)),
+        };
+        for step in 0..ranks - 1 {
+            let ops =
+                landed(Ops::new(), step).reduce(Slots::sum(step, ranks)).put(next, Slots::part(step, ranks));
+            let ops = ops.signal((next, me), Flag::Landed, Level::Part(step as u8 + 1));
+            steps.push(ops.step("step", Tensor::None));
+        }
+        steps.push(
+            landed(Ops::new(), ranks - 1).reduce(Slots::sum(ranks - 1, ranks)).step("sum", Tensor::Sums),
+        );
+        let mut gather = Ops::new().put(me, Slots::RESULT);
+        for step in 0..ranks - 1 {
+            if step > 0 {
+                gather = gather.wait(from, Flag::Home, Level::Part(step as u8));
+            }
+            gather = gather.put(next, Slots::share(step, ranks));
+            gather = gather.signal((next, me), Flag::Home, Level::Part(step as u8 + 1));
+        }
+        if ranks > 1 {
+            gather = gather.wait(from, Flag::Home, Level::Part((ranks - 1) as u8));
+        }
+        steps.push(gather.step("gather", Tensor::Share));
+        steps
+    }
+
+    fn broadcast(&self, root: u32, shape: Shape) -> Vec<Step> {
+        let (me, leaders, parts) = (self.me, self.leaders(root), shape.parts());
+        let own = if me == root { Ops::new().put(me, Slots::OFFER) } else { Ops::new() };
+        let enter = self.entered(own);
+        let flag = Flag::Landed;
+        let leader = leaders[self.place(root) as usize];
+        let mut ops = Ops::new();
+        match leaders.iter().position(|&leader| leader == me) {
+            // Of the root all neighbours have heard.
+            None if leader != root => ops = ops.wait(leader, flag, Level::Call),
+            None => {}
+            Some(place) => {
+                let parent = if shape == Shape::Star { 0 } else { place.saturating_sub(1) };
+                let children = match shape {
+                    Shape::Star if place == 0 => &leaders[1..],
+                    Shape::Star => &[],
+                    Shape::Chain => leaders.get(place + 1..place + 2).unwrap_or_default(),
+                };
+                // Who hands nothing on waits for the last part alone.
+                let first = if children.is_empty() { parts } else { 1 };
+                for part in first..=parts {
+                    if me != root {
+                        ops = ops.wait(leaders[parent], flag, Level::Part(part));
+                    }
+                    let slot = Slots::part(u32::from(part) - 1, self.ranks());
+                    ops = ops.each(children.iter().copied(), |ops, to| ops.put(to, slot));
+                    ops = ops.each(children.iter().copied(), |ops, to| {
+                        ops.signal((to, me), flag, Level::Part(part))
+                    });
+                }
+                if me != root {
+                    let members = self.peers().filter(|&peer| self.near(peer));
+                    ops = ops.each(members, |ops, to| ops.signal((to, me), flag, Level::Call));
+                }
+            }
+        }
+        vec![enter, ops.step("hand on", Tensor::None)]
+    }
+
+    /// Of this rank's node among those of [`Seat::leaders`].
+    pub(super) fn place(&self, root: u32) -> u32 {
+        let nodes = self.nodes.nodes();
+        (self.nodes.node_of(self.me) + nodes - self.nodes.node_of(root)) % nodes
+    }
+}

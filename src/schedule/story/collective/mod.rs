@@ -1,0 +1,247 @@
+//! Unrolls rounds of collectives, and the messages of a pipeline.
+//!
+//! ```text
+//!   round     | enter | read tags | stage | ... | copy to the caller
+//!   message   | (wait for the slot) put, signal | wait for the part | copy to the caller | answer
+//! ```
+
+mod pipeline;
+
+use std::rc::Rc;
+
+use super::effect::{Effects, bytes, puts, sums};
+use super::{Effect, Part, Role, Scene, Step, Story, Touch};
+use crate::dtype::{Dtype, Wire};
+use crate::error::{CallKind, PlanError};
+use crate::schedule::collective::{Copied, Program, Round, Rounds, Seat, Staging};
+use crate::schedule::{Calls, Control, Flag, Item, Op, WindowId};
+use crate::topology::NodeMap;
+
+pub(super) use pipeline::tell as tell_pipeline;
+pub use pipeline::{PipelineScript, PipelineSlip};
+
+/// What a group is to do, all ranks in the same order.
+#[derive(Clone, Debug)]
+pub struct CollectiveScript<'a> {
+    /// Which ranks share memory.
+    pub nodes: &'a NodeMap,
+    /// Where bytes lie.
+    pub staging: Staging,
+    /// The rounds.
+    pub calls: &'a [CollectiveCall],
+    /// A rule that is broken: `None`, except to see that `prove` notices.
+    pub slip: Option<CollectiveSlip>,
+}
+
+/// One round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CollectiveCall {
+    /// All ranks carry a program out.
+    Round {
+        /// Which.
+        program: Program,
+        /// Bytes; of an all-to-all, of each rank for each.
+        len: u64,
+    },
+    /// Rank 0 enters the first, all others the second: every rank leaves when it has read the tags.
+    Mixed {
+        /// What rank 0 enters, and the others.
+        programs: [Program; 2],
+        /// Bytes, or as many as a program has places for.
+        len: u64,
+    },
+}
+
+/// Rules that could be broken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CollectiveSlip {
+    /// Places are not doubled.
+    OneHalf,
+    /// What has come is copied to the caller when the next round has been entered.
+    CopyLate,
+    /// Tags are read when the call is over.
+    TagsLate,
+}
+
+impl CollectiveSlip {
+    /// All slips.
+    pub const ALL: [CollectiveSlip; 3] =
+        [CollectiveSlip::OneHalf, CollectiveSlip::CopyLate, CollectiveSlip::TagsLate];
+}
+
+/// A rank's tables in one round.
+#[derive(Debug)]
+struct Filled {
+    rounds: Rounds,
+    me: u32,
+    ranks: u32,
+    step: usize,
+    /// Bytes of an element, and of one of a partial sum.
+    sizes: (u64, u64),
+    call: u64,
+}
+
+impl Effects for Filled {
+    fn effects(&self, step: &Step) -> Vec<Effect> {
+        let operands = self.rounds.operands(self.step, self.call);
+        match step.op {
+            Op::Put { to, slot } => puts(&operands, to, slot),
+            Op::Signal { to, of, flag, level } => operands.tag(to, flag, level).map_or(Vec::new(), |_| {
+                let at = Control::tag(of, flag, self.ranks, Calls::parity_of(self.call));
+                vec![Effect::Tag(bytes(to, WindowId::CONTROL, at, Control::TAG_BYTES))]
+            }),
+            Op::Reduce { slot } => {
+                let partial = operands.row_bytes / self.sizes.0 * self.sizes.1;
+                sums(&operands, slot, (self.me, partial))
+            }
+            Op::PutRows { .. } | Op::Wait { .. } => Vec::new(),
+        }
+    }
+}
+
+/// Epoch of all stories.
+const EPOCH: u16 = 1;
+/// Type of all elements.
+const DTYPE: Dtype = Dtype::Bf16;
+
+pub(super) fn tell(script: &CollectiveScript) -> Result<Story, PlanError> {
+    let ranks = script.nodes.ranks();
+    if script.staging.ranks() != ranks {
+        let (parameter, expected) = ("ranks", "as many as there are places for");
+        return Err(PlanError::BadParameter { parameter, seen: ranks.into(), expected });
+    }
+    let mut tellers: Vec<Teller> = (0..ranks)
+        .map(|me| {
+            let seat = Seat { nodes: script.nodes.clone(), me, staging: script.staging };
+            Teller { seat, slip: script.slip, calls: Calls::new(EPOCH), late: Vec::new() }
+        })
+        .collect();
+    let calls = script.calls.iter().enumerate();
+    let calls =
+        calls.map(|(number, call)| tellers.iter_mut().map(|teller| teller.part(number, call)).collect());
+    let calls = calls.collect::<Result<_, PlanError>>()?;
+    Ok(Story {
+        ranks,
+        actors: ranks,
+        control_bytes: Flag::COUNT as u64 * u64::from(ranks) * 64,
+        pool_bytes: script.staging.bytes(),
+        calls,
+        assumed: Vec::new(),
+    })
+}
+
+struct Teller {
+    seat: Seat,
+    slip: Option<CollectiveSlip>,
+    calls: Calls,
+    /// What was not touched when it should have been.
+    late: Vec<Touch>,
+}
+
+impl Teller {
+    fn part(&mut self, number: usize, call: &CollectiveCall) -> Result<Part, PlanError> {
+        let me = self.seat.me;
+        let (program, len, until) = match *call {
+            CollectiveCall::Round { program, len } => (program, len, usize::MAX),
+            CollectiveCall::Mixed { programs, len } => (programs[usize::from(me > 0)], len, 1),
+        };
+        self.calls.enter();
+        let staging = self.seat.staging;
+        let most = match program {
+            Program::Whole | Program::AllToAll => staging.slot(),
+            Program::Ring => staging.half_chunk(),
+            Program::Direct => staging.chunk(),
+            Program::Broadcast { .. } => staging.wide_offer(),
+        };
+        let len = if until == 1 { len.min(most) } else { len };
+        if len > most {
+            let (parameter, expected) = ("len", "what fits the places of a round");
+            return Err(PlanError::BadParameter { parameter, seen: len, expected });
+        }
+        let sends: Vec<_> =
+            (0..self.seat.ranks()).map(|to| u64::from(to) * len..(u64::from(to) + 1) * len).collect();
+        let parity = if self.slip == Some(CollectiveSlip::OneHalf) { 0 } else { self.calls.parity() };
+        let round = Round { program, parity, at: 0, len, dtype: DTYPE, wire: Wire::F32, sends: &sends };
+        let mut rounds = Rounds::new(self.seat.ranks());
+        rounds.fill(&self.seat, &round);
+        if program == Program::AllToAll {
+            for (from, bytes) in (0..).zip(&sends).filter(|&(from, _)| from != me) {
+                rounds.arrived(&self.seat, parity, from, bytes.clone());
+            }
+        }
+        let copies: Vec<Touch> = rounds.copies.iter().map(|copied| read(copied, number)).collect();
+        let tags = self.tags(number);
+        let filled = |step| {
+            let sizes = (DTYPE.size() as u64, Wire::F32.size() as u64);
+            let (ranks, call) = (self.seat.ranks(), self.calls.value());
+            Rc::new(Filled { rounds: rounds.clone(), me, ranks, step, sizes, call })
+        };
+        let steps = self.seat.skeleton(program).steps;
+        let mut touches = Vec::new();
+        let mut scenes = Vec::new();
+        let mut late = std::mem::take(&mut self.late);
+        for (step, program) in steps.iter().enumerate().take(until) {
+            let filled = filled(step);
+            let items = program.stage.items.iter();
+            let steps =
+                items.map(|item| told(item, filled.rounds.operands(step, filled.call).call)).collect();
+            scenes.push(Scene {
+                name: program.stage.name,
+                first: 0,
+                touches: std::mem::take(&mut touches),
+                steps,
+                filled,
+            });
+            match (step, self.slip) {
+                (0, Some(CollectiveSlip::TagsLate)) => self.late.extend(tags.iter().cloned()),
+                (0, _) => touches.extend(tags.iter().cloned()),
+                _ => {}
+            }
+            if step == 0 {
+                touches.append(&mut late);
+            }
+        }
+        match self.slip {
+            _ if until == 1 => {}
+            Some(CollectiveSlip::CopyLate) => self.late.extend(copies),
+            _ => touches.extend(copies),
+        }
+        scenes.push(Scene { name: "end", first: 0, touches, steps: Vec::new(), filled: filled(0) });
+        Ok(Part { rank: me, role: Role::Own, call: number, kind: program.kind(), scenes })
+    }
+
+    /// What everybody said on entering.
+    fn tags(&self, of: usize) -> Vec<Touch> {
+        let Seat { me, .. } = self.seat;
+        let ranks = self.seat.ranks();
+        let tag = |from| {
+            let at = Control::tag(from, Flag::Entry, ranks, self.calls.parity());
+            Touch {
+                what: "tag",
+                bytes: bytes(me, WindowId::CONTROL, at, Control::TAG_BYTES),
+                write: false,
+                of,
+            }
+        };
+        (0..ranks).filter(|&from| from != me).map(tag).collect()
+    }
+}
+
+fn read(copied: &Copied, of: usize) -> Touch {
+    let Copied { owner, offset, len, .. } = *copied;
+    Touch { what: "what has come", bytes: bytes(owner, WindowId::POOL, offset, len), write: false, of }
+}
+
+/// An operation in a call of this value.
+fn told(item: &Item, call: u64) -> Step {
+    let operands = crate::schedule::Operands { call, ..Default::default() };
+    let value = match item.op {
+        Op::Signal { level, .. } | Op::Wait { level, .. } => operands.value(level),
+        _ => 0,
+    };
+    Step { track: item.track, set: 0, op: item.op, value }
+}
+
+fn part(rank: u32, call: usize, kind: CallKind, scenes: Vec<Scene>) -> Part {
+    Part { rank, role: Role::Own, call, kind, scenes }
+}

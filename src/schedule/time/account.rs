@@ -1,0 +1,182 @@
+//! What came of it.
+
+use serde::Serialize;
+
+use super::hardware::at_rate;
+use super::{Executor, Hardware};
+
+/// Parts of a call, in order of time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Phase {
+    /// Sorting, counts of everybody, placement; of a combine: everybody is there.
+    Plan,
+    /// Rows are packed: what of it does not hide behind planning.
+    Pack,
+    /// Rows move.
+    Move,
+    /// Rows that arrived come into visible order.
+    Regroup,
+    /// What crosses comes home, summed by relays or not.
+    Home,
+    /// Rows are pulled from neighbours.
+    Pull,
+    /// Rows are summed.
+    Sum,
+}
+
+/// What can be busy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Part {
+    /// The host's thread; of a host executor: its cores.
+    Host,
+    /// Copy engines and words of streams.
+    Engines,
+    /// What a rank takes in from its node.
+    Link,
+    /// Cards, out.
+    CardOut,
+    /// Cards, in.
+    CardIn,
+    /// Kernels.
+    Compute,
+}
+
+impl Part {
+    /// All parts.
+    pub const ALL: [Part; 6] =
+        [Part::Host, Part::Engines, Part::Link, Part::CardOut, Part::CardIn, Part::Compute];
+
+    /// The name in tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Part::Host => "host",
+            Part::Engines => "engines",
+            Part::Link => "link",
+            Part::CardOut => "card-out",
+            Part::CardIn => "card-in",
+            Part::Compute => "compute",
+        }
+    }
+}
+
+impl Phase {
+    /// The name in tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Phase::Plan => "plan",
+            Phase::Pack => "pack",
+            Phase::Move => "move",
+            Phase::Regroup => "regroup",
+            Phase::Home => "home",
+            Phase::Pull => "pull",
+            Phase::Sum => "sum",
+        }
+    }
+}
+
+/// What one rank asks for in a call.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Work {
+    /// Copies within the node; of a host: rows that it copies.
+    pub copies: u64,
+    /// Bytes of those to or from other ranks.
+    pub near_bytes: u64,
+    /// Bytes of those within its own memory.
+    pub own_bytes: u64,
+    /// Messages of its card.
+    pub messages: u64,
+    /// Bytes of those.
+    pub far_bytes: u64,
+    /// Bytes that kernels read and write, neighbours' apart.
+    pub kernel_bytes: u64,
+    /// Bytes that kernels read of neighbours.
+    pub loaded_bytes: u64,
+}
+
+/// A part, and for how long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Bound {
+    /// Which.
+    pub part: Part,
+    /// In ns.
+    pub ns: u64,
+}
+
+/// A phase of a call, and how long it takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Lap {
+    /// Which.
+    pub phase: Phase,
+    /// In ns.
+    pub ns: u64,
+}
+
+impl Bound {
+    /// The roofline of ranks with this work, each at a card: each part moves what it has to at its rate, all at once, and
+    /// nothing has a price. No executor could be faster.
+    pub(super) fn roofline(works: &[Work], cards: &[usize], hardware: &Hardware) -> Self {
+        let Hardware { engines, link, card, compute, host, executor, .. } = hardware;
+        let copying = |work: &Work| {
+            at_rate(work.near_bytes, engines.rate) + at_rate(work.own_bytes, engines.local_rate)
+        };
+        let kernels = |work: &Work| at_rate(work.kernel_bytes, compute.rate);
+        let loads = |work: &Work| at_rate(work.loaded_bytes, link.load_rate);
+        let most = |of: &dyn Fn(&Work) -> u64| works.iter().map(of).max().unwrap_or(0);
+        if *executor == Executor::Host {
+            // What crosses is copied twice: by a core of who sends, and by one of who receives.
+            let once = |work: &Work| at_rate(work.far_bytes, card.rate);
+            let sends = |work: &Work| copying(work) + kernels(work) + loads(work) + once(work);
+            let all = works.iter().map(|work| sends(work) + once(work)).sum::<u64>();
+            let ns = match host.cores {
+                0 => most(&sends).max(all / works.len().max(1) as u64),
+                cores => all / u64::from(cores),
+            };
+            return Bound { part: Part::Host, ns };
+        }
+        let mut far = vec![0; works.len()];
+        cards.iter().zip(works).for_each(|(&card, work)| far[card] += work.far_bytes);
+        let far = far.into_iter().map(|bytes| at_rate(bytes, card.rate)).max().unwrap_or(0);
+        let parts = [
+            (most(&copying), Part::Engines),
+            (far, Part::CardOut),
+            (most(&|work| kernels(work).max(loads(work))), Part::Compute),
+        ];
+        let (ns, part) = parts.into_iter().rev().max_by_key(|&(ns, _)| ns).expect("three parts");
+        Bound { part, ns }
+    }
+}
+
+/// How long a call takes, by the model.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Timing {
+    /// Until the slowest rank is done, in ns.
+    pub ns: u64,
+    /// Phases of that rank: they add up to `ns`.
+    pub phases: Vec<Lap>,
+    /// What was busy for the longest time at any rank.
+    pub busiest: Bound,
+    /// By bytes alone.
+    pub roofline: Bound,
+    /// Of the rank that has most, each figure by itself.
+    pub most: Work,
+    /// Of all ranks played, added up.
+    pub total: Work,
+    /// Ranks played.
+    pub played: u32,
+}
+
+impl Work {
+    pub(super) fn each(self, other: Work, by: impl Fn(u64, u64) -> u64) -> Work {
+        Work {
+            copies: by(self.copies, other.copies),
+            near_bytes: by(self.near_bytes, other.near_bytes),
+            own_bytes: by(self.own_bytes, other.own_bytes),
+            messages: by(self.messages, other.messages),
+            far_bytes: by(self.far_bytes, other.far_bytes),
+            kernel_bytes: by(self.kernel_bytes, other.kernel_bytes),
+            loaded_bytes: by(self.loaded_bytes, other.loaded_bytes),
+        }
+    }
+}

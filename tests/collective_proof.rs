@@ -1,0 +1,349 @@
+//! Collectives and the messages of a pipeline are proved: every rank, every program, one behind the other; bugs that are
+//! planted are found, or listed with the reason why they are none.
+
+use sidelane::plan::{Pipeline, PipelineStep};
+use sidelane::schedule::check::check;
+use sidelane::schedule::collective::{Program, Seat, Shape, Staging};
+use sidelane::schedule::mutate::{Change, Mutation, mutations};
+use sidelane::schedule::prove::{Fault, prove};
+use sidelane::schedule::story::{
+    CollectiveCall, CollectiveScript, CollectiveSlip, PipelineScript, PipelineSlip, Story,
+};
+use sidelane::schedule::{Flag, Level, Op};
+use sidelane::topology::NodeMap;
+
+/// Ranks by node.
+const SHAPES: [&[u32]; 8] = [
+    &[0],
+    &[0; 2],
+    &[0; 5],
+    &[0, 1],
+    &[0, 0, 1, 1],
+    &[0, 1, 0, 2, 1],
+    &[0, 0, 0, 1, 1, 1, 1, 1],
+    &[0, 1, 2, 3],
+];
+
+fn programs(ranks: u32) -> Vec<Program> {
+    let broadcast = |root, shape| Program::Broadcast { root, shape };
+    let mut all = vec![Program::Direct, Program::Whole, Program::Ring, Program::AllToAll];
+    all.extend([broadcast(0, Shape::Star), broadcast(ranks - 1, Shape::Chain)]);
+    all
+}
+
+fn len_of(program: Program, staging: &Staging) -> u64 {
+    match program {
+        Program::Whole | Program::AllToAll => staging.slot(),
+        Program::Ring => staging.half_chunk(),
+        Program::Direct => staging.chunk(),
+        Program::Broadcast { .. } => staging.wide_offer(),
+    }
+}
+
+fn staging(ranks: usize) -> Staging {
+    Staging::new(ranks as u32, ranks as u64 * 128).unwrap()
+}
+
+fn tell(labels: &[u32], calls: &[CollectiveCall], slip: Option<CollectiveSlip>) -> Story {
+    let nodes = NodeMap::from_labels(labels);
+    let script = CollectiveScript { nodes: &nodes, staging: staging(labels.len()), calls, slip };
+    Story::of_collectives(&script).unwrap()
+}
+
+/// A program behind itself and behind every other, whole chunks and short ones; and ranks that call two things.
+fn rounds(ranks: usize) -> Vec<CollectiveCall> {
+    let staging = staging(ranks);
+    let round = |program, len| CollectiveCall::Round { program, len };
+    let all = programs(ranks as u32);
+    let mut calls = Vec::new();
+    for (&first, &then) in all.iter().flat_map(|first| all.iter().map(move |then| (first, then))) {
+        calls.extend([round(first, len_of(first, &staging)), round(then, len_of(then, &staging).min(68))]);
+    }
+    for programs in [[0, 5], [4, 3], [4, 0], [1, 4], [3, 2]] {
+        let programs = programs.map(|nth| all[nth]);
+        calls.extend([64, u64::MAX].map(|len| CollectiveCall::Mixed { programs, len }));
+    }
+    calls.extend([round(all[0], 0), round(all[3], 4), round(all[2], 4)]);
+    calls
+}
+
+#[test]
+fn every_collective_behind_every_other_is_proved() {
+    for labels in SHAPES {
+        let story = tell(labels, &rounds(labels.len()), None);
+        let proof = prove(&story).unwrap_or_else(|fault| panic!("{labels:?}: {fault}"));
+        println!("{labels:?}: {} operations, {} pairs", proof.operations, proof.pairs);
+        assert!(labels.len() == 1 || proof.pairs > 1000, "{labels:?}: {proof:?}");
+    }
+}
+
+#[test]
+fn every_rank_of_sixty_four_is_proved() {
+    let half = |rank: u32| rank % 7;
+    for labels in
+        [vec![0; 64], (0..64).map(half).collect::<Vec<u32>>(), (0..64).map(|rank| rank / 8).collect()]
+    {
+        let staging = staging(64);
+        let round = |program| CollectiveCall::Round { program, len: len_of(program, &staging) };
+        for program in programs(64) {
+            let story = tell(&labels, &[round(program); 3], None);
+            let proof = prove(&story).unwrap_or_else(|fault| panic!("{labels:?} {program:?}: {fault}"));
+            assert!(proof.operations > 64 * 63, "{program:?}");
+        }
+    }
+}
+
+/// Parts are counted in eight bits: 256 ranks are the most that a ring may have.
+#[test]
+fn a_ring_of_two_hundred_and_fifty_six_ranks_counts_all_its_parts() {
+    let nodes = NodeMap::from_labels(&[0; 256]);
+    let ring = Seat { nodes, me: 255, staging: staging(256) }.skeleton(Program::Ring);
+    for (step, flag) in [("sum", Flag::Landed), ("gather", Flag::Home)] {
+        let step = ring.steps.iter().find(|known| known.stage.name == step).unwrap();
+        let mut ops = step.stage.items.iter().map(|item| item.op);
+        let last = Op::Wait { from: 254, flag, level: Level::Part(255) };
+        assert!(ops.any(|op| op == last), "{step:?}");
+    }
+}
+
+#[test]
+fn collectives_run_at_random() {
+    for labels in SHAPES.into_iter().filter(|labels| labels.len() <= 5) {
+        let story = tell(labels, &rounds(labels.len())[..24], None);
+        check(&story, 0..4).unwrap_or_else(|fault| panic!("{labels:?}: {fault}"));
+    }
+}
+
+#[test]
+fn every_broken_rule_of_places_is_found() {
+    for labels in [&[0, 0, 1, 1][..], &[0; 3], &[0, 1]] {
+        for slip in CollectiveSlip::ALL {
+            let seen = prove(&tell(labels, &rounds(labels.len()), Some(slip)));
+            assert!(seen.is_err(), "{labels:?} {slip:?}");
+        }
+    }
+}
+
+/// Whether what a rank puts on entering is for `to`.
+fn is_for(program: Program, nodes: &NodeMap, me: u32, to: u32) -> bool {
+    match program {
+        Program::Ring => false,
+        Program::Broadcast { root, .. } => me == root && nodes.same_node(me, to),
+        Program::Whole | Program::Direct | Program::AllToAll => true,
+    }
+}
+
+/// Whether `to` hands nothing on, and so waits for the last part of a broadcast alone.
+fn is_last(program: Program, nodes: &NodeMap, to: u32) -> bool {
+    let Program::Broadcast { root, .. } = program else { return false };
+    let all = nodes.nodes();
+    nodes.rail_peer(root, (nodes.node_of(root) + all - 1) % all) == to
+}
+
+/// Why a mutant changes nothing that anybody can see; `None` if it must be found.
+fn harmless(mutation: &Mutation, moves: bool, program: Program, nodes: &NodeMap) -> Option<&'static str> {
+    let Mutation { rank: me, item, other, change, .. } = *mutation;
+    let last = last_part(program, nodes.ranks());
+    let entry_alone =
+        |op| matches!(op, Op::Signal { to, flag: Flag::Entry, .. } if !is_for(program, nodes, me, to));
+    match (change, item.op, other) {
+        (_, Op::Put { .. }, _) if !moves => Some("it moves nothing"),
+        (Change::Swap, op, Some(next)) => match (op, next) {
+            (Op::Put { to: a, .. }, Op::Put { .. }) if a != me => Some("two puts in either order"),
+            (Op::Put { to: a, .. }, Op::Signal { to: b, .. }) if a != b && a != me => {
+                Some("the signal is for another rank than the bytes")
+            }
+            (Op::Put { .. }, signal) if entry_alone(signal) => {
+                Some("what was put on entering is not for that rank")
+            }
+            (Op::Put { .. }, Op::Signal { to, level: Level::Part(part), .. })
+                if part < last && is_last(program, nodes, to) =>
+            {
+                Some("that rank waits for the last part alone")
+            }
+            (Op::Signal { to: a, .. }, Op::Signal { to: b, .. }) if a != b => Some("two words of two ranks"),
+            (Op::Signal { .. }, Op::Put { .. }) => Some("the signal is later"),
+            (Op::Signal { .. }, Op::Wait { .. }) => {
+                Some("one rank alone waits first: stricter, and nobody waits for it in turn")
+            }
+            (Op::Wait { .. }, Op::Wait { .. }) => Some("two waits in either order"),
+            _ => None,
+        },
+        (Change::First | Change::Retrack, op, _) if entry_alone(op) => {
+            Some("what was put on entering is not for that rank")
+        }
+        (Change::First, Op::Signal { to, level: Level::Part(1), .. }, _)
+            if last > 1 && is_last(program, nodes, to) =>
+        {
+            Some("that rank waits for the last part alone")
+        }
+        (Change::Drop, Op::Signal { level: Level::Part(part), .. }, _) if part < last => {
+            Some("the next part says it too")
+        }
+        (Change::Raise, Op::Signal { level: Level::Part(part), .. }, _) if part == last => {
+            Some("nobody waits for a part behind the last")
+        }
+        (Change::Lower, Op::Signal { level: Level::Part(1), .. }, _) if last > 1 => {
+            Some("the next part says it too")
+        }
+        (Change::Lower, Op::Wait { level: Level::Part(1), .. }, _) => {
+            Some("no call says anything before its first part")
+        }
+        _ => None,
+    }
+}
+
+/// Parts that a program counts.
+fn last_part(program: Program, ranks: u32) -> u8 {
+    match program {
+        Program::Ring => (ranks - 1) as u8,
+        Program::Broadcast { shape, .. } => shape.parts(),
+        _ => 0,
+    }
+}
+
+/// How many mutants were found, and what is not as it should be.
+fn survivors(labels: &[u32], program: Program) -> (usize, Vec<String>) {
+    // Enough for each part of a broadcast to have bytes.
+    let staging = Staging::new(labels.len() as u32, labels.len() as u64 * 512).unwrap();
+    let nodes = NodeMap::from_labels(labels);
+    let calls = [CollectiveCall::Round { program, len: len_of(program, &staging) }; 4];
+    let story =
+        Story::of_collectives(&CollectiveScript { nodes: &nodes, staging, calls: &calls, slip: None })
+            .unwrap();
+    prove(&story).expect("the real program has no fault");
+    let (mut found, mut wrong) = (0, Vec::new());
+    for mutation in mutations(&story) {
+        match (prove(&mutation.plant(&story)), harmless(&mutation, mutation.moves(&story), program, &nodes)) {
+            (Err(_), None) => found += 1,
+            (Ok(_), None) => wrong.push(format!("not found: {mutation:?}")),
+            (Err(fault), Some(why)) => wrong.push(format!("not harmless ({why}): {mutation:?}: {fault}")),
+            (Ok(_), Some(_)) => {}
+        }
+    }
+    (found, wrong)
+}
+
+#[test]
+fn every_mutant_of_a_collective_is_found() {
+    for labels in [&[0, 0, 1, 1][..], &[0; 3], &[0, 1, 2, 2]] {
+        for program in programs(labels.len() as u32) {
+            let (found, wrong) = survivors(labels, program);
+            println!("{labels:?} {program:?}: {found} found");
+            assert_eq!(wrong, Vec::<String>::new(), "{labels:?} {program:?}");
+            assert!(found > 20, "{labels:?} {program:?}");
+        }
+    }
+}
+
+fn told(pipeline: &Pipeline, parts: u64, slip: Option<PipelineSlip>) -> Story {
+    let staging = staging(pipeline.stages() as usize);
+    let len = parts * staging.slot();
+    Story::of_pipeline(&PipelineScript { pipeline, staging, len, slip }).unwrap()
+}
+
+fn one_forward_one_backward(stages: u32, microbatches: u32) -> Pipeline {
+    Pipeline::one_forward_one_backward(stages, microbatches).unwrap()
+}
+
+#[test]
+fn a_pipeline_ends_for_any_stages_and_microbatches_and_messages_of_any_length() {
+    for (stages, microbatches) in (1..=8).flat_map(|stages| (0..=9).map(move |of| (stages, of))) {
+        let pipeline = one_forward_one_backward(stages, microbatches);
+        for parts in [1, 2, 3, 5] {
+            let proof = prove(&told(&pipeline, parts, None)).unwrap_or_else(|fault| {
+                panic!("{stages} stages, {microbatches} microbatches, {parts} parts: {fault}")
+            });
+            // Of each message and part a put, a word and its wait, an answer; and waits for slots.
+            let messages = 2 * u64::from(stages - 1) * u64::from(microbatches);
+            assert!(proof.operations as u64 >= 4 * messages * parts);
+        }
+    }
+    let deep = one_forward_one_backward(64, 70);
+    prove(&told(&deep, 1, None)).unwrap_or_else(|fault| panic!("64 stages: {fault}"));
+}
+
+#[test]
+fn pipelines_run_at_random() {
+    for (stages, microbatches) in [(2, 3), (4, 2), (4, 6)] {
+        check(&told(&one_forward_one_backward(stages, microbatches), 3, None), 0..5).unwrap();
+    }
+}
+
+#[test]
+fn every_broken_rule_of_a_pipeline_is_found() {
+    let pipeline = one_forward_one_backward(4, 6);
+    for (slip, parts) in
+        PipelineSlip::ALL.into_iter().flat_map(|slip| [1, 2, 3, 4].map(|parts| (slip, parts)))
+    {
+        let seen = prove(&told(&pipeline, parts, Some(slip)));
+        match slip {
+            // What fits the two slots of a pair may be sent first: that is what they are for.
+            PipelineSlip::SendFirst if parts <= 2 => assert!(seen.is_ok(), "{parts}: {seen:?}"),
+            // Who waits first for what the other sends next waits for ever.
+            PipelineSlip::SendFirst | PipelineSlip::ReceiveFirst => {
+                assert!(matches!(seen, Err(Fault::Deadlock { .. })), "{slip:?} {parts}: {seen:?}");
+            }
+            PipelineSlip::Unlicensed | PipelineSlip::CopyLate => assert!(seen.is_err(), "{slip:?} {parts}"),
+        }
+    }
+}
+
+/// Why a mutant of a message changes nothing that anybody can see; `None` if it must be found. The wait for a slot, which the first parts
+/// do not have, is not among them: [`PipelineSlip::Unlicensed`] leaves it out.
+fn harmless_in_a_message(mutation: &Mutation) -> Option<&'static str> {
+    match (mutation.change, mutation.item.op) {
+        (Change::Lower, Op::Signal { flag: Flag::Read, .. }) => Some("the sender waits for one part more"),
+        (Change::Retrack, Op::Signal { flag: Flag::Read, .. }) => {
+            Some("it is alone in its stage, behind the copy")
+        }
+        _ => None,
+    }
+}
+
+#[test]
+fn every_mutant_of_a_message_is_found() {
+    for (stages, microbatches, parts) in [(2, 3, 3), (4, 6, 3), (3, 4, 5)] {
+        let story = told(&one_forward_one_backward(stages, microbatches), parts, None);
+        let (mut found, mut wrong) = (0, Vec::new());
+        for mutation in mutations(&story) {
+            match (prove(&mutation.plant(&story)), harmless_in_a_message(&mutation)) {
+                (Err(_), None) => found += 1,
+                (Ok(_), Some(_)) => {}
+                (seen, why) => wrong.push(format!("{why:?}: {seen:?}: {mutation:?}")),
+            }
+        }
+        println!("{stages} stages: {found} found");
+        assert_eq!(wrong, Vec::<String>::new(), "{stages} stages");
+        assert!(found >= 10 * stages as usize, "{stages} stages: {found}");
+    }
+}
+
+/// The first gradient cannot come before the first output has gone.
+#[test]
+fn a_gradient_that_is_awaited_before_its_output_is_sent_is_a_deadlock() {
+    for (stages, microbatches) in [(2, 1), (3, 4), (5, 5)] {
+        let right = one_forward_one_backward(stages, microbatches);
+        for stage in 0..stages - 1 {
+            let mut orders: Vec<Vec<PipelineStep>> =
+                (0..stages).map(|stage| right.stage(stage).to_vec()).collect();
+            let order = &mut orders[stage as usize];
+            let sent = order.iter().position(|step| *step == PipelineStep::SendForward(0)).unwrap();
+            let answer = order.iter().position(|step| {
+                matches!(
+                    step,
+                    PipelineStep::ReceiveBackward(0) | PipelineStep::ExchangeNext { receive: 0, .. }
+                )
+            });
+            match order[answer.unwrap()] {
+                PipelineStep::ExchangeNext { send, .. } => {
+                    order[answer.unwrap()] = PipelineStep::SendForward(send)
+                }
+                _ => drop(order.remove(answer.unwrap())),
+            }
+            order.insert(sent, PipelineStep::ReceiveBackward(0));
+            let fault = prove(&told(&Pipeline::of(orders), 1, None)).unwrap_err();
+            assert!(matches!(fault, Fault::Deadlock { .. }), "{stages} stages, {stage}: {fault}");
+        }
+    }
+}

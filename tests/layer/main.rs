@@ -1,0 +1,13 @@
+//! The MoE layer: against its formula, against finite differences, and against itself in other chunks; and what it does when
+//! somebody does not do his part.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod bits;
+mod case;
+mod dense;
+mod differences;
+mod faults;
+mod overlap;
+mod refusals;

@@ -1,0 +1,103 @@
+//! That transfers go on beside the experts: these wait for what cannot come otherwise.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use sidelane::Dtype;
+use sidelane::layer::{Chunk, Experts, Failure, GroupedSwiGlu, Input, MoeLayer, RowOrder, Saved, Segments};
+
+use crate::case::{Case, Cut, HIDDEN, Seen, WHOLE, gate, swiglu, tensors};
+use crate::support::{on_ranks, small};
+
+const SOON: Duration = Duration::from_secs(30);
+/// Who waits for the other.
+const WAITS: u32 = 0;
+
+/// Forward, rank 0 does not come back from its first chunk until rank 1 has got its second: so rank 0 has dispatched both.
+/// Backward, rank 0 does not come back from the gradient of its weights until rank 1 has all gradients: so rank 0 has sent
+/// them.
+struct Waiting {
+    inner: GroupedSwiGlu,
+    rank: u32,
+    calls: AtomicU32,
+    /// How far rank 1 is: 1 with its second chunk, 2 with all.
+    other: Arc<AtomicU32>,
+}
+
+impl Waiting {
+    fn wait_for(&self, step: u32) -> Result<(), Failure> {
+        let since = std::time::Instant::now();
+        while self.rank == WAITS && self.other.load(Ordering::Acquire) < step {
+            if since.elapsed() > SOON {
+                return Err("nothing moves beside the experts".into());
+            }
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+}
+
+impl Experts for Waiting {
+    fn count(&self) -> usize {
+        self.inner.count()
+    }
+
+    fn hidden(&self) -> usize {
+        self.inner.hidden()
+    }
+
+    fn forward(&self, rows: Segments<'_>) -> Result<(Vec<f32>, Saved), Failure> {
+        if self.calls.fetch_add(1, Ordering::Relaxed) == 0 {
+            self.wait_for(1)?;
+        } else if self.rank != WAITS {
+            self.other.fetch_max(1, Ordering::Release);
+        }
+        self.inner.forward(rows)
+    }
+
+    fn rows_backward(
+        &self,
+        rows: Segments<'_>,
+        saved: &mut Saved,
+        of_outputs: Vec<f32>,
+    ) -> Result<Vec<f32>, Failure> {
+        self.inner.rows_backward(rows, saved, of_outputs)
+    }
+
+    fn weights_backward(&self, chunks: &[Chunk<'_>], order: &RowOrder) -> Result<Vec<f32>, Failure> {
+        self.wait_for(2)?;
+        self.inner.weights_backward(chunks, order)
+    }
+
+    fn weights(&self) -> &[f32] {
+        self.inner.weights()
+    }
+
+    fn weights_mut(&mut self) -> &mut [f32] {
+        self.inner.weights_mut()
+    }
+}
+
+#[test]
+fn the_next_dispatch_goes_on_under_experts_and_gradients_go_home_under_those_of_weights() {
+    let case = Case::new(&[0, 0], &[10, 7], Cut { chunks: 2, overlap: true, ..WHOLE });
+    let expected = Case { cut: WHOLE, ..case.clone() }.step::<f32>();
+    let other = Arc::new(AtomicU32::new(0));
+    let seen = on_ranks(&case.nodes, &small(), |world| {
+        let (group, rank) = (world.all().unwrap(), world.rank());
+        let (inner, other) = (swiglu(case.held(rank)), Arc::clone(&other));
+        let waiting = Waiting { inner, rank, calls: AtomicU32::new(0), other: Arc::clone(&other) };
+        let builder = MoeLayer::builder(&group, gate(), HIDDEN, waiting).dtype(Dtype::F32);
+        let mut layer = case.cut(builder).build().unwrap();
+        let [x, residual, of_out] = tensors::<f32>(rank as usize, case.tokens[rank as usize]);
+        let (out, tape) = layer.forward(&Input { residual: Some(&residual), ..Input::new(&x) }).unwrap();
+        let losses = [tape.balance_loss(), tape.z_loss()];
+        let gradients = layer.backward(tape, &of_out).unwrap();
+        if rank != WAITS {
+            other.store(2, Ordering::Release);
+        }
+        Seen { out, gradients, losses }
+    });
+    assert_eq!(seen, expected);
+}

@@ -1,0 +1,145 @@
+//! Random graphs: what runs when, and that results do not depend on it.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use proptest::prelude::*;
+use sidelane::overlap::{Graph, HostExecutor, Node, Rotation, Stream, Work};
+
+/// A node of a random graph: its stream, and earlier nodes that it reads.
+type Shape = Vec<(Stream, Vec<usize>)>;
+
+fn shapes() -> impl Strategy<Value = Shape> {
+    let stream = prop_oneof![(0..4u32).prop_map(Stream::Compute), (0..3u32).prop_map(Stream::Transfer)];
+    let node = (stream, prop::collection::vec(any::<prop::sample::Index>(), 0..4));
+    prop::collection::vec(node, 0..40).prop_map(|nodes| {
+        let nodes = nodes.into_iter().enumerate();
+        nodes
+            .map(|(at, (stream, after))| {
+                let mut after: Vec<usize> = match at {
+                    0 => Vec::new(),
+                    _ => after.iter().map(|index| index.index(at)).collect(),
+                };
+                after.sort_unstable();
+                after.dedup();
+                (stream, after)
+            })
+            .collect()
+    })
+}
+
+/// When a node began and ended, by a clock that counts both.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Ran {
+    times: usize,
+    began: usize,
+    ended: usize,
+}
+
+/// Runs the shape: each node makes a value of its own number and of those that it reads, in their order.
+fn run(shape: &Shape, executor: &HostExecutor<'_>) -> (Vec<u64>, Vec<Ran>) {
+    let clock = AtomicUsize::new(0);
+    let values: Vec<OnceLock<u64>> = vec![OnceLock::new(); shape.len()];
+    let mut ran = vec![Ran::default(); shape.len()];
+    let mut graph = Graph::new();
+    let mut nodes: Vec<Node> = Vec::new();
+    for (at, ((stream, after), ran)) in shape.iter().zip(&mut ran).enumerate() {
+        let edges: Vec<Node> = after.iter().map(|&before| nodes[before]).collect();
+        let (clock, values) = (&clock, &values);
+        nodes.push(graph.add(*stream, Work { name: "mix", chunk: at as u32 }, &edges, move |_| {
+            ran.times += 1;
+            ran.began = clock.fetch_add(1, Ordering::SeqCst);
+            let mut value = at as u64 + 1;
+            for &before in after {
+                value =
+                    value.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ values[before].get().expect("it has ended");
+            }
+            values[at].set(value).expect("it runs once");
+            ran.ended = clock.fetch_add(1, Ordering::SeqCst);
+            Ok(())
+        }));
+    }
+    graph.run(executor).unwrap();
+    (values.into_iter().map(|value| value.into_inner().unwrap()).collect(), ran)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_node_runs_once_after_its_edges_and_its_stream_and_to_the_same_bits(shape in shapes()) {
+        let (serial, in_order) = run(&shape, &HostExecutor::new().overlap(false));
+        let (beside, ran) = run(&shape, &HostExecutor::new());
+        prop_assert_eq!(serial, beside);
+        for (at, ran) in in_order.iter().enumerate() {
+            prop_assert_eq!(*ran, Ran { times: 1, began: 2 * at, ended: 2 * at + 1 }, "launch order");
+        }
+        for (at, (stream, after)) in shape.iter().enumerate() {
+            prop_assert_eq!(ran[at].times, 1);
+            let own = (0..at).filter(|&before| shape[before].0 == *stream);
+            for before in own.chain(after.iter().copied()) {
+                prop_assert!(ran[before].ended < ran[at].began, "{} before {}", before, at);
+            }
+        }
+    }
+}
+
+/// Nodes that all wait until `together` of them are at it, and the most that ever were.
+fn rotate(streams: u32, at_once: u32, together: usize) -> usize {
+    let (at_it, most) = (std::sync::Mutex::new((0, 0)), std::sync::Condvar::new());
+    let mut graph = Graph::new();
+    let mut rotation = Rotation::new(streams, at_once);
+    for chunk in 0..12 {
+        rotation.add(&mut graph, Work { name: "experts", chunk }, &[], |_| {
+            let mut now = at_it.lock().unwrap();
+            now.0 += 1;
+            now.1 = now.0.max(now.1);
+            most.notify_all();
+            now = most.wait_while(now, |now| now.1 < together).unwrap();
+            now.0 -= 1;
+            Ok(())
+        });
+    }
+    graph.run(&HostExecutor::new()).unwrap();
+    at_it.into_inner().unwrap().1
+}
+
+#[test]
+fn of_many_streams_as_many_compute_at_once_as_may_and_no_more() {
+    assert_eq!(rotate(5, 2, 2), 2);
+    assert_eq!(rotate(3, 3, 3), 3);
+    assert_eq!(rotate(1, 4, 1), 1, "a stream does one at a time");
+    assert_eq!(rotate(4, 1, 1), 1);
+}
+
+#[test]
+fn chunks_go_round_the_compute_streams() {
+    let mut graph = Graph::new();
+    let mut rotation = Rotation::new(3, 2);
+    for chunk in 0..5 {
+        rotation.add(&mut graph, Work { name: "experts", chunk }, &[], |_| Ok(()));
+    }
+    let streams: Vec<Stream> = graph.places().map(|place| place.stream).collect();
+    assert_eq!(streams, [0, 1, 2, 0, 1].map(Stream::Compute));
+    graph.run(&HostExecutor::new()).unwrap();
+}
+
+#[test]
+fn the_callers_thread_is_compute_0_or_else_the_first_stream() {
+    let here = std::thread::current().id();
+    for (streams, callers) in [
+        ([Stream::Transfer(0), Stream::Compute(0)], [false, true]),
+        ([Stream::Transfer(0), Stream::Compute(1)], [true, false]),
+    ] {
+        let mut seen = [None; 2];
+        let mut graph = Graph::new();
+        for (stream, seen) in streams.into_iter().zip(&mut seen) {
+            graph.add(stream, Work { name: "look", chunk: 0 }, &[], move |_| {
+                *seen = Some(std::thread::current().id() == here);
+                Ok(())
+            });
+        }
+        graph.run(&HostExecutor::new()).unwrap();
+        assert_eq!(seen, callers.map(Some));
+    }
+}
