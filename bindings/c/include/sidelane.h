@@ -102,6 +102,45 @@
 // Drawn at random.
 #define SIDELANE_KEEP_RANDOM 4
 
+// The first choice of each token is counted.
+#define SIDELANE_MAP_FIRST_CHOICES 0
+
+// All choices of each token.
+#define SIDELANE_MAP_ALL_CHOICES 1
+
+// The best `top_k` experts by the logits anew, without bias, groups, noise or replay.
+#define SIDELANE_MAP_FRESH 2
+
+// Counts are divided by the tokens.
+#define SIDELANE_SHARE_OF_TOKENS 0
+
+// By the tokens times `top_k`.
+#define SIDELANE_SHARE_OF_CHOICES 1
+
+// Tokens that are not used are not there: means are over the others.
+#define SIDELANE_UNUSED_LEFT_OUT 0
+
+// Their shares are zero: means are over all tokens.
+#define SIDELANE_UNUSED_ZERO 1
+
+// Their shares are as those of the others.
+#define SIDELANE_UNUSED_SHARED 2
+
+// `parts` parts of the tokens, one after another, are balanced each for itself.
+#define SIDELANE_PARTS_CONSECUTIVE 0
+
+// Token t is of part t mod `parts`.
+#define SIDELANE_PARTS_INTERLEAVED 1
+
+// Sums are made over ranks.
+#define SIDELANE_NODE_SUMS_NONE 0
+
+// Per node first, then over nodes; what crosses keeps all bits of the f32 sum.
+#define SIDELANE_NODE_SUMS_F32 1
+
+// Likewise, and what crosses is rounded to bf16.
+#define SIDELANE_NODE_SUMS_BF16 2
+
 // bfloat16: the upper half of a binary32.
 #define SIDELANE_DTYPE_BF16 0
 
@@ -196,8 +235,8 @@ enum sidelane_status_t
     SIDELANE_ERROR_BUSY = 3,
     // This process was forked from one that uses the library.
     SIDELANE_ERROR_FORKED = 4,
-    // A bug of the library: it is caught, and the object that was in use can only be closed. In a collective call the others
-    // may wait: cancel the world.
+    // A bug of the library: it is caught, and the object that was in use can only be closed. The worlds of this process are
+    // cancelled, as far as their handles are open, so that no other rank waits for this one.
     SIDELANE_ERROR_INTERNAL = 5,
     // The ranks did not meet.
     SIDELANE_ERROR_BOOTSTRAP = 16,
@@ -225,6 +264,9 @@ typedef enum sidelane_status_t sidelane_status_t;
 typedef int32_t sidelane_status_t;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
+
+// All-gather and reduce-scatter over a group.
+typedef struct sidelane_collective_t sidelane_collective_t;
 
 // Dispatch and combine over a group.
 typedef struct sidelane_ep_t sidelane_ep_t;
@@ -267,6 +309,9 @@ typedef struct sidelane_planned_rows_t sidelane_planned_rows_t;
 
 // Rows that a dispatch brought. They go back to the receive pool when they are closed.
 typedef struct sidelane_rows_t sidelane_rows_t;
+
+// How many rows each rank has, and so where they lie among those of all.
+typedef struct sidelane_shares_t sidelane_shares_t;
 
 // Dispatch and combine on streams, in fixed slots.
 typedef struct sidelane_slots_t sidelane_slots_t;
@@ -449,6 +494,90 @@ typedef struct {
     // The capacity that would have dropped nothing.
     uint32_t required;
 } sidelane_decision_t;
+
+// A loss that is least where all experts are chosen equally often, as data. Begin with that of a preset
+// (sidelane_balance_preset()) and change what differs.
+typedef struct {
+    // sizeof(sidelane_balance_t).
+    size_t size;
+    // Factor on all.
+    float coefficient;
+    // What shares are made of: SIDELANE_SCORE_...
+    uint32_t score;
+    // Which choices are counted: SIDELANE_MAP_...
+    uint32_t map;
+    // What counts are divided by: SIDELANE_SHARE_...
+    uint32_t share;
+    // What becomes of tokens that are not used: SIDELANE_UNUSED_...
+    uint32_t unused;
+    // Parts of the tokens; 0 and 1: all together. The loss is the mean of theirs.
+    uint32_t parts;
+    // How tokens are split: SIDELANE_PARTS_...
+    uint32_t split;
+    // 0.
+    uint32_t reserved;
+} sidelane_balance_t;
+
+// What the loss is taken of. Arrays are read during the call alone.
+typedef struct {
+    // sizeof(sidelane_balance_input_t).
+    size_t size;
+    // The router's logits, [tokens, experts].
+    const float *logits;
+    // Tokens.
+    uint64_t tokens;
+    // [tokens, top_k]: the choices before dropping, -1 for none. SIDELANE_MAP_FRESH needs none: NULL.
+    const int32_t *choices;
+    // [tokens]: 1 for tokens that count; or NULL, if all do.
+    const uint8_t *used;
+    // [parts, experts]: counts of more than these tokens, as sidelane_balance_counts() gives them, summed or averaged; or NULL. The
+    // loss is then the own tokens' part of the whole.
+    const double *total_counts;
+    // How many tokens one of these counts is of, all parts together.
+    double total_tokens;
+    // Experts.
+    uint32_t experts;
+    // Choices per token.
+    uint32_t top_k;
+} sidelane_balance_input_t;
+
+// What the importance loss is taken of. Arrays are read during the call alone.
+typedef struct {
+    // sizeof(sidelane_importance_input_t).
+    size_t size;
+    // The router's logits without noise, [tokens, experts].
+    const float *logits;
+    // Those that chose, as sidelane_gate_noisy_logits() gives them, [tokens, experts]; NULL: the clean ones did.
+    const float *noisy;
+    // [tokens, top_k]: the choices before dropping. Tokens whose last one is -1 have no part in it.
+    const int32_t *choices;
+    // Tokens.
+    uint64_t tokens;
+    // Experts, 2 at least.
+    uint32_t experts;
+    // Choices per token.
+    uint32_t top_k;
+    // The standard deviation of the noise times the experts, above 0 (Tutel's gate_noise).
+    float noise;
+    // Factor on all.
+    float coefficient;
+} sidelane_importance_input_t;
+
+// What a router decided, and how the loss changes with the weights that it gave. Arrays are read during the call alone.
+typedef struct {
+    // sizeof(sidelane_weights_input_t).
+    size_t size;
+    // The logits of which the weights were made, [tokens, experts]: noisy ones where noise goes into the weights, too.
+    const float *logits;
+    // [tokens, top_k]: the choices before dropping (sidelane_decision_t.choices).
+    const int32_t *choices;
+    // [tokens, top_k]: those that are left (sidelane_decision_t.routing.experts).
+    const int32_t *experts;
+    // [tokens, top_k]: the loss by each weight. What stands at a dropped choice counts for nothing.
+    const float *d_weights;
+    // Tokens.
+    uint64_t tokens;
+} sidelane_weights_input_t;
 
 // Settings of a layer: all ranks must choose alike. 0 is the default of everything but `experts`, `top_k` and `hidden`.
 typedef struct {
@@ -687,6 +816,36 @@ typedef struct {
     uint64_t copied_bytes;
 } sidelane_report_t;
 
+// Settings of a collective: all ranks must choose alike. 0 is the default of everything but `columns`.
+typedef struct {
+    // sizeof(sidelane_collective_options_t).
+    size_t size;
+    // Elements of a row, which must be a multiple of 16 bytes.
+    uint32_t columns;
+    // Their type: SIDELANE_DTYPE_... Bytes can be gathered, but not summed.
+    uint32_t dtype;
+    // In how many equal parts the rows of a rank come: gathered rows lie by part and then by rank. Default: 1.
+    uint32_t segments;
+    // The most rows of a rank. Default: 4096.
+    uint32_t max_rows;
+    // How rows reach other nodes: SIDELANE_ROUTE_... With SIDELANE_ROUTE_PXN each crosses once per node.
+    uint32_t route;
+    // Whether nodes sum first, over SIDELANE_ROUTE_PXN: SIDELANE_NODE_SUMS_...
+    uint32_t node_sums;
+} sidelane_collective_options_t;
+
+// How many rows each rank has, and so where they lie among those of all. It may be read until the shares are closed.
+typedef struct {
+    // sizeof(sidelane_shares_info_t).
+    size_t size;
+    // Rows of each rank, [ranks].
+    const uint32_t *counts;
+    // Ranks.
+    uint64_t ranks;
+    // Rows of all ranks.
+    uint64_t rows;
+} sidelane_shares_info_t;
+
 // Settings of an exchange that is planned beside a stream, beside those of a layer. All ranks must choose alike; 0 is the default.
 typedef struct {
     // sizeof(sidelane_planned_options_t).
@@ -809,7 +968,8 @@ typedef struct {
     // The lanes in use; "copy engine" is that within the node.
     sidelane_lane_t lanes[8];
     // Why rows that cross go by memory of the host, if any do: the lane that registers memory of the host alone, "messages" (signals
-    // are), "card" (it does not take the device's memory), "unordered" (the device sees no order of what cards write), "another rank".
+    // are), "card" (it does not take the device's memory), "unordered" (the device sees no order of what cards write),
+    // "one queue" (CUDA_DEVICE_MAX_CONNECTIONS is 1), "another rank".
     char detour[16];
     // What the planner's stream was asked to do.
     sidelane_enqueued_t enqueued;
@@ -831,6 +991,10 @@ typedef struct {
     sidelane_kernel_name_t kernels[4];
     // Ranks on this rank's own device: single copies to them, as in a graph, are done by multiprocessors.
     uint64_t same_device;
+    // Why rows that cross go by memory of the host, if any do: as of a planned report.
+    char detour[16];
+    // How cards know the device's memory, where rows cross straight.
+    char registration[16];
 } sidelane_slots_report_t;
 
 // Settings of an exchange in slots: all ranks must choose alike. 0 is the default of `dtype` and `max_tokens`.
@@ -956,6 +1120,15 @@ sidelane_status_t sidelane_group_close(sidelane_group_t *group);
 // The caller's word: `window` is NULL or valid.
 sidelane_status_t sidelane_group_window(sidelane_group_t *group, uint64_t len, sidelane_window_t **window);
 
+// Makes the caller's own memory a window: `memory` is the descriptor of a memfd that is sealed against shrinking (memfd_create(),
+// ftruncate(), fcntl(F_ADD_SEALS, F_SEAL_SHRINK)), of one size at all members. It is duplicated: the caller's stays the caller's, and so do
+// its mappings, in which what peers put is seen. Collective.
+//
+// The caller's word: `window` is NULL or valid; `memory` is an open descriptor, or -1.
+sidelane_status_t sidelane_group_register(sidelane_group_t *group,
+                                          int32_t memory,
+                                          sidelane_window_t **window);
+
 // Writes `len` bytes to `offset` of the part of `peer`. When it returns, `src` may be changed; the bytes may not have
 // landed.
 //
@@ -1027,8 +1200,67 @@ sidelane_status_t sidelane_gate_route(sidelane_gate_t *gate,
                                       const sidelane_gate_call_t *call,
                                       sidelane_decision_t *decision);
 
+// The logits that choose in a call, noise and all, to `noisy`, [tokens, experts]. Local.
+//
+// The caller's word: as sidelane_gate_route(); nobody else uses `noisy` meanwhile.
+sidelane_status_t sidelane_gate_noisy_logits(sidelane_gate_t *gate,
+                                             const sidelane_gate_call_t *call,
+                                             float *noisy);
+
 // Closes the gate. NULL is nothing.
 sidelane_status_t sidelane_gate_close(sidelane_gate_t *gate);
+
+// The loss that belongs to the router of a system or model (names as of sidelane_gate_preset()), with a coefficient of 1 and all
+// tokens together.
+//
+// The caller's word: `preset` is NULL or a text; `balance` is NULL, or as large as its size says.
+sidelane_status_t sidelane_balance_preset(const char *preset,
+                                          sidelane_balance_t *balance);
+
+// Adds the number of choices of each expert to `counts`, [parts, experts]: what ranks add up for `total_counts`.
+//
+// The caller's word: structs are NULL, or as large as their sizes say; arrays are NULL or as large as documented.
+sidelane_status_t sidelane_balance_counts(const sidelane_balance_t *balance,
+                                          const sidelane_balance_input_t *input,
+                                          double *counts);
+
+// The loss, to `loss`. Its gradient is added to `d_logits`, [tokens, experts], unless that is NULL. Without tokens it is 0. What a
+// system divides it by besides (ranks that share it, micro-batches) belongs into the coefficient.
+//
+// The caller's word: as sidelane_balance_counts(); `loss` is NULL or valid, and nobody else uses `d_logits` meanwhile.
+sidelane_status_t sidelane_balance_loss(const sidelane_balance_t *balance,
+                                        const sidelane_balance_input_t *input,
+                                        float *loss,
+                                        float *d_logits);
+
+// `coefficient` times the mean over tokens of (ln of the sum of e^logit)^2, to `loss`. Tokens that are not `used` ([tokens], 1 for
+// those that count; or NULL) are left out. The gradient is added to `d_logits`, [tokens, experts], unless that is NULL.
+//
+// The caller's word: `loss` is NULL or valid; arrays are NULL or as large as documented, and nobody else uses `d_logits`
+// meanwhile.
+sidelane_status_t sidelane_z_loss(float coefficient,
+                                  const float *logits,
+                                  uint64_t tokens,
+                                  uint32_t experts,
+                                  const uint8_t *used,
+                                  float *loss,
+                                  float *d_logits);
+
+// The loss that keeps importance and load even where noise chooses (Shazeer's, as Tutel has it), to `loss`. The gradient to the clean
+// logits is added to `d_logits`, [tokens, experts], unless that is NULL.
+//
+// The caller's word: as sidelane_z_loss(); `input` is NULL, or as large as its size says.
+sidelane_status_t sidelane_importance_loss(const sidelane_importance_input_t *input,
+                                           float *loss,
+                                           float *d_logits);
+
+// Adds the gradient of the logits to `d_logits`, [tokens, experts]: back from that of the routing weights, as combine's or dispatch's
+// gradient brings it, through scaling, normalisation and scores of this gate. Choices have no gradient.
+//
+// The caller's word: as sidelane_z_loss(); `input` is NULL, or as large as its size says.
+sidelane_status_t sidelane_gate_weights_backward(sidelane_gate_t *gate,
+                                                 const sidelane_weights_input_t *input,
+                                                 float *d_logits);
 
 // Builds a layer on a group. Collective. `expert_map` may be NULL: experts in contiguous blocks.
 //
@@ -1077,6 +1309,15 @@ sidelane_status_t sidelane_ep_dispatch(sidelane_ep_t *ep,
                                        const sidelane_routing_t *routing,
                                        sidelane_rows_t **rows,
                                        sidelane_handle_t **handle);
+
+// The layout of a dispatch, before its rows: how many come to each expert, and with which weights. No row moves. Collective.
+// sidelane_ep_dispatch_cached() brings rows along it, as often as there are tokens for this routing, and takes the memory for them.
+// The handle is the caller's to close.
+//
+// The caller's word: as sidelane_ep_dispatch().
+sidelane_status_t sidelane_ep_prepare(sidelane_ep_t *ep,
+                                      const sidelane_routing_t *routing,
+                                      sidelane_handle_t **handle);
 
 // Sends tokens along the layout of an earlier dispatch: no ids, no counts. Collective. `x` has as many tokens as that
 // dispatch.
@@ -1214,11 +1455,77 @@ sidelane_status_t sidelane_pending_combine_close(sidelane_pending_combine_t *pen
 // The caller's word: `report` is NULL, or as large as its size says.
 sidelane_status_t sidelane_handle_report(sidelane_handle_t *handle, sidelane_report_t *report);
 
+// Builds a collective on a group. Collective.
+//
+// The caller's word: pointers are NULL or valid; `options` is as large as its size says.
+sidelane_status_t sidelane_collective_build(sidelane_group_t *group,
+                                            const sidelane_collective_options_t *options,
+                                            sidelane_collective_t **collective);
+
+// Everybody's rows, by rank, from this rank's, [rows, columns]; ranks may have different numbers of them, none too. They tell each
+// other how many: the shares. Collective. Both results are the caller's to close.
+//
+// The caller's word: pointers are NULL or valid; `mine` is as large as it says, and nobody writes to it meanwhile.
+sidelane_status_t sidelane_all_gather(sidelane_collective_t *collective,
+                                      const sidelane_tensor_t *mine,
+                                      sidelane_rows_t **all,
+                                      sidelane_shares_t **shares);
+
+// Shares that all ranks know beforehand: `counts`, [ranks], the same on all. Local: nothing is exchanged.
+//
+// The caller's word: `counts` is NULL or points to `ranks` numbers; `shares` is NULL or valid.
+sidelane_status_t sidelane_collective_shares(sidelane_collective_t *collective,
+                                             const uint32_t *counts,
+                                             uint32_t ranks,
+                                             sidelane_shares_t **shares);
+
+// Everybody's rows, where all know their shares: ranks need not tell each other. Collective.
+//
+// The caller's word: as sidelane_all_gather().
+sidelane_status_t sidelane_all_gather_along(sidelane_collective_t *collective,
+                                            const sidelane_tensor_t *mine,
+                                            sidelane_shares_t *shares,
+                                            sidelane_rows_t **all);
+
+// Sums over all ranks of this rank's rows, to `sums`, [rows of this rank, columns]: from what each rank has for everybody, [rows of
+// all, columns], laid out as an all-gather along these shares lays it. Collective.
+//
+// Either `output`, the buffer of sidelane_shares_output(), which is used up, or `all`, a tensor anywhere, which is copied once;
+// the other is NULL. If an argument cannot be used, `output` stays open.
+//
+// The caller's word: pointers are NULL or valid; tensors are as large as they say, and nobody else uses them meanwhile.
+sidelane_status_t sidelane_reduce_scatter(sidelane_collective_t *collective,
+                                          sidelane_output_t *output,
+                                          const sidelane_tensor_t *all,
+                                          sidelane_shares_t *shares,
+                                          const sidelane_tensor_t *sums);
+
+// Closes the collective. Rows, outputs and shares that are open stay readable. NULL is nothing.
+sidelane_status_t sidelane_collective_close(sidelane_collective_t *collective);
+
+// Says how many rows each rank has.
+//
+// The caller's word: `info` is NULL, or as large as its size says.
+sidelane_status_t sidelane_shares_info(sidelane_shares_t *shares, sidelane_shares_info_t *info);
+
+// A buffer for rows of all ranks that a reduce-scatter takes without a copy. Local.
+//
+// The caller's word: `output` is NULL or valid.
+sidelane_status_t sidelane_shares_output(sidelane_shares_t *shares, sidelane_output_t **output);
+
+// Says how the rows of an all-gather went.
+//
+// The caller's word: `report` is NULL, or as large as its size says.
+sidelane_status_t sidelane_shares_report(sidelane_shares_t *shares, sidelane_report_t *report);
+
+// Closes shares. NULL is nothing.
+sidelane_status_t sidelane_shares_close(sidelane_shares_t *shares);
+
 // Names a stream of the caller's, on a device by its number: a `cudaStream_t` or `CUstream`, NULL for the legacy default stream. Loads the driver,
 // and uses the device's primary context, as the CUDA runtime does. Local.
 //
-// The caller's word: `cuda_stream` is NULL or a stream, which is not destroyed before the handle and every exchange that was
-// built with it are closed; `stream` is NULL or valid.
+// The caller's word: `cuda_stream` is NULL or a stream, which is not destroyed before the handle, every exchange that was built
+// with it and every dispatch of these are closed or finished; `stream` is NULL or valid.
 sidelane_status_t sidelane_stream_borrow(uint32_t device,
                                          void *cuda_stream,
                                          sidelane_stream_t **stream);
@@ -1356,7 +1663,7 @@ sidelane_status_t sidelane_planned_handle_report(sidelane_planned_handle_t *hand
 // The caller's word: `report` is NULL, or as large as its size says.
 sidelane_status_t sidelane_slots_report(sidelane_slots_t *slots, sidelane_slots_report_t *report);
 
-// Builds an exchange in slots on the device of `stream`; all ranks of the group are of one node. Collective. `expert_map` may be
+// Builds an exchange in slots on the device of `stream`. Collective. `expert_map` may be
 // NULL. Kernels must be loaded early: set CUDA_MODULE_LOADING=EAGER before the program starts.
 //
 // The caller's word: pointers are NULL or valid; `options` is as large as its size says.

@@ -23,6 +23,14 @@ pub enum ArgumentError {
         /// What the type asks for.
         align: usize,
     },
+    /// A descriptor that cannot be duplicated.
+    #[error("{what} = {seen}: no descriptor that is open")]
+    Descriptor {
+        /// Which argument.
+        what: &'static str,
+        /// Its number.
+        seen: i32,
+    },
     /// More elements than there can be.
     #[error("{what}: {rows} x {columns} elements are too many")]
     TooLarge {

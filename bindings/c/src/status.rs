@@ -19,8 +19,8 @@ pub enum Status {
     SIDELANE_ERROR_BUSY = 3,
     /// This process was forked from one that uses the library.
     SIDELANE_ERROR_FORKED = 4,
-    /// A bug of the library: it is caught, and the object that was in use can only be closed. In a collective call the others
-    /// may wait: cancel the world.
+    /// A bug of the library: it is caught, and the object that was in use can only be closed. The worlds of this process are
+    /// cancelled, as far as their handles are open, so that no other rank waits for this one.
     SIDELANE_ERROR_INTERNAL = 5,
     /// The ranks did not meet.
     SIDELANE_ERROR_BOOTSTRAP = 16,
@@ -112,6 +112,8 @@ impl From<&Error> for Status {
             Error::Gate(_) => Status::SIDELANE_ERROR_GATE,
             Error::Plan(_) => Status::SIDELANE_ERROR_PLAN,
             Error::Call(_) => Status::SIDELANE_ERROR_CALL,
+            // No call of this face runs a graph.
+            Error::Overlap(_) | Error::Layer(_) => Status::SIDELANE_ERROR_INTERNAL,
         }
     }
 }

@@ -88,6 +88,11 @@ pub(crate) fn choice<T: Copy>(
     found.map(|&(_, choice)| choice).ok_or(ArgumentError::Value { what, seen: seen.into(), expected })
 }
 
+/// The number of a choice.
+pub(crate) fn number<T: PartialEq>(all: &[(u32, T)], of: &T) -> u32 {
+    all.iter().find(|(_, choice)| choice == of).map_or(u32::MAX, |&(number, _)| number)
+}
+
 /// 0 or 1.
 pub(crate) fn switch(what: &'static str, seen: u32) -> Result<bool, ArgumentError> {
     choice(what, seen, &[(0, false), (1, true)], "0 or 1")
@@ -101,7 +106,7 @@ const DTYPES: [(u32, Dtype); 4] = [
 ];
 
 pub(crate) fn dtype_number(dtype: Dtype) -> u32 {
-    DTYPES.iter().find(|&&(_, other)| other == dtype).map_or(u32::MAX, |&(number, _)| number)
+    number(&DTYPES, &dtype)
 }
 
 pub(crate) fn dtype(seen: u32) -> Result<Dtype, ArgumentError> {

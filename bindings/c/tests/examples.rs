@@ -33,6 +33,30 @@ fn a_layer_goes_through_memory_of_devices_planned_and_in_slots() {
     assert_eq!(out.matches("planned and in slots, all sums right").count(), 2, "{out}");
 }
 
+#[test]
+fn a_layer_in_a_graph_is_replayed_with_other_tokens() {
+    let program = compiled(&Path::new(PACKAGE).join("tests/gpu_graph.c"), "gpu_graph", Linked::WithDriver);
+    let mut job = launch(1, 2);
+    let out = succeeded(&with_devices(&mut job).arg(program).output().expect("it starts"), "gpu_graph");
+    assert_eq!(out.matches("graphs replayed").count(), 2, "{out}");
+}
+
+#[test]
+fn rows_are_gathered_and_summed_and_own_memory_is_a_window() {
+    let program = compiled(&Path::new(PACKAGE).join("tests/gathers.c"), "gathers", Linked::Shared);
+    for (nodes, ranks) in [(1, 3), (2, 2)] {
+        let out = succeeded(&launch(nodes, ranks).arg(&program).output().expect("it starts"), "gathers");
+        assert_eq!(out.matches("gathered and summed").count(), (nodes * ranks) as usize, "{out}");
+    }
+}
+
+#[test]
+fn a_router_s_losses_and_gradients_are_what_can_be_told_by_hand() {
+    let program = compiled(&Path::new(PACKAGE).join("tests/losses.c"), "losses", Linked::Static);
+    let out = succeeded(&Command::new(program).output().expect("it starts"), "losses");
+    assert!(out.contains("losses and gradients right"), "{out}");
+}
+
 /// A program is each block that begins with `#include`.
 #[test]
 fn the_programs_of_the_guide_compile_and_run() {

@@ -55,6 +55,7 @@ fn in_a_world_of_one() {
     let end = Instant::now() + Duration::from_secs(seconds);
     let (layers, routers) = (Cell::new(0_u64), Cell::new(0_u64));
     let (beside_streams, in_slots) = (Cell::new(0_u64), Cell::new(0_u64));
+    let (collectives, lost) = (Cell::new(0_u64), Cell::new(0_u64));
     let device = Device::new();
     while Instant::now() < end {
         // Another seed each time.
@@ -66,10 +67,13 @@ fn in_a_world_of_one() {
                 router(&spoilt),
                 planned(group, &device, &spoilt),
                 slots(group, &device, &spoilt),
+                collective(group, &spoilt),
+                losses(&spoilt),
                 infos(world, group, &spoilt),
                 strangers(numbers),
             ];
-            for (count, calls) in [&layers, &routers, &beside_streams, &in_slots].into_iter().zip(&done) {
+            let counts = [&layers, &routers, &beside_streams, &in_slots, &collectives, &lost];
+            for (count, calls) in counts.into_iter().zip(&done) {
                 count.set(count.get() + u64::from(calls.iter().all(|&status| status == Status::SIDELANE_OK)));
             }
             for status in done.into_iter().flatten() {
@@ -89,7 +93,9 @@ fn in_a_world_of_one() {
     // So that this is no test of refusals alone.
     println!("{} layers and {} routers worked", layers.get(), routers.get());
     println!("{} exchanges beside a stream and {} in slots did", beside_streams.get(), in_slots.get());
-    assert!([layers, routers, beside_streams, in_slots].iter().all(|count| count.get() > 0));
+    println!("{} collectives and {} losses did", collectives.get(), lost.get());
+    let counts = [layers, routers, beside_streams, in_slots, collectives, lost];
+    assert!(counts.iter().all(|count| count.get() > 0));
     assert_eq!(sidelane_stream_close(device.stream), Status::SIDELANE_OK);
     assert_eq!(sidelane_group_close(group), Status::SIDELANE_OK);
     assert_eq!(sidelane_world_close(world), Status::SIDELANE_OK);
@@ -341,11 +347,90 @@ fn router(spoilt: &Spoilt) -> Vec<Status> {
     }
 }
 
+/// Builds a collective, gathers and sums.
+fn collective(group: *mut Group, spoilt: &Spoilt) -> Vec<Status> {
+    let mut options = Struct::new::<CollectiveOptions>(&[8, SIDELANE_DTYPE_F32], spoilt);
+    let mut collective = null_mut();
+    // SAFETY: as in `layer`.
+    unsafe {
+        let built = sidelane_collective_build(group, options.at(), &mut collective);
+        if built != Status::SIDELANE_OK {
+            return vec![built];
+        }
+        let CollectiveOptions { columns, dtype, segments, .. } = *options.at();
+        let fits = (columns as usize) < ROOM && (segments as usize) < ROOM / columns.max(1) as usize;
+        let count = if fits { u64::from(segments.max(1)) } else { 0 };
+        let mut data = vec![0_u64; ROOM];
+        let mine = Tensor {
+            data: data.as_mut_ptr().cast(),
+            rows: count,
+            columns: columns.into(),
+            dtype,
+            reserved: 0,
+        };
+        let (mut rows, mut shares, mut output) = (null_mut(), null_mut(), null_mut());
+        let gathered = sidelane_all_gather(collective, &mine, &mut rows, &mut shares);
+        let mut statuses = vec![built, gathered];
+        if gathered == Status::SIDELANE_OK {
+            let mut info = Struct::new::<SharesInfo>(&[], spoilt);
+            let asked = sidelane_shares_info(shares, info.at());
+            assert!(asked == Status::SIDELANE_OK || spoilt.size != 0);
+            statuses.push(sidelane_shares_output(shares, &mut output));
+            let summed = sidelane_reduce_scatter(collective, output, null(), shares, &mine);
+            statuses.push(if dtype == SIDELANE_DTYPE_BYTES { Status::SIDELANE_OK } else { summed });
+        }
+        for closed in
+            [sidelane_rows_close(rows), sidelane_shares_close(shares), sidelane_collective_close(collective)]
+        {
+            assert_eq!(closed, Status::SIDELANE_OK);
+        }
+        statuses
+    }
+}
+
+/// Takes losses of two tokens, or of none.
+fn losses(spoilt: &Spoilt) -> Vec<Status> {
+    const EVEN: [f32; 8] = [0.0; 8];
+    const FIRST: [i32; 4] = [0, 1, 2, 3];
+    let mut balance = Struct::new::<Balance>(&[0x3f80_0000], spoilt);
+    let mut of_balance = Struct::empty::<BalanceInput>();
+    let mut noised = Struct::empty::<ImportanceInput>();
+    let (mut loss, mut gradient, mut counts) = (0.0, [0.0; 8], [0.0; 64]);
+    let number = |nth: usize| spoilt.words.get(nth).map_or(0, |&(_, word)| word);
+    // SAFETY: the arrays are as large as is said: 64 counts are more than any number of parts that two tokens have.
+    unsafe {
+        let input: &mut BalanceInput = &mut *of_balance.at();
+        let tokens = if number(4) % 3 == 2 { 0 } else { 2 };
+        (input.logits, input.tokens, input.choices) = (EVEN.as_ptr(), tokens, FIRST.as_ptr());
+        (input.experts, input.top_k) = (4, 1 + number(0) % 2);
+        let input: &mut ImportanceInput = &mut *noised.at();
+        (input.logits, input.tokens, input.choices) = (EVEN.as_ptr(), 2, FIRST.as_ptr());
+        (input.experts, input.top_k, input.noise) = (4, 2, f32::from_bits(number(1)));
+        input.coefficient = f32::from_bits(number(2));
+        let counted = match (*balance.at::<Balance>()).parts {
+            0..16 => sidelane_balance_counts(balance.at(), of_balance.at(), counts.as_mut_ptr()),
+            _ => Status::SIDELANE_OK,
+        };
+        sidelane_importance_loss(noised.at(), &mut loss, gradient.as_mut_ptr());
+        sidelane_z_loss(
+            f32::from_bits(number(3)),
+            EVEN.as_ptr(),
+            2,
+            4,
+            null(),
+            &mut loss,
+            gradient.as_mut_ptr(),
+        );
+        vec![counted, sidelane_balance_loss(balance.at(), of_balance.at(), &mut loss, gradient.as_mut_ptr())]
+    }
+}
+
 /// Asks for information in structs of any size.
 fn infos(world: *mut World, group: *mut Group, spoilt: &Spoilt) -> Vec<Status> {
     let mut of_world = Struct::new::<WorldInfo>(&[], spoilt);
     let mut of_group = Struct::new::<GroupInfo>(&[], spoilt);
     let mut preset = Struct::new::<RouterConfig>(&[], spoilt);
+    let mut balance = Struct::new::<Balance>(&[], spoilt);
     let name: Vec<c_char> = spoilt.words.iter().map(|&(_, word)| word as c_char).chain([0]).collect();
     let (experts, top_k) = spoilt.words.first().map_or((8, 2), |&(place, word)| (word, place as u32));
     // SAFETY: the structs are as large as any size that is read or written; the name ends with a zero.
@@ -355,6 +440,7 @@ fn infos(world: *mut World, group: *mut Group, spoilt: &Spoilt) -> Vec<Status> {
             sidelane_group_info(group, of_group.at()),
             sidelane_gate_preset(name.as_ptr(), experts, top_k, preset.at()),
             sidelane_gate_preset(c"deepseek_v3".as_ptr(), experts, top_k, preset.at()),
+            sidelane_balance_preset(c"tutel".as_ptr(), balance.at()),
             sidelane_world_previous_ranks(world, null_mut(), experts),
         ]
     }
@@ -363,6 +449,7 @@ fn infos(world: *mut World, group: *mut Group, spoilt: &Spoilt) -> Vec<Status> {
 /// Handles that nobody gave.
 fn strangers(numbers: [u64; 4]) -> Vec<Status> {
     let mut info = Struct::empty::<HandleInfo>();
+    let mut of_shares = Struct::empty::<SharesInfo>();
     let mut statuses = Vec::new();
     for number in numbers {
         // All kinds of places, generations and objects.
@@ -380,6 +467,8 @@ fn strangers(numbers: [u64; 4]) -> Vec<Status> {
                     sidelane_planned_dispatch_start(stranger as *mut Planned, null(), null(), null_mut()),
                     sidelane_planned_combine_finish(stranger as *mut PlannedCombine, null_mut()),
                     sidelane_slots_synchronize(stranger as *mut Slots, stranger as *mut Stream),
+                    sidelane_shares_info(stranger as *mut Shares, of_shares.at()),
+                    sidelane_collective_close(stranger as *mut Collective),
                 ]
             };
             for status in refused {

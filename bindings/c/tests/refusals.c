@@ -176,6 +176,40 @@ static void dispatches(void) {
     a_round_works();
 }
 
+// The layout first, rows later, twice.
+static void prepares(void) {
+    sidelane_handle_t *handle;
+    static const int32_t unknown[TOKENS * TOP_K] = {0, 3, 1, 4, 3, 0};
+    sidelane_routing_t wrong = routing;
+    wrong.experts = unknown;
+    REFUSED_ON_BOTH(sidelane_ep_prepare(ep, rank == 1 ? NULL : &routing, &handle), SIDELANE_ERROR_ARGUMENT, "routing is NULL",
+                    SIDELANE_ERROR_CALL, "input of rank 1 was refused");
+    REFUSED_ON_BOTH(sidelane_ep_prepare(ep, rank == 1 ? &wrong : &routing, &handle), SIDELANE_ERROR_PLAN, "out of range",
+                    SIDELANE_ERROR_CALL, "input of rank 1 was refused");
+    REFUSED_ON_BOTH(sidelane_ep_prepare(ep, &routing, rank == 1 ? NULL : &handle), SIDELANE_ERROR_ARGUMENT, "handle is NULL",
+                    SIDELANE_ERROR_CALL, "input of rank 1 was refused");
+    CHECK(sidelane_ep_prepare(ep, &routing, &handle));
+    sidelane_handle_info_t layout = {.size = sizeof layout};
+    CHECK(sidelane_handle_info(handle, &layout));
+    REQUIRE(layout.rows == 6 && layout.tokens_per_expert[0] + layout.tokens_per_expert[1] == 6);
+    sidelane_report_t report = {.size = sizeof report};
+    CHECK(sidelane_handle_report(handle, &report));
+    REQUIRE(report.moved.rows == 0);
+    for (int again = 0; again < 2; again++) {
+        sidelane_rows_t *rows;
+        CHECK(sidelane_ep_dispatch_cached(ep, &tx, handle, &rows));
+        sidelane_rows_info_t in = {.size = sizeof in};
+        CHECK(sidelane_rows_info(rows, &in));
+        sidelane_tensor_t same = {.data = in.data, .rows = in.rows, .columns = HIDDEN, .dtype = SIDELANE_DTYPE_F32};
+        memset(y, 0, sizeof y);
+        CHECK(sidelane_ep_combine(ep, NULL, &same, handle, &ty));
+        for (int i = 0; i < TOKENS * HIDDEN; i++) REQUIRE(y[i] == 2 * x[i]);
+        CHECK(sidelane_rows_close(rows));
+    }
+    CHECK(sidelane_handle_close(handle));
+    a_round_works();
+}
+
 // Nothing is no mistake.
 static void a_rank_without_tokens(void) {
     sidelane_rows_t *rows;
@@ -403,6 +437,7 @@ int main(void) {
     windows();
     ranks_that_build_differently();
     dispatches();
+    prepares();
     a_rank_without_tokens();
     combines();
     gradients();

@@ -15,14 +15,14 @@ use pyo3::prelude::*;
 use sidelane::Dtype;
 use sidelane::ep::{Contribution, ExpertOutput, ExpertRows};
 use sidelane::gate::Routing;
+use sidelane::memory::Pool;
 
 use crate::errors::{Wrong, raise};
 use crate::handle::{Handle, Shape};
 use crate::input::Input;
 use crate::parallel::ExpertParallel;
 use crate::slot::Slot;
-use crate::tensor::{Element, Kind, Memory, Tensor};
-use crate::wait::{self, Interrupt};
+use crate::tensor::{Element, Kind, Memory, Outputs, Tensor};
 use crate::world::Seat;
 
 /// Runs code for the element type of rows.
@@ -60,10 +60,48 @@ pub struct Tokens {
 
 /// What a call brings into a return.
 pub enum Brought {
-    /// An output buffer, which stays with its memory if the call is refused.
-    Buffer(ExpertOutput, Arc<Memory>),
+    /// The memory of an output buffer: it leaves it by [`with_buffer`].
+    Buffer(Arc<Memory>),
     /// Any tensor.
     Elsewhere(Input),
+}
+
+impl Brought {
+    /// Checks rows, and whether they are an output buffer of their owner's.
+    pub fn look(
+        y: &Bound<'_, PyAny>,
+        what: &'static str,
+        columns: usize,
+        (outputs, owner): (&Outputs, &str),
+    ) -> PyResult<Brought> {
+        let y = Input::new(y, what)?.columns(columns)?;
+        y.dtype()?;
+        let Some(memory) = outputs.find(&y) else { return Ok(Brought::Elsewhere(y)) };
+        if memory.is_owned() {
+            return Ok(Brought::Buffer(memory));
+        }
+        let message =
+            format!("{what}: this output buffer went into an earlier call: ask for {owner}.output() again");
+        Err(Wrong::Closed.error("UsedUp", &message, &[("tensor", what.into())]))
+    }
+}
+
+/// Makes a call with an output buffer. It leaves its memory only here, where nobody but the library can refuse the call,
+/// and is there `again` if that does.
+pub fn with_buffer<R>(
+    memory: &Memory,
+    again: impl FnOnce() -> Result<ExpertOutput, sidelane::Error>,
+    call: impl FnOnce(Contribution<'_>) -> Result<R, sidelane::Error>,
+) -> Result<R, sidelane::Error> {
+    // None if another thread has brought it meanwhile: then it is for the library to refuse.
+    let done = call(memory.take::<ExpertOutput>().map_or_else(unusable, Contribution::from));
+    if done.is_err()
+        && let Ok(mut again) = again()
+        && again.rows_mut::<u8>().is_ok_and(|rows| memory.is(rows.as_ptr() as usize, rows.len()))
+    {
+        memory.put_back(Box::new(again));
+    }
+    done
 }
 
 impl ExpertParallel {
@@ -83,8 +121,7 @@ impl ExpertParallel {
         py: Python<'_>,
         call: impl FnOnce(&mut sidelane::ExpertParallel) -> Result<T, sidelane::Error> + Send,
     ) -> PyResult<T> {
-        let world = self.seat.world()?;
-        self.slot.lend(|ep| wait::call(py, &world, Interrupt::Cancels, || call(ep)))
+        self.seat.call(py, &self.slot, call)
     }
 
     /// As [`ExpertParallel::call`], along a handle.
@@ -95,11 +132,7 @@ impl ExpertParallel {
         call: impl FnOnce(&mut sidelane::ExpertParallel, &sidelane::ep::Handle) -> Result<T, sidelane::Error>
         + Send,
     ) -> PyResult<T> {
-        let mut held = handle.slot.take()?;
-        let held_there = &mut held;
-        let done = self.call(py, move |ep| call(ep, held_there));
-        handle.slot.put_back(held);
-        done
+        handle.slot.lend(|held| self.call(py, |ep| call(ep, held)))
     }
 
     /// Checks tokens, ids and weights.
@@ -112,6 +145,15 @@ impl ExpertParallel {
         let kind = Kind::of(x);
         let x = Input::new(x, "x")?.columns(self.sent.0)?;
         let dtype = x.dtype()?;
+        Ok(Tokens { x, dtype, routing: self.routing(experts, weights)?, kind })
+    }
+
+    /// Checks ids and weights.
+    pub fn routing(
+        &self,
+        experts: &Bound<'_, PyAny>,
+        weights: &Bound<'_, PyAny>,
+    ) -> PyResult<Routing<'static>> {
         let top_k = self.shape.top_k;
         let ids = Input::new(experts, "experts")?.columns(top_k)?;
         let ids: Vec<i32> = match ids.element() {
@@ -124,24 +166,12 @@ impl ExpertParallel {
             _ => return Err(ids.unfit("int32 or int64")),
         };
         let weights = Input::new(weights, "weights")?.columns(top_k)?.of(Element::F32)?;
-        let routing = Routing::new(top_k as u32, ids, weights.slice::<f32>()?.to_vec()).map_err(raise)?;
-        Ok(Tokens { x, dtype, routing, kind })
+        Routing::new(top_k as u32, ids, weights.slice::<f32>()?.to_vec()).map_err(raise)
     }
 
     /// Checks expert outputs or gradients of rows.
     pub fn brought(&self, y: &Bound<'_, PyAny>, handle: &Handle, what: &'static str) -> PyResult<Brought> {
-        let y = Input::new(y, what)?.columns(self.shape.hidden)?;
-        y.dtype()?;
-        if let Some(memory) = handle.buffer_of(&y) {
-            let output = memory.take::<ExpertOutput>().ok_or_else(|| {
-                let message = format!(
-                    "{what}: this output buffer went into an earlier call: ask for handle.output() again"
-                );
-                Wrong::Closed.error("UsedUp", &message, &[("tensor", what.into())])
-            })?;
-            return Ok(Brought::Buffer(output, memory));
-        }
-        Ok(Brought::Elsewhere(y))
+        Brought::look(y, what, self.shape.hidden, (&handle.outputs, "handle"))
     }
 
     /// A return along a handle: combine, or the gradient of dispatch. `call` gets nothing where the input was refused.
@@ -162,14 +192,8 @@ impl ExpertParallel {
                 let rows = contribution(&rows)?;
                 self.along(py, handle, |ep, handle| call(ep, rows, handle))
             }
-            Ok(Brought::Buffer(output, memory)) => self.along(py, handle, |ep, handle| {
-                let done = call(ep, output.into(), handle);
-                if done.is_err()
-                    && let Ok(again) = handle.output()
-                {
-                    memory.put_back(Box::new(again));
-                }
-                done
+            Ok(Brought::Buffer(memory)) => self.along(py, handle, |ep, handle| {
+                with_buffer(&memory, || handle.output(), |rows| call(ep, rows, handle))
             }),
             Err(error) => {
                 let refused = self.along(py, handle, |ep, handle| call(ep, unusable(), handle));
@@ -187,7 +211,7 @@ impl ExpertParallel {
         sent: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
         let (columns, dtype) = if sent { self.sent } else { (self.shape.hidden, self.shape.dtype) };
-        rows_of(py, rows, kind, (columns, dtype), &self.shape)
+        rows_of(py, rows, kind, (columns, dtype), &self.shape.pool)
     }
 
     /// Enters a dispatch in which this rank's input is refused.
@@ -248,12 +272,12 @@ pub fn rows_of<'py>(
     mut rows: ExpertRows,
     kind: Kind,
     (columns, dtype): (usize, Dtype),
-    shape: &Shape,
+    pool: &Arc<Pool>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let count = rows.len() as usize;
     let bytes = rows.rows_mut::<u8>().map_err(raise)?;
     let (address, len) = (bytes.as_mut_ptr() as usize, bytes.len());
-    let memory = Memory::at(address, len, Box::new(rows), Some(Arc::clone(&shape.pool)));
+    let memory = Memory::at(address, len, Box::new(rows), Some(Arc::clone(pool)));
     kind.give(py, Tensor::new(memory, &[count, columns], dtype.into()))
 }
 

@@ -18,18 +18,26 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
+use sidelane::Dtype;
 use sidelane::device::{Driver, Event, Range, Stream};
 use sidelane::error::DeviceError;
 
 use crate::dlpack::Lent;
-use crate::errors::{Wrong, raise};
+use crate::errors::raise;
 use crate::input::Input;
 use crate::settings;
 use crate::slot::Maker;
+use crate::tensor::Element;
 
 /// As DLPack has them: the legacy default stream, and none.
 const LEGACY: usize = 1;
 const NO_STREAM: isize = -1;
+
+/// What a dispatch sends: tensors that are lent, and their memory.
+pub struct Sent {
+    pub inputs: [Input; 3],
+    pub ranges: [Range; 3],
+}
 
 /// The stream of an exchange, and what it still uses.
 pub struct OnStream {
@@ -103,6 +111,25 @@ impl OnStream {
         unsafe { Range::lent(self.stream.context(), input.what(), address, len as u64) }.map_err(raise)
     }
 
+    /// Borrows what a dispatch sends: `x`, experts and weights.
+    ///
+    /// # Errors
+    /// As [`OnStream::borrow`] and [`OnStream::range`].
+    pub fn tokens(
+        &self,
+        [x, experts, weights]: [&Bound<'_, PyAny>; 3],
+        (hidden, dtype): (usize, Dtype),
+        top_k: usize,
+    ) -> PyResult<Sent> {
+        let inputs = [
+            self.borrow(x, "x")?.columns(hidden)?.of(dtype.into())?,
+            self.borrow(experts, "experts")?.columns(top_k)?.of(Element::I32)?,
+            self.borrow(weights, "weights")?.columns(top_k)?.of(Element::F32)?,
+        ];
+        let [x, experts, weights] = &inputs;
+        Ok(Sent { ranges: [self.range(x)?, self.range(experts)?, self.range(weights)?], inputs })
+    }
+
     /// Keeps what the stream was just given until it has come past. A graph may come back to it: that is kept for good.
     pub fn keep(&self, inputs: impl IntoIterator<Item = Input>) -> Result<(), DeviceError> {
         let lent: Vec<Lent> = inputs.into_iter().map(Input::into_lent).collect();
@@ -135,7 +162,9 @@ impl OnStream {
             Some(NO_STREAM) => return Ok(()),
             None => LEGACY,
             Some(number) => usize::try_from(number)
-                .map_err(|_| PyBufferError::new_err(format!("{number} is no stream of CUDA")))?,
+                .ok()
+                .filter(|&number| number > 0)
+                .ok_or_else(|| PyBufferError::new_err(format!("{number} is no stream of CUDA")))?,
         };
         if consumer == self.handle().max(LEGACY) {
             return Ok(());
@@ -149,7 +178,9 @@ impl OnStream {
             event.record(&self.stream)?;
             theirs.wait_event(&event)
         };
-        order().map_err(raise)
+        order().map_err(|error| {
+            PyBufferError::new_err(format!("stream {consumer} cannot wait for this memory's: {error}"))
+        })
     }
 }
 
@@ -190,9 +221,4 @@ fn of_torch(py: Python<'_>, device: Option<u32>) -> PyResult<(u32, usize)> {
     };
     let stream = cuda.call_method1("current_stream", (device,))?;
     Ok((device, stream.getattr("cuda_stream")?.extract()?))
-}
-
-/// That a call was used up.
-pub fn used_up(what: &str) -> PyErr {
-    Wrong::Closed.error("UsedUp", &format!("this {what} was used up by an earlier call"), &[])
 }

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use sidelane::gate::{Call, Draw, GateConfig, Preset};
+use sidelane::gate::{Call, Draw, GateConfig, Preset, WeightsInput, weights_backward};
 
 use crate::errors::raise;
 use crate::input::Input;
@@ -23,10 +23,45 @@ pub fn presets() -> Vec<&'static str> {
 /// The configuration of a system, as a dictionary.
 #[pyfunction]
 pub fn preset<'py>(py: Python<'py>, name: &str, experts: u32, top_k: u32) -> PyResult<Bound<'py, PyAny>> {
-    let preset: Preset = name
-        .parse()
-        .map_err(|error: sidelane::gate::PresetError| settings::wrong("preset", &error.to_string()))?;
-    Ok(pythonize::pythonize(py, &preset.config(experts, top_k).map_err(raise)?)?)
+    Ok(pythonize::pythonize(py, &preset_of(name)?.config(experts, top_k).map_err(raise)?)?)
+}
+
+/// A preset by its name.
+pub fn preset_of(name: &str) -> PyResult<Preset> {
+    let unknown = |error: sidelane::gate::PresetError| settings::wrong("preset", &error.to_string());
+    name.parse().map_err(unknown)
+}
+
+/// What a gate is asked, while tensors are lent.
+struct Asked {
+    logits: Input,
+    bias: Option<Input>,
+    deviation: Option<Input>,
+    used: Option<Vec<bool>>,
+    replay: Option<Input>,
+    needed: Option<u32>,
+    training: bool,
+    draw: Draw,
+}
+
+impl Asked {
+    fn call(&self) -> PyResult<Call<'_>> {
+        Ok(Call {
+            logits: self.logits.slice()?,
+            bias: self.bias.as_ref().map(Input::slice).transpose()?,
+            deviation: self.deviation.as_ref().map(Input::slice).transpose()?,
+            used: self.used.as_deref(),
+            replay: self.replay.as_ref().map(Input::slice).transpose()?,
+            needed: self.needed,
+            training: self.training,
+            draw: self.draw,
+        })
+    }
+}
+
+/// A tensor of this type, if there is one.
+fn lent(object: Option<&Bound<'_, PyAny>>, what: &'static str, element: Element) -> PyResult<Option<Input>> {
+    object.map(|object| Input::new(object, what)?.of(element)).transpose()
 }
 
 /// A router. Of calls of one size only the first allocates.
@@ -56,7 +91,8 @@ impl Gate {
 
     /// Decides for all tokens: `logits` [tokens, experts], float32.
     #[pyo3(signature = (
-        logits, *, bias=None, used=None, replay=None, needed=None, training=false, seed=0, step=0, rank=0
+        logits, *, bias=None, deviation=None, used=None, replay=None, needed=None, training=false, seed=0, step=0,
+        rank=0
     ))]
     #[expect(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn route(
@@ -64,6 +100,7 @@ impl Gate {
         py: Python<'_>,
         logits: &Bound<'_, PyAny>,
         bias: Option<&Bound<'_, PyAny>>,
+        deviation: Option<&Bound<'_, PyAny>>,
         used: Option<Vec<bool>>,
         replay: Option<&Bound<'_, PyAny>>,
         needed: Option<u32>,
@@ -73,23 +110,87 @@ impl Gate {
         rank: u32,
     ) -> PyResult<Decision> {
         let kind = Kind::of(logits);
-        let logits = Input::new(logits, "logits")?.columns(self.experts)?.of(Element::F32)?;
-        let bias = bias.map(|bias| Input::new(bias, "bias")?.of(Element::F32)).transpose()?;
-        let replay = replay.map(|ids| Input::new(ids, "replay")?.of(Element::I32)).transpose()?;
-        let call = Call {
-            logits: logits.slice()?,
-            bias: bias.as_ref().map(Input::slice).transpose()?,
-            used: used.as_deref(),
-            replay: replay.as_ref().map(Input::slice).transpose()?,
+        let asked = Asked {
+            logits: self.logits(logits)?,
+            bias: lent(bias, "bias", Element::F32)?,
+            deviation: lent(deviation, "deviation", Element::F32)?,
+            used,
+            replay: lent(replay, "replay", Element::I32)?,
             needed,
             training,
             draw: Draw { seed, step, rank },
-            ..Call::default()
         };
+        let call = asked.call()?;
         let decision = self.slot.lend(|gate| {
             py.detach(|| gate.route(&call).cloned().map_err(sidelane::Error::from)).map_err(raise)
         })?;
         Ok(Decision { decision: Arc::new(decision), kind, top_k: self.top_k })
+    }
+
+    /// The logits that choose in a call, noise and all, [tokens, experts].
+    #[pyo3(signature = (logits, *, deviation=None, training=false, seed=0, step=0, rank=0))]
+    #[expect(clippy::too_many_arguments, reason = "they are Python's keywords")]
+    fn noisy_logits<'py>(
+        &self,
+        py: Python<'py>,
+        logits: &Bound<'py, PyAny>,
+        deviation: Option<&Bound<'py, PyAny>>,
+        training: bool,
+        seed: u64,
+        step: u64,
+        rank: u32,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let kind = Kind::of(logits);
+        let asked = Asked {
+            logits: self.logits(logits)?,
+            bias: None,
+            deviation: lent(deviation, "deviation", Element::F32)?,
+            used: None,
+            replay: None,
+            needed: None,
+            training,
+            draw: Draw { seed, step, rank },
+        };
+        let call = asked.call()?;
+        let mut noisy = vec![0.0; call.logits.len()];
+        self.slot.lend(|gate| py.detach(|| gate.noisy_logits(&call, &mut noisy)).map_err(raise))?;
+        kind.give(py, Tensor::of(noisy, asked.logits.shape(), Element::F32))
+    }
+
+    /// From the gradient of the routing weights [tokens, top_k] to that of the logits [tokens, experts].
+    fn weights_backward<'py>(
+        &self,
+        py: Python<'py>,
+        logits: &Bound<'py, PyAny>,
+        choices: &Bound<'py, PyAny>,
+        experts: &Bound<'py, PyAny>,
+        gradients: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let kind = Kind::of(logits);
+        let of_choices = |object: &Bound<'py, PyAny>, what, element| {
+            Input::new(object, what)?.columns(self.top_k)?.of(element)
+        };
+        let logits = self.logits(logits)?;
+        let choices = of_choices(choices, "choices", Element::I32)?;
+        let experts = of_choices(experts, "experts", Element::I32)?;
+        let gradients = of_choices(gradients, "gradients", Element::F32)?;
+        let input = WeightsInput {
+            logits: logits.slice()?,
+            choices: choices.slice()?,
+            experts: experts.slice()?,
+            d_weights: gradients.slice()?,
+        };
+        let mut d_logits = vec![0.0; logits.len()];
+        self.slot.lend(|gate| {
+            py.detach(|| weights_backward(gate.config(), &input, &mut d_logits)).map_err(raise)
+        })?;
+        kind.give(py, Tensor::of(d_logits, logits.shape(), Element::F32))
+    }
+}
+
+impl Gate {
+    fn logits(&self, logits: &Bound<'_, PyAny>) -> PyResult<Input> {
+        Input::new(logits, "logits")?.columns(self.experts)?.of(Element::F32)
     }
 }
 

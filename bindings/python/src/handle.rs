@@ -1,16 +1,14 @@
 //! Handles: what a dispatch leaves to the calls that follow it.
 
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::Arc;
 
 use pyo3::prelude::*;
 use sidelane::Dtype;
-use sidelane::ep::ExpertOutput;
 use sidelane::memory::Pool;
 
 use crate::errors::raise;
-use crate::input::Input;
 use crate::slot::Slot;
-use crate::tensor::{Element, Kind, Memory, Tensor};
+use crate::tensor::{Element, Kind, Outputs, Tensor};
 
 /// What is the same for all rows of an `ExpertParallel`.
 #[derive(Clone)]
@@ -35,7 +33,7 @@ pub struct Handle {
     shape: Shape,
     kind: Kind,
     /// Output buffers that Python has.
-    outputs: Mutex<Vec<Weak<Memory>>>,
+    pub outputs: Outputs,
     #[pyo3(get)]
     rows: usize,
     #[pyo3(get)]
@@ -46,15 +44,7 @@ impl Handle {
     /// Of a dispatch whose tokens were of this kind.
     pub fn new(handle: sidelane::ep::Handle, shape: Shape, kind: Kind) -> Self {
         let (rows, tokens) = (handle.rows() as usize, handle.tokens() as usize);
-        Handle { slot: Slot::new("handle", handle), shape, kind, outputs: Mutex::default(), rows, tokens }
-    }
-
-    /// The output buffer that a tensor is, if it is all of one.
-    pub fn buffer_of(&self, tensor: &Input) -> Option<Arc<Memory>> {
-        let (address, bytes) = tensor.place();
-        let mut outputs = self.outputs.lock().unwrap_or_else(PoisonError::into_inner);
-        outputs.retain(|memory| memory.strong_count() > 0);
-        outputs.iter().filter_map(Weak::upgrade).find(|memory| bytes > 0 && memory.is(address, bytes))
+        Handle { slot: Slot::new("handle", handle), shape, kind, outputs: Outputs::default(), rows, tokens }
     }
 
     fn ask<'py, T>(
@@ -143,11 +133,8 @@ impl Handle {
 
     /// A buffer `[rows, hidden]` that a combine takes without a copy. Its contents are undefined.
     fn output<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let mut output: ExpertOutput = self.slot.lend(|handle| handle.output().map_err(raise))?;
-        let bytes = output.rows_mut::<u8>().map_err(raise)?;
-        let (address, len) = (bytes.as_mut_ptr() as usize, bytes.len());
-        let memory = Memory::at(address, len, Box::new(output), Some(Arc::clone(&self.shape.pool)));
-        self.outputs.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&memory));
+        let output = self.slot.lend(|handle| handle.output().map_err(raise))?;
+        let memory = self.outputs.of_host(output, &self.shape.pool)?;
         self.kind.give(py, Tensor::new(memory, &[self.rows, self.shape.hidden], self.shape.dtype.into()))
     }
 

@@ -203,7 +203,7 @@ impl Input {
             Element::F16 => Ok(Dtype::F16),
             Element::Bf16 => Ok(Dtype::Bf16),
             Element::U8 => Ok(Dtype::Bytes),
-            Element::I32 | Element::I64 | Element::Bool => {
+            Element::I32 | Element::I64 | Element::F64 | Element::Bool => {
                 Err(self.unfit("float32, bfloat16, float16 or uint8"))
             }
         }

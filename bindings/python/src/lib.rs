@@ -18,16 +18,19 @@
 //! | [`errors`] | the library's errors as exceptions with their fields |
 //! | [`wait`], [`calls`] | calls that wait; those of `ExpertParallel` |
 //! | [`slot`] | values that are lent to calls; closed worlds, forked processes |
-//! | [`world`], [`window`], [`parallel`], [`pending`], [`handle`], [`gate`] | the classes, in memory of the host |
+//! | [`world`], [`window`], [`parallel`], [`pending`], [`handle`], [`collective`] | the classes, in memory of the host |
+//! | [`gate`], [`losses`] | routers, and what they are trained by |
 //! | [`planned`], [`planned_handle`], [`slots`] | the classes, in memory of devices |
 
 mod calls;
+mod collective;
 mod device;
 mod dlpack;
 mod errors;
 mod gate;
 mod handle;
 mod input;
+mod losses;
 mod parallel;
 mod pending;
 mod planned;
@@ -51,6 +54,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<pending::PendingDispatch>()?;
     module.add_class::<pending::PendingCombine>()?;
     module.add_class::<handle::Handle>()?;
+    module.add_class::<collective::Collective>()?;
+    module.add_class::<collective::Shares>()?;
     module.add_class::<tensor::Tensor>()?;
     module.add_class::<planned::PlannedExchange>()?;
     module.add_class::<planned::PlannedDispatch>()?;
@@ -61,6 +66,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<gate::Decision>()?;
     module.add_function(wrap_pyfunction!(gate::preset, module)?)?;
     module.add_function(wrap_pyfunction!(gate::presets, module)?)?;
+    losses::add(module)?;
     module.add_function(wrap_pyfunction!(world::close_all, module)?)?;
     Ok(())
 }

@@ -7,7 +7,7 @@ use sidelane::Dtype;
 use sidelane::ep::ExpertParallelBuilder;
 use sidelane::plan::{ExpertMap, Mode, Overflow, RowLayout};
 
-use crate::calls::{Rows, Tokens, first, typed, typed_mut, typed_rows, unusable};
+use crate::calls::{Rows, Tokens, first, other_routing, typed, typed_mut, typed_rows, unusable};
 use crate::errors::raise;
 use crate::handle::{Handle, Shape};
 use crate::input::Input;
@@ -68,7 +68,7 @@ impl ExpertParallel {
         let group = group_of(group)?;
         let (seat, members) = (group.get().seat(), group.get().get()?);
         let blank = sidelane::ExpertParallel::builder(&members).map_err(raise)?;
-        let set = || -> PyResult<(ExpertParallelBuilder<'_>, Dtype, bool)> {
+        let set = || -> PyResult<(ExpertParallelBuilder<'_>, (Dtype, bool))> {
             let dtype = dtype.map_or(Ok(Dtype::Bf16), settings::dtype)?;
             let rows: RowLayout = settings::word("layout", layout)?;
             let overflow: Overflow = settings::word("overflow", overflow)?;
@@ -78,7 +78,7 @@ impl ExpertParallel {
                 (None, Some(rows)) => Mode::Slots { rows, overflow },
                 (Some(_), Some(_)) => return Err(settings::wrong("slots", "not with a budget")),
             };
-            let mut builder = blank
+            let builder = blank
                 .clone()
                 .top_k(top_k)
                 .hidden(hidden)
@@ -94,30 +94,14 @@ impl ExpertParallel {
                 .spans(spans)
                 .fp8(fp8)
                 .mode(mode);
-            match (experts, expert_map) {
-                (Some(experts), None) => builder = builder.experts(experts),
-                (experts, Some(held)) => builder = builder.expert_map(map(experts, &held)?),
-                (None, None) => {
-                    return Err(settings::wrong("experts", "needed, unless there is an expert_map"));
-                }
-            }
-            Ok((builder, dtype, rows == RowLayout::RankMajor))
+            Ok((placed(builder, experts, expert_map.as_deref())?, (dtype, rows == RowLayout::RankMajor)))
         };
-        let (builder, dtype, rank_major) = match set() {
-            Ok(set) => set,
-            Err(error) => {
-                // Refused by the library, so that the others are told.
-                let refused = seat.meeting(py, || blank.clone().top_k(0).build());
-                return Err(first(py, refused, error));
-            }
-        };
-        let ep = seat.meeting(py, || builder.build())?;
-        let shape = Shape { hidden, dtype, top_k: top_k as usize, rank_major, pool: Arc::clone(ep.pool()) };
-        let sent = ep.record().map_or((hidden, dtype), |record| (record.bytes(), Dtype::Bytes));
-        let (rank, size) = (ep.rank(), ep.size());
-        let slot = Arc::new(Slot::new("ExpertParallel", ep));
-        let child = Arc::downgrade(&slot);
-        seat.adopt(child);
+        let (slot, (dtype, rank_major)) =
+            seat.build(py, "ExpertParallel", set(), || no_layer(&members), ExpertParallelBuilder::build)?;
+        let (pool, record) = slot.lend(|ep| Ok((Arc::clone(ep.pool()), ep.record())))?;
+        let shape = Shape { hidden, dtype, top_k: top_k as usize, rank_major, pool };
+        let sent = record.map_or((hidden, dtype), |record| (record.bytes(), Dtype::Bytes));
+        let (rank, size) = (members.rank(), members.size());
         Ok(ExpertParallel { seat: Arc::clone(seat), slot, shape, sent, rank, size, weighted })
     }
 
@@ -187,6 +171,24 @@ impl ExpertParallel {
         });
         let handle = Handle::new(handle, self.shape.clone(), kind);
         Ok((self.rows(py, rows, kind, true)?, handle))
+    }
+
+    /// The layout of a dispatch, before its rows: `dispatch_cached` brings them.
+    fn prepare(
+        &self,
+        py: Python<'_>,
+        experts: &Bound<'_, PyAny>,
+        weights: &Bound<'_, PyAny>,
+    ) -> PyResult<Handle> {
+        let handle = match self.routing(experts, weights) {
+            Ok(routing) => self.call(py, |ep| ep.prepare(&routing))?,
+            Err(error) => {
+                let top_k = self.shape.top_k;
+                let refused = self.call(py, |ep| ep.prepare(&other_routing(top_k)?).map(drop));
+                return Err(first(py, refused, error));
+            }
+        };
+        Ok(Handle::new(handle, self.shape.clone(), Kind::of(weights)))
     }
 
     /// First half of `dispatch`. `x` must not change before the second.
@@ -349,8 +351,34 @@ pub fn group_of<'py>(group: &Bound<'py, PyAny>) -> PyResult<Bound<'py, Group>> {
     }
 }
 
+/// A layer that no rank can build: of tokens that choose nobody.
+pub fn no_layer(members: &sidelane::Group) -> Result<(), sidelane::Error> {
+    sidelane::ExpertParallel::builder(members)?.top_k(0).build().map(drop)
+}
+
+/// Says how many experts there are, and where.
+pub fn placed<'g>(
+    builder: ExpertParallelBuilder<'g>,
+    experts: Option<u32>,
+    held: Option<&[Vec<u32>]>,
+) -> PyResult<ExpertParallelBuilder<'g>> {
+    Ok(match map_of(experts, held)? {
+        Some(map) => builder.expert_map(map),
+        None => builder.experts(experts.unwrap_or_default()),
+    })
+}
+
+/// The map, if it is not that of so many experts in contiguous blocks.
+pub fn map_of(experts: Option<u32>, held: Option<&[Vec<u32>]>) -> PyResult<Option<ExpertMap>> {
+    match (experts, held) {
+        (experts, Some(held)) => map(experts, held).map(Some),
+        (Some(_), None) => Ok(None),
+        (None, None) => Err(settings::wrong("experts", "needed, unless there is an expert_map")),
+    }
+}
+
 /// The map by the experts that each rank holds; as many experts as are named, unless it is said.
-pub fn map(experts: Option<u32>, held: &[Vec<u32>]) -> PyResult<ExpertMap> {
+fn map(experts: Option<u32>, held: &[Vec<u32>]) -> PyResult<ExpertMap> {
     let named = held.iter().flatten().max().map_or(0, |&last| last.saturating_add(1));
     ExpertMap::from_slots(experts.unwrap_or(named), held).map_err(raise)
 }

@@ -11,7 +11,7 @@ use sidelane::Dtype;
 use sidelane::ep::{PendingCombine as StartedCombine, PendingDispatch as StartedDispatch};
 use sidelane::gate::Routing;
 
-use crate::calls::{Brought, Tokens, contribution, rows_of, typed};
+use crate::calls::{Brought, Tokens, contribution, rows_of, typed, with_buffer};
 use crate::errors::{Wrong, raise};
 use crate::handle::{Handle, Shape};
 use crate::input::Input;
@@ -133,7 +133,7 @@ impl PendingDispatch {
         self.home.slot.put_back(cell.into_owner().ep.into_inner());
         let (rows, handle) = done?.ok_or_else(used_up)?;
         let handle = Handle::new(handle, self.home.shape.clone(), self.home.kind);
-        Ok((rows_of(py, rows, self.home.kind, self.sent, &self.home.shape)?, handle))
+        Ok((rows_of(py, rows, self.home.kind, self.sent, &self.home.shape.pool)?, handle))
     }
 }
 
@@ -183,7 +183,9 @@ impl PendingCombine {
                 let ep = ep.borrow_mut();
                 let started = match brought {
                     Brought::Elsewhere(rows) => ep.start_combine(contribution(&rows)?, handle),
-                    Brought::Buffer(output, _) => ep.start_combine(output, handle),
+                    Brought::Buffer(memory) => {
+                        with_buffer(&memory, || handle.output(), |rows| ep.start_combine(rows, handle))
+                    }
                 };
                 started.map(Some).map_err(raise)
             }))

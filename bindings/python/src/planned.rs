@@ -3,7 +3,7 @@
 //! Nothing here waits for the stream. A dispatch is enqueued; `finish` waits until all ranks have said how many rows they have,
 //! without the GIL, and Ctrl-C ends it.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use pyo3::prelude::*;
 use sidelane::ep::planned::{self, PlannedBuilder, PlannedOutput};
@@ -11,16 +11,19 @@ use sidelane::plan::{Mode, Overflow};
 use sidelane::{Dtype, ExpertParallel};
 
 use crate::calls::first;
-use crate::device::{OnStream, nowhere, used_up};
+use crate::device::{OnStream, nowhere};
 use crate::errors::raise;
 use crate::input::Input;
-use crate::parallel::{group_of, map};
+use crate::parallel::{group_of, no_layer, placed};
 use crate::planned_handle::{self, PlannedHandle};
 use crate::settings;
-use crate::slot::Slot;
+use crate::slot::{Once, Slot, used_up};
 use crate::tensor::{Element, Kind, Memory};
 use crate::wait::{self, Interrupt};
 use crate::world::Seat;
+
+/// What outputs are called in errors.
+const BUFFER: &str = "output buffer";
 
 /// What is the same for all rows of an exchange.
 #[derive(Clone)]
@@ -33,6 +36,14 @@ pub struct Shape {
     pub top_k: usize,
     /// Where they lie.
     pub on: Arc<OnStream>,
+}
+
+/// What a combine brings.
+enum Brought {
+    /// The memory of an output buffer, which leaves it when the call is made.
+    Buffer(Arc<Memory>),
+    /// An output that a tensor was copied to.
+    Copied(PlannedOutput),
 }
 
 /// MoE dispatch and combine over a group of ranks, on a stream of a GPU.
@@ -54,8 +65,7 @@ impl PlannedExchange {
         py: Python<'_>,
         call: impl FnOnce(&mut planned::PlannedExchange) -> Result<T, sidelane::Error> + Send,
     ) -> PyResult<T> {
-        let world = self.seat.world()?;
-        self.slot.lend(|exchange| wait::call(py, &world, Interrupt::Cancels, || call(exchange)))
+        self.seat.call(py, &self.slot, call)
     }
 
     /// Enters a dispatch in which this rank's input is refused: the others are told.
@@ -65,27 +75,16 @@ impl PlannedExchange {
         first(py, self.call(py, |exchange| exchange.dispatch(tokens).map(drop)), error)
     }
 
-    /// The same of a combine, with whatever output there is.
-    fn refuse_combine(
-        &self,
-        py: Python<'_>,
-        y: Option<PlannedOutput>,
-        handle: &PlannedHandle,
-        error: PyErr,
-    ) -> PyErr {
-        let nowhere = nowhere();
-        let refused = handle.slot.lend(|layout| {
-            let y = y.map_or_else(|| layout.output(), Ok);
-            self.call(py, |exchange| exchange.combine(y?, layout, &nowhere).map(drop))
-        });
+    /// The same of a combine.
+    fn refuse_combine(&self, py: Python<'_>, handle: &PlannedHandle, error: PyErr) -> PyErr {
+        let refused = handle.slot.lend(|layout| self.call(py, |exchange| exchange.refuse_combine(layout)));
         first(py, refused, error)
     }
 
     /// The output that a tensor is, or one that it is copied to.
-    fn brought(&self, y: &Input, handle: &PlannedHandle) -> PyResult<(PlannedOutput, Option<Arc<Memory>>)> {
-        if let Some(memory) = handle.buffer_of(y) {
-            let output = memory.take::<PlannedOutput>().ok_or_else(|| used_up("output buffer"))?;
-            return Ok((output, Some(memory)));
+    fn brought(&self, y: &Input, handle: &PlannedHandle) -> PyResult<Brought> {
+        if let Some(memory) = handle.outputs.find(y) {
+            return if memory.is_owned() { Ok(Brought::Buffer(memory)) } else { Err(used_up(BUFFER)) };
         }
         let from = self.shape.on.range(y)?;
         let output = handle.slot.lend(|layout| layout.output().map_err(raise))?;
@@ -94,7 +93,7 @@ impl PlannedExchange {
         let copied = to.span(0, len).and_then(|to| self.shape.on.stream().copy(to, from.span(0, len)?));
         copied.map_err(raise)?;
         handle.count_copied(len);
-        Ok((output, None))
+        Ok(Brought::Copied(output))
     }
 }
 
@@ -141,31 +140,15 @@ impl PlannedExchange {
                 .align(align)
                 .max_tokens(max_tokens)
                 .mode(mode);
-            let builder = match (experts, expert_map) {
-                (Some(experts), None) => builder.experts(experts),
-                (experts, Some(held)) => builder.expert_map(map(experts, &held)?),
-                (None, None) => {
-                    return Err(settings::wrong("experts", "needed, unless there is an expert_map"));
-                }
-            };
+            let builder = placed(builder, experts, expert_map.as_deref())?;
             let on = OnStream::open(py, device, stream)?;
             let shape = Shape { hidden, dtype, top_k: top_k as usize, on: Arc::clone(&on) };
             let builder = planned::PlannedExchange::builder(builder, Arc::clone(on.stream()));
             Ok((builder.seats(seats).pool(pool), shape))
         };
-        let (builder, shape) = match set() {
-            Ok(set) => set,
-            Err(error) => {
-                // Refused by the library, so that the others are told.
-                let refused = seat.meeting(py, || blank.clone().top_k(0).build());
-                return Err(first(py, refused, error));
-            }
-        };
-        let exchange = seat.meeting(py, || builder.build())?;
-        let (rank, size) = (exchange.rank(), exchange.size());
-        let slot = Arc::new(Slot::new("PlannedExchange", exchange));
-        let child = Arc::downgrade(&slot);
-        seat.adopt(child);
+        let (slot, shape) =
+            seat.build(py, "PlannedExchange", set(), || no_layer(&members), PlannedBuilder::build)?;
+        let (rank, size) = (members.rank(), members.size());
         Ok(PlannedExchange { seat: Arc::clone(seat), slot, shape, rank, size })
     }
 
@@ -206,25 +189,19 @@ impl PlannedExchange {
     ) -> PyResult<PlannedDispatch> {
         let on = &self.shape.on;
         let kind = Kind::of(x);
-        let checked = || -> PyResult<_> {
-            let x = on.borrow(x, "x")?.columns(self.shape.hidden)?.of(self.shape.dtype.into())?;
-            let experts = on.borrow(experts, "experts")?.columns(self.shape.top_k)?.of(Element::I32)?;
-            let weights = on.borrow(weights, "weights")?.columns(self.shape.top_k)?.of(Element::F32)?;
-            let ranges = (on.range(&x)?, on.range(&experts)?, on.range(&weights)?);
-            Ok(([x, experts, weights], ranges))
-        };
-        let (inputs, (x, experts, weights)) = match checked() {
-            Ok(checked) => checked,
+        let Shape { hidden, dtype, top_k, .. } = self.shape;
+        let sent = match on.tokens([x, experts, weights], (hidden, dtype), top_k) {
+            Ok(sent) => sent,
             Err(error) => return Err(self.refuse(py, error)),
         };
         let dispatch = self.call(py, |exchange| {
-            let tokens = planned::Tokens { x: &x, experts: &experts, weights: &weights };
-            let dispatch = exchange.dispatch(tokens);
-            on.keep(inputs)?;
+            let [x, experts, weights] = &sent.ranges;
+            let dispatch = exchange.dispatch(planned::Tokens { x, experts, weights });
+            on.keep(sent.inputs)?;
             dispatch
         })?;
         let (seat, shape) = (Arc::clone(&self.seat), self.shape.clone());
-        Ok(PlannedDispatch { seat, shape, kind, dispatch: Mutex::new(Some(dispatch)) })
+        Ok(PlannedDispatch { seat, shape, kind, dispatch: Once::new("dispatch", dispatch) })
     }
 
     /// The same, and its sizes: the rows of this rank's experts, and a handle.
@@ -253,25 +230,30 @@ impl PlannedExchange {
             on.borrow(object, what)?.columns(hidden)?.of(element)
         };
         let brought = wide(y, "y").and_then(|y| Ok((self.brought(&y, handle)?, y)));
-        let ((output, memory), y) = match brought {
+        let (brought, y) = match brought {
             Ok(brought) => brought,
-            Err(error) => return Err(self.refuse_combine(py, None, handle, error)),
+            Err(error) => return Err(self.refuse_combine(py, handle, error)),
         };
         let sums = wide(out, "out").and_then(Input::writable).and_then(|out| Ok((on.range(&out)?, out)));
         let (range, out) = match sums {
             Ok(sums) => sums,
-            Err(error) => return Err(self.refuse_combine(py, Some(output), handle, error)),
+            Err(error) => return Err(self.refuse_combine(py, handle, error)),
         };
         let combine = handle.slot.lend(|layout| {
             self.call(py, |exchange| {
+                let output = match brought {
+                    Brought::Buffer(memory) => memory.take::<PlannedOutput>(),
+                    Brought::Copied(output) => Some(output),
+                };
+                // Another thread may have brought it meanwhile.
+                let Some(output) = output else { return exchange.refuse_combine(layout).map(|_| None) };
                 let combine = exchange.combine(output, layout, &range);
                 on.keep([y, out])?;
-                combine
+                combine.map(Some)
             })
         })?;
-        // Whoever looks at the buffer once more looks at memory that is there.
-        drop(memory);
-        Ok(PlannedCombine { seat: Arc::clone(&self.seat), combine: Mutex::new(Some(combine)) })
+        let combine = Once::new("combine", combine.ok_or_else(|| used_up(BUFFER))?);
+        Ok(PlannedCombine { seat: Arc::clone(&self.seat), combine })
     }
 
     /// The same, of which nobody will ask how it went: gives `out`.
@@ -283,7 +265,7 @@ impl PlannedExchange {
         out: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let started = self.start_combine(py, y, handle, out)?;
-        take(&started.combine, "combine")?.accepted().map_err(raise)?;
+        started.combine.take()?.accepted().map_err(raise)?;
         Ok(out.clone())
     }
 
@@ -296,17 +278,13 @@ impl PlannedExchange {
     }
 }
 
-fn take<T>(held: &Mutex<Option<T>>, what: &str) -> PyResult<T> {
-    held.lock().unwrap_or_else(PoisonError::into_inner).take().ok_or_else(|| used_up(what))
-}
-
 /// A dispatch that is enqueued.
 #[pyclass(frozen, module = "sidelane")]
 pub struct PlannedDispatch {
     seat: Arc<Seat>,
     shape: Shape,
     kind: Kind,
-    dispatch: Mutex<Option<planned::PlannedDispatch>>,
+    dispatch: Once<planned::PlannedDispatch>,
 }
 
 #[pymethods]
@@ -314,16 +292,16 @@ impl PlannedDispatch {
     /// Waits until all ranks have said how many rows they have: not for the rows.
     fn finish<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, PlannedHandle)> {
         let world = self.seat.world()?;
-        let dispatch = take(&self.dispatch, "dispatch")?;
+        let dispatch = self.dispatch.take()?;
         let (rows, layout) = wait::call(py, &world, Interrupt::Cancels, || dispatch.finish())?;
-        planned_handle::give(py, rows, layout, &self.shape, self.kind)
+        planned_handle::give(py, rows, layout, &self.seat, &self.shape, self.kind)
     }
 
     /// With a budget: goes on without waiting. Sizes stand on the device.
     fn unfinished<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, PlannedHandle)> {
         self.seat.world()?;
-        let (rows, layout) = take(&self.dispatch, "dispatch")?.unfinished().map_err(raise)?;
-        planned_handle::give(py, rows, layout, &self.shape, self.kind)
+        let (rows, layout) = self.dispatch.take()?.unfinished().map_err(raise)?;
+        planned_handle::give(py, rows, layout, &self.seat, &self.shape, self.kind)
     }
 }
 
@@ -331,7 +309,7 @@ impl PlannedDispatch {
 #[pyclass(frozen, module = "sidelane")]
 pub struct PlannedCombine {
     seat: Arc<Seat>,
-    combine: Mutex<Option<planned::PlannedCombine>>,
+    combine: Once<planned::PlannedCombine>,
 }
 
 #[pymethods]
@@ -339,7 +317,7 @@ impl PlannedCombine {
     /// Waits until the rows are home, though not for their sums, and says how their bytes went.
     fn finish<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let world = self.seat.world()?;
-        let combine = take(&self.combine, "combine")?;
+        let combine = self.combine.take()?;
         let report = wait::call(py, &world, Interrupt::Cancels, || combine.finish())?;
         planned_handle::report(py, &report)
     }

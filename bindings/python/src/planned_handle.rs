@@ -1,7 +1,7 @@
 //! What a dispatch beside a stream leaves to the calls that follow it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -11,14 +11,16 @@ use sidelane::exec::Enqueued;
 use sidelane::world::{Detour, Registration};
 
 use crate::errors::raise;
-use crate::input::Input;
 use crate::planned::Shape;
 use crate::slot::Slot;
-use crate::tensor::{Element, Kind, Memory, Tensor};
+use crate::tensor::{Element, Kind, Memory, Outputs, Tensor};
+use crate::wait::{self, Interrupt};
+use crate::world::Seat;
 
 /// The placement of one dispatch.
 #[pyclass(frozen, module = "sidelane")]
 pub struct PlannedHandle {
+    seat: Arc<Seat>,
     /// Lent to calls along it.
     pub slot: Slot<Layout>,
     shape: Shape,
@@ -26,7 +28,7 @@ pub struct PlannedHandle {
     /// What was received, as long as somebody has it.
     received: Weak<PlannedRows>,
     /// Output buffers that Python has.
-    outputs: Mutex<Vec<Weak<Memory>>>,
+    pub outputs: Outputs,
     copied: AtomicU64,
     #[pyo3(get)]
     rows: usize,
@@ -39,6 +41,7 @@ pub fn give<'py>(
     py: Python<'py>,
     rows: PlannedRows,
     layout: Layout,
+    seat: &Arc<Seat>,
     shape: &Shape,
     kind: Kind,
 ) -> PyResult<(Bound<'py, PyAny>, PlannedHandle)> {
@@ -48,11 +51,12 @@ pub fn give<'py>(
     let shown = range.len() as usize / (shape.hidden * shape.dtype.size());
     let rows = lent(&range, &received, &[shown, shape.hidden], shape.dtype.into(), shape);
     let handle = PlannedHandle {
+        seat: Arc::clone(seat),
         slot: Slot::new("handle", layout),
         shape: shape.clone(),
         kind,
         received: Arc::downgrade(&received),
-        outputs: Mutex::default(),
+        outputs: Outputs::default(),
         copied: AtomicU64::new(0),
         rows: count,
         tokens,
@@ -74,24 +78,13 @@ fn lent(
 }
 
 impl PlannedHandle {
-    /// The output buffer that a tensor is, if it is all of one.
-    pub fn buffer_of(&self, tensor: &Input) -> Option<Arc<Memory>> {
-        let (address, bytes) = tensor.place();
-        let mut outputs = self.outputs.lock().unwrap_or_else(PoisonError::into_inner);
-        outputs.retain(|memory| memory.strong_count() > 0);
-        // With a budget all outputs of a handle have one place, those that a combine took among them.
-        let mut found: Vec<_> = outputs.iter().filter_map(Weak::upgrade).collect();
-        found.retain(|memory| bytes > 0 && memory.is(address, bytes));
-        let live = found.iter().position(|memory| memory.is_owned());
-        if found.is_empty() { None } else { Some(found.swap_remove(live.unwrap_or(0))) }
-    }
-
     /// That so many bytes of expert outputs were copied.
     pub fn count_copied(&self, bytes: u64) {
         self.copied.fetch_add(bytes, Ordering::Relaxed);
     }
 
     fn received(&self) -> PyResult<Arc<PlannedRows>> {
+        self.seat.world()?;
         self.received.upgrade().ok_or_else(|| {
             let message =
                 "the rows of this dispatch are gone, and what came with them: ask while you have them";
@@ -168,8 +161,7 @@ impl PlannedHandle {
         let output = self.slot.lend(|layout| layout.output().map_err(raise))?;
         let (address, len) = (output.rows().address() as usize, output.rows().len() as usize);
         let (hidden, dtype) = (self.shape.hidden, self.shape.dtype);
-        let memory = Memory::at(address, len, Box::new(output), None);
-        self.outputs.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&memory));
+        let memory = self.outputs.add(Memory::at(address, len, Box::new(output), None));
         let tensor = Tensor::new(memory, &[len / (hidden * dtype.size()), hidden], dtype.into());
         self.kind.give(py, tensor.on(&self.shape.on))
     }
@@ -186,9 +178,10 @@ impl PlannedHandle {
         self.slot.lend(|layout| Ok(layout.status().map_err(raise)?.address()))
     }
 
-    /// How the bytes of the dispatch went. Waits until its rows have landed.
+    /// How the bytes of the dispatch went. Waits until its rows have landed; Ctrl-C ends the wait, not the world.
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let said = self.slot.lend(|layout| py.detach(|| layout.report()).map_err(raise))?;
+        let world = self.seat.world()?;
+        let said = self.slot.lend(|layout| wait::call(py, &world, Interrupt::Ends, || layout.report()))?;
         report(py, &said)
     }
 

@@ -8,17 +8,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use sidelane::Dtype;
 use sidelane::device::Range;
+use sidelane::ep::stream::StreamExchangeBuilder;
 use sidelane::ep::{StreamExchange, StreamTokens};
 use sidelane::error::PlanError;
-use sidelane::plan::SlotShape;
-use sidelane::{Dtype, ExpertParallel};
+use sidelane::plan::{ExpertMap, SlotShape};
+use sidelane::world::{Detour, Registration};
 
-use crate::calls::first;
 use crate::device::OnStream;
 use crate::errors::raise;
 use crate::input::Input;
-use crate::parallel::{group_of, map};
+use crate::parallel::{group_of, map_of, no_layer};
 use crate::planned_handle::enqueued;
 use crate::settings;
 use crate::slot::Slot;
@@ -26,7 +27,7 @@ use crate::tensor::{Element, Memory, Tensor};
 use crate::wait::{self, Interrupt};
 use crate::world::Seat;
 
-/// MoE dispatch and combine over ranks of one node, in slots, on a stream of a GPU.
+/// MoE dispatch and combine in slots, on a stream of a GPU.
 #[pyclass(frozen, module = "sidelane")]
 pub struct SlotsExchange {
     seat: Arc<Seat>,
@@ -96,34 +97,21 @@ impl SlotsExchange {
         let (seat, members) = (group.get().seat(), group.get().get()?);
         let set = || -> PyResult<_> {
             let dtype = dtype.map_or(Ok(Dtype::Bf16), settings::dtype)?;
-            let map = match (experts, &expert_map) {
-                (experts, Some(held)) => Some(map(experts, held)?),
-                (Some(_), None) => None,
-                (None, None) => {
-                    return Err(settings::wrong("experts", "needed, unless there is an expert_map"));
-                }
-            };
-            Ok((dtype, map, OnStream::open(py, device, stream)?))
+            let map = map_of(experts, expert_map.as_deref())?;
+            let on = OnStream::open(py, device, stream)?;
+            Ok(((dtype, map, Arc::clone(&on)), (dtype, on)))
         };
-        let (dtype, map, on) = match set() {
-            Ok(set) => set,
-            Err(error) => {
-                // Refused by the library, so that the others are told.
-                let refused =
-                    seat.meeting(py, || ExpertParallel::builder(&members)?.top_k(0).build().map(drop));
-                return Err(first(py, refused, error));
-            }
+        let build = |(dtype, map, on): (Dtype, Option<ExpertMap>, Arc<OnStream>)| {
+            let builder = StreamExchange::builder(&members, on.stream().context());
+            let builder = builder.experts(experts.unwrap_or(0)).top_k(top_k).hidden(hidden);
+            let builder = builder.dtype(dtype).max_tokens(max_tokens);
+            map.into_iter().fold(builder, StreamExchangeBuilder::expert_map).build()
         };
-        let builder = StreamExchange::builder(&members, on.stream().context());
-        let builder = builder.experts(experts.unwrap_or(0)).top_k(top_k).hidden(hidden);
-        let builder = builder.dtype(dtype).max_tokens(max_tokens);
-        let builder = map.iter().fold(builder, |builder, map| builder.expert_map(map.clone()));
-        let exchange = seat.meeting(py, || builder.build())?;
-        let (received, partials) = (exchange.received().clone(), exchange.partials().map_err(raise)?);
-        let (rank, size, slots) = (exchange.rank(), exchange.size(), exchange.shape());
-        let slot = Arc::new(Slot::new("SlotsExchange", exchange));
-        let child = Arc::downgrade(&slot);
-        seat.adopt(child);
+        let (slot, (dtype, on)) = seat.build(py, "SlotsExchange", set(), || no_layer(&members), build)?;
+        let (received, partials, slots) = slot.lend(|exchange| {
+            Ok((exchange.received().clone(), exchange.partials().map_err(raise)?, exchange.shape()))
+        })?;
+        let (rank, size) = (members.rank(), members.size());
         let (seat, tokens) = (Arc::clone(seat), AtomicUsize::new(0));
         let (hidden, top_k) = (hidden as usize, top_k as usize);
         Ok(SlotsExchange {
@@ -223,27 +211,24 @@ impl SlotsExchange {
         weights: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let on = &self.on;
-        let x = on.borrow(x, "x")?.columns(self.hidden)?.of(self.dtype.into())?;
-        let experts = on.borrow(experts, "experts")?.columns(self.top_k)?.of(Element::I32)?;
-        let weights = on.borrow(weights, "weights")?.columns(self.top_k)?.of(Element::F32)?;
+        let sent = on.tokens([x, experts, weights], (self.hidden, self.dtype), self.top_k)?;
+        let [x, choices @ ..] = &sent.inputs;
         let (count, max) = (x.len() / self.hidden, self.slots.max_tokens());
-        for choices in [&experts, &weights] {
-            choices.rows(count, "tokens")?;
-        }
+        choices.iter().try_for_each(|choices| choices.rows(count, "tokens"))?;
         let tokens = u32::try_from(count).unwrap_or(u32::MAX);
         if tokens > max {
             return Err(raise(PlanError::TooManyTokens { tokens, max }));
         }
-        let [rows, chosen, beside] = [on.range(&x)?, on.range(&experts)?, on.range(&weights)?];
         self.call(py, |exchange| {
+            let [rows, experts, weights] = &sent.ranges;
             let tokens = StreamTokens {
                 count: tokens,
                 rows: rows.span(0, rows.len())?,
-                experts: chosen.span(0, chosen.len())?,
-                weights: beside.span(0, beside.len())?,
+                experts: experts.span(0, experts.len())?,
+                weights: weights.span(0, weights.len())?,
             };
             let started = exchange.start_dispatch(on.stream(), &tokens);
-            on.keep([x, experts, weights])?;
+            on.keep(sent.inputs)?;
             started
         })?;
         self.tokens.store(count, Ordering::Relaxed);
@@ -301,6 +286,8 @@ impl SlotsExchange {
         report.set_item("combine", enqueued(py, said.combine)?)?;
         report.set_item("kernels", said.kernels)?;
         report.set_item("same_device", said.same_device)?;
+        report.set_item("detour", said.detour.map(Detour::name))?;
+        report.set_item("registration", said.registration.map(Registration::name))?;
         Ok(report)
     }
 

@@ -4,16 +4,19 @@
 //! what the input was ([`Kind`]).
 
 use std::any::Any;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use sidelane::Dtype;
+use sidelane::ep::ExpertOutput;
 use sidelane::memory::Pool;
 
 use crate::device::OnStream;
 use crate::dlpack::{self, ElementType, Lending};
+use crate::errors::raise;
+use crate::input::Input;
 use crate::slot::Maker;
 
 /// The element types that go in and out.
@@ -25,12 +28,21 @@ pub enum Element {
     U8,
     I32,
     I64,
+    F64,
     Bool,
 }
 
 impl Element {
-    const ALL: [Element; 7] =
-        [Element::F32, Element::F16, Element::Bf16, Element::U8, Element::I32, Element::I64, Element::Bool];
+    const ALL: [Element; 8] = [
+        Element::F32,
+        Element::F16,
+        Element::Bf16,
+        Element::U8,
+        Element::I32,
+        Element::I64,
+        Element::F64,
+        Element::Bool,
+    ];
 
     /// Its name, as torch and numpy have it.
     pub const fn name(self) -> &'static str {
@@ -41,6 +53,7 @@ impl Element {
             Element::U8 => "uint8",
             Element::I32 => "int32",
             Element::I64 => "int64",
+            Element::F64 => "float64",
             Element::Bool => "bool",
         }
     }
@@ -53,6 +66,7 @@ impl Element {
             Element::U8 => (1, 8),
             Element::F16 => (2, 16),
             Element::F32 => (2, 32),
+            Element::F64 => (2, 64),
             Element::Bf16 => (4, 16),
             Element::Bool => (6, 8),
         };
@@ -134,7 +148,7 @@ impl Memory {
         self.owner().replace(owner);
     }
 
-    fn owner(&self) -> std::sync::MutexGuard<'_, Option<Box<dyn Any + Send>>> {
+    fn owner(&self) -> MutexGuard<'_, Option<Box<dyn Any + Send>>> {
         self.owner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -145,6 +159,41 @@ impl Drop for Memory {
             // In a forked process: the parent's.
             std::mem::forget(self.owner.get_mut().unwrap_or_else(PoisonError::into_inner).take());
         }
+    }
+}
+
+/// Output buffers of one handle that Python has.
+#[derive(Default)]
+pub struct Outputs(Mutex<Vec<Weak<Memory>>>);
+
+impl Outputs {
+    /// One more, in the pool.
+    pub fn of_host(&self, mut output: ExpertOutput, pool: &Arc<Pool>) -> PyResult<Arc<Memory>> {
+        let bytes = output.rows_mut::<u8>().map_err(raise)?;
+        let (address, len) = (bytes.as_mut_ptr() as usize, bytes.len());
+        Ok(self.add(Memory::at(address, len, Box::new(output), Some(Arc::clone(pool)))))
+    }
+
+    /// One more.
+    pub fn add(&self, memory: Arc<Memory>) -> Arc<Memory> {
+        self.all().push(Arc::downgrade(&memory));
+        memory
+    }
+
+    /// The one that a tensor is, if it is all of one.
+    pub fn find(&self, tensor: &Input) -> Option<Arc<Memory>> {
+        let (address, bytes) = tensor.place();
+        let mut outputs = self.all();
+        outputs.retain(|memory| memory.strong_count() > 0);
+        // Several may have had one place, those that a call took among them.
+        let mut found: Vec<_> = outputs.iter().filter_map(Weak::upgrade).collect();
+        found.retain(|memory| bytes > 0 && memory.is(address, bytes));
+        let live = found.iter().position(|memory| memory.is_owned());
+        if found.is_empty() { None } else { Some(found.swap_remove(live.unwrap_or(0))) }
+    }
+
+    fn all(&self) -> MutexGuard<'_, Vec<Weak<Memory>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

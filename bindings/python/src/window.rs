@@ -3,7 +3,7 @@
 //! The memory is a memfd of this process's own, mapped here and registered there, so that torch and numpy see it like any
 //! other.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -36,11 +36,46 @@ impl Window {
     pub fn new(
         py: Python<'_>,
         group: &Group,
-        shape: Vec<usize>,
+        shape: &[usize],
         dtype: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
+        Self::of(py, group, shape, || {
+            let (element, bytes) = extent(shape, dtype)?;
+            let (memory, mapped) = make(bytes as u64).map_err(system)?;
+            Ok((element, bytes, memory, mapped))
+        })
+    }
+
+    /// Collective. The descriptor is duplicated, and mapped here once more.
+    pub fn register(
+        py: Python<'_>,
+        group: &Group,
+        memory: &Bound<'_, PyAny>,
+        shape: &[usize],
+        dtype: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        Self::of(py, group, shape, || {
+            let (element, bytes) = extent(shape, dtype)?;
+            let file = duplicate(memory)?;
+            let seen = file.metadata().map_err(system)?.len();
+            if seen != bytes as u64 {
+                let message =
+                    format!("memory: it has {seen} bytes, and a tensor of shape {shape:?} has {bytes}");
+                return Err(Wrong::Input.error("Setting", &message, &[("setting", "shape".into())]));
+            }
+            let mapped = MmapOptions::new().map_raw(&file).map_err(system)?;
+            Ok((element, bytes, file.into(), mapped))
+        })
+    }
+
+    fn of(
+        py: Python<'_>,
+        group: &Group,
+        shape: &[usize],
+        prepare: impl FnOnce() -> PyResult<(Element, usize, OwnedFd, MmapRaw)>,
+    ) -> PyResult<Self> {
         let members = group.get()?;
-        let (element, bytes, memory, mapped) = match prepare(&shape, dtype) {
+        let (element, bytes, memory, mapped) = match prepare() {
             Ok(prepared) => prepared,
             Err(error) => {
                 // The others are told, not left waiting: this can be registered nowhere.
@@ -52,11 +87,11 @@ impl Window {
         };
         let window = group.seat().meeting(py, || members.register(memory))?;
         let address = mapped.as_mut_ptr() as usize;
-        let local = Tensor::new(Memory::at(address, bytes, Box::new(mapped), None), &shape, element);
+        let local = Tensor::new(Memory::at(address, bytes, Box::new(mapped), None), shape, element);
         let window = Arc::new(Slot::new("window", window));
         let child = Arc::downgrade(&window);
         group.seat().adopt(child);
-        Ok(Window { seat: Arc::clone(group.seat()), window, local, shape, element })
+        Ok(Window { seat: Arc::clone(group.seat()), window, local, shape: shape.to_vec(), element })
     }
 
     /// A call on the data path. It waits for nobody's input, so what is wrong with this rank's is told here alone.
@@ -75,19 +110,29 @@ impl Window {
     }
 }
 
-/// The memory of a window that is asked for, and a mapping of it.
-fn prepare(
-    shape: &[usize],
-    dtype: Option<&Bound<'_, PyAny>>,
-) -> PyResult<(Element, usize, OwnedFd, MmapRaw)> {
+/// What a tensor of this shape is made of, and how many bytes it has.
+fn extent(shape: &[usize], dtype: Option<&Bound<'_, PyAny>>) -> PyResult<(Element, usize)> {
     let element = dtype.map_or(Ok(Element::F32), |dtype| settings::dtype(dtype).map(Element::from))?;
     let bytes = shape.iter().try_fold(element.size(), |all, &size| all.checked_mul(size));
     let Some(bytes @ 1..) = bytes.filter(|&bytes| isize::try_from(bytes).is_ok()) else {
         let message = format!("window: a tensor of shape {shape:?} is empty, or larger than any memory");
         return Err(Wrong::Input.error("Setting", &message, &[("setting", "shape".into())]));
     };
-    let (memory, mapped) = make(bytes as u64).map_err(system)?;
-    Ok((element, bytes, memory, mapped))
+    Ok((element, bytes))
+}
+
+/// A descriptor of Python's, once more.
+fn duplicate(memory: &Bound<'_, PyAny>) -> PyResult<File> {
+    let number: i32 = match memory.extract() {
+        Ok(number) => number,
+        Err(_) => memory.call_method0("fileno")?.extract()?,
+    };
+    // Opened by its name, as the number may be of nothing.
+    let opened = OpenOptions::new().read(true).write(true).open(format!("/proc/self/fd/{number}"));
+    opened.map_err(|error| {
+        let message = format!("memory: {number} is no descriptor of memory to write to: {error}");
+        Wrong::Input.error("Setting", &message, &[("setting", "memory".into())])
+    })
 }
 
 /// Sealed shared memory, and a mapping of it.

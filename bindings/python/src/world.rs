@@ -9,9 +9,10 @@ use sidelane::Options;
 use sidelane::bootstrap::{Clocks, Identity, Secret};
 use sidelane::config::Config;
 
+use crate::calls::first;
 use crate::errors::{Wrong, raise};
 use crate::slot::{Close, Maker, Slot};
-use crate::wait;
+use crate::wait::{self, Interrupt};
 use crate::window::Window;
 
 /// A world while it is open, and what was made in it.
@@ -54,6 +55,37 @@ impl Seat {
         let mut children = lock(&self.children);
         children.retain(|other| other.strong_count() > 0);
         children.push(child);
+    }
+
+    /// A collective call on the data path. Ctrl-C cancels the world.
+    pub fn call<O: Send, T: Send>(
+        &self,
+        py: Python<'_>,
+        slot: &Slot<O>,
+        call: impl FnOnce(&mut O) -> Result<T, sidelane::Error> + Send,
+    ) -> PyResult<T> {
+        let world = self.world()?;
+        slot.lend(|object| wait::call(py, &world, Interrupt::Cancels, || call(object)))
+    }
+
+    /// Builds what all ranks choose alike; `what` it is called in errors. Settings that cannot be used are refused by the library,
+    /// so that the others are told.
+    pub fn build<B: Send, S, O: Send + 'static>(
+        &self,
+        py: Python<'_>,
+        what: &'static str,
+        set: PyResult<(B, S)>,
+        refuse: impl FnOnce() -> Result<(), sidelane::Error> + Send,
+        build: impl FnOnce(B) -> Result<O, sidelane::Error> + Send,
+    ) -> PyResult<(Arc<Slot<O>>, S)> {
+        let (builder, settings) = match set {
+            Ok(set) => set,
+            Err(error) => return Err(first(py, self.meeting(py, refuse), error)),
+        };
+        let slot = Arc::new(Slot::new(what, self.meeting(py, || build(builder))?));
+        let child = Arc::downgrade(&slot);
+        self.adopt(child);
+        Ok((slot, settings))
     }
 
     /// Waits at the rendezvous; Ctrl-C cancels the world.
@@ -267,6 +299,18 @@ impl Group {
         shape: Vec<usize>,
         dtype: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Window> {
-        Window::new(py, self, shape, dtype)
+        Window::new(py, self, &shape, dtype)
+    }
+
+    /// A window of the caller's own memory: `memory` is a descriptor of a sealed memfd, or an object with a fileno().
+    #[pyo3(signature = (memory, shape, dtype=None))]
+    fn register(
+        &self,
+        py: Python<'_>,
+        memory: &Bound<'_, PyAny>,
+        shape: Vec<usize>,
+        dtype: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Window> {
+        Window::register(py, self, memory, &shape, dtype)
     }
 }

@@ -84,6 +84,33 @@ def check_a_budget_needs_no_sizes(world):
     same(device.read_sums(planned, out), host.combine(there, expected))
 
 
+def check_a_graph_is_replayed_with_other_tokens(world):
+    of, me, device = case(world.size), world.rank, Device(world.rank)
+    most = max(len(of.rows(rank)) for rank in range(world.size))
+    settings = {"experts": of.experts, "top_k": of.top_k, "hidden": of.hidden, "dtype": torch.float32, "max_tokens": 16}
+    planned = sidelane.PlannedExchange(
+        world, **settings, budget=most, pool=1 << 20, device=device.number, stream=device.stream
+    )
+    host = sidelane.ExpertParallel(world, **settings)
+    x, ids, weights = sent(of, me, device)
+    out = device.tensor(torch.zeros_like(of.x[me]))
+    device.synchronize()
+    kept = []
+
+    def layer():
+        rows, handle = planned.start_dispatch(x, ids, weights).unfinished()
+        planned.combine(rows, handle, out)
+        kept.append((rows, handle))
+
+    launch = device.captured(layer)
+    for factor in (1, 2, -3):
+        there, expected = host.dispatch(of.x[me] * factor, of.ids[me], of.weights[me])
+        x.write(of.x[me] * factor)
+        launch()
+        same(device.read_sums(planned, out), host.combine(there, expected))
+    assert kept[0][1].status == 0
+
+
 def check_what_was_lent_is_given_back_once_the_stream_has_come_past(world):
     of, me, device = case(world.size), world.rank, Device(world.rank)
     planned, _ = exchanges(world, of, device)
@@ -144,12 +171,66 @@ def check_tensors_elsewhere_are_refused_on_all_ranks_and_the_next_call_works(wor
     same(device.read_sums(planned, out), host.combine(there, expected))
 
 
+def check_an_output_buffer_survives_a_combine_whose_sums_have_no_place(world):
+    of, me, device = case(world.size), world.rank, Device(world.rank)
+    planned, host = exchanges(world, of, device)
+    there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
+    rows, handle = planned.dispatch(*sent(of, me, device))
+    y, out = device.borrowed(handle.output()), device.tensor(torch.zeros_like(of.x[me]))
+    y.write(experts(there))
+    if me == 1:
+        error = raised(lambda: planned.combine(y, handle, torch.zeros_like(of.x[me])))
+        assert (type(error).__name__, error.kind) == ("InputError", "Device")
+    else:
+        combine = planned.start_combine(y, handle, out)
+        assert raised(combine.finish).kind == "PeerRefused"
+        y = device.borrowed(handle.output())
+        y.write(experts(there))
+    planned.combine(y, handle, out)
+    same(device.read_sums(planned, out), host.combine(experts(there), expected))
+    assert handle.copied_bytes == 0
+
+
 def raised(call):
     try:
         call()
     except sidelane.Error as error:
         return error
     raise AssertionError("refused")
+
+
+def check_a_combine_without_room_for_its_rows_is_told_to_all(world):
+    of, me, device = case(world.size), world.rank, Device(world.rank)
+    planned, host = exchanges(world, of, device)
+    there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
+    rows, handle = planned.dispatch(*sent(of, me, device))
+    out = device.tensor(torch.ones_like(of.x[me]))
+    all_there_is = []
+    while me == 0:
+        try:
+            all_there_is.append(handle.output())
+        except sidelane.HeapError:
+            break
+    error = raised(lambda: planned.start_combine(rows, handle, out).finish())
+    assert (type(error).__name__, error.kind) == (("HeapError", "OutOfSpace") if me == 0 else ("CallError", "PeerRefused"))
+    # What is given back is free for calls that come later.
+    all_there_is.clear()
+    rows, handle = planned.dispatch(*sent(of, me, device))
+    planned.combine(rows, handle, out)
+    same(device.read_sums(planned, out), host.combine(there, expected))
+
+
+def check_a_stream_that_is_none_is_a_buffer_error(world):
+    of, me, device = case(world.size), world.rank, Device(world.rank)
+    planned, _ = exchanges(world, of, device)
+    rows, handle = planned.dispatch(*sent(of, me, device))
+    for stream in (0, -2, 2, 12345):
+        try:
+            rows.__dlpack__(stream=stream)
+            raise AssertionError(f"{stream} is no stream")
+        except BufferError as error:
+            assert str(stream) in str(error)
+    planned.combine(rows, handle, device.tensor(torch.zeros_like(of.x[me])))
 
 
 def check_the_current_stream_of_torch_is_the_default(world):

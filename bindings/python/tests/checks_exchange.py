@@ -105,6 +105,21 @@ def check_gradients_are_the_transposes(world):
             assert (weights[of.ids[me] < 0] == 0).all()
 
 
+def check_a_layout_is_there_before_its_rows(world):
+    of, me = case(world.size), world.rank
+    for route in ("direct", "pxn"):
+        ep = built(world, of, route=route)
+        handle = ep.prepare(of.ids[me], of.weights[me])
+        assert handle.report()["moved"]["rows"] == 0
+        assert handle.tokens_per_expert == [sum(expert == row[0] for row in of.rows(me)) for expert in of.held(me)]
+        same(handle.row_weights, torch.tensor([of.weights[s][t, k] for _, s, t, k in of.rows(me)]))
+        for factor in (1, 2):
+            x = [x * factor for x in of.x]
+            rows = ep.dispatch_cached(x[me], handle)
+            same(rows, of.rows_of(me, x))
+            same(ep.combine(experts(rows, of, me), handle), expected_sums(of, me, x))
+
+
 def check_halves_of_two_microbatches_overlap(world):
     of, me = case(world.size), world.rank
     first, second = built(world, of, route="pxn"), built(world, of, route="pxn")

@@ -72,6 +72,8 @@ def check_tokens_that_cannot_be_sent(world):
     for wrong_x, wrong_ids, wrong_weights, kind, words in cases:
         bad = (wrong_x, wrong_ids, wrong_weights) if me == 0 else (x, ids, weights)
         refused(world, lambda bad=bad: ep.dispatch(*bad), kind, words)
+        if wrong_x is x:
+            refused(world, lambda bad=bad: ep.prepare(*bad[1:]), kind, words)
     for wrong_x in (OnCuda(), x.double()):
         bad = wrong_x if me == 0 else x
         try:
@@ -132,6 +134,27 @@ def check_an_output_buffer_survives_a_refused_combine_and_no_other(world):
         assert error.kind == "UsedUp" and "handle.output()" in str(error)
     except sidelane.InputError:
         assert not handle.rows
+    works(world, ep, of)
+
+
+def check_an_output_buffer_survives_a_call_that_is_never_made(world):
+    of, me = case(world.size), world.rank
+    ep = built(world, of)
+    rows, handle = ep.dispatch(of.x[me], of.ids[me], of.weights[me])
+    y = handle.output()
+    y.copy_(experts(rows, of, me))
+    pending = ep.start_dispatch(of.x[me], of.ids[me], of.weights[me])
+    for call in (ep.combine, ep.start_combine, ep.dispatch_backward):
+        try:
+            call(y, handle)
+            raise AssertionError("another call is under way")
+        except sidelane.BusyError as error:
+            assert error.kind == "Busy"
+    # What came of it meanwhile lies elsewhere.
+    came, _ = pending.finish()
+    came.fill_(float("nan"))
+    same(ep.combine(y, handle), expected_sums(of, me, of.x))
+    assert handle.copied_bytes == 0
     works(world, ep, of)
 
 

@@ -1,5 +1,9 @@
 """Tensors that other ranks write to."""
 
+import fcntl
+import mmap
+import os
+
 import numpy as np
 import torch
 from routing import same
@@ -47,6 +51,45 @@ def check_a_group_has_windows_of_its_own(world):
     window.wait((group.rank - 1) % n, 1)
     assert torch.from_dlpack(window.local)[(group.rank - 1) % n] == ((me + 1) % n) + 0.5
     window.barrier()
+
+
+def shared(size, *seals):
+    """Memory of this process's own, with a name for it."""
+    memory = os.memfd_create("ours", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(memory, size)
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, sum(seals))
+    return memory
+
+
+def check_memory_of_the_caller_s_own_is_a_window(world):
+    me, n = world.rank, world.size
+    memory = shared(4 * n, fcntl.F_SEAL_SHRINK)
+    ours = np.frombuffer(mmap.mmap(memory, 4 * n), np.int32)
+    with os.fdopen(memory, "rb+") as file:
+        window = world.all().register(file, (n,), torch.float32)
+    to, by = (me + 1) % n, (me - 1) % n
+    window.put_signal(to, me, torch.tensor([me + 0.5]), 1)
+    window.wait(by, 1)
+    assert ours.view(np.float32)[by] == by + 0.5 == torch.from_dlpack(window.local)[by]
+    window.barrier()
+
+
+def check_memory_that_is_no_window_is_refused_on_all_ranks(world):
+    good = [shared(4 * 8, fcntl.F_SEAL_SHRINK) for _ in range(4)]
+    wrong = [
+        (shared(4 * 8), "NotSealed", sidelane.HeapError),
+        (shared(4 * 9, fcntl.F_SEAL_SHRINK), "Setting", sidelane.InputError),
+        (1 << 20, "Setting", sidelane.InputError),
+        (-1, "Setting", sidelane.InputError),
+    ]
+    for (bad, kind, class_), memory in zip(wrong, good):
+        try:
+            world.all().register(bad if world.rank == 0 else memory, (8,))
+            raise AssertionError("not refused")
+        except sidelane.Error as error:
+            expected = (class_, kind) if world.rank == 0 else (sidelane.HeapError, "NotUsable")
+            assert (type(error), error.kind) == expected, error
+    world.all().register(good[0], [2, 4]).barrier()
 
 
 def check_what_cannot_be_put_is_refused_here_alone(world):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,16 @@ class Device:
         made = OnDevice(self, at.value, tuple(values.shape), values.dtype)
         made.write(values)
         return made
+
+    def captured(self, calls: Callable[[], None]) -> Callable[[], None]:
+        """What puts these calls, which go on this stream, on it once more: a graph."""
+        graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
+        stream, thread_local = ctypes.c_void_p(self.stream), 1
+        call(self.driver.cuStreamBeginCapture_v2, stream, thread_local)
+        calls()
+        call(self.driver.cuStreamEndCapture, stream, ctypes.byref(graph))
+        call(self.driver.cuGraphInstantiateWithFlags, ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
+        return lambda: call(self.driver.cuGraphLaunch, executable, stream)
 
     def borrowed(self, lent: Any) -> OnDevice:
         """A tensor of the library's, used on this stream from now on."""

@@ -82,16 +82,8 @@ def interrupted_dispatch():
 
 
 def interrupted_sizes():
-    import torch
-    from devices import Device
-
     world = sidelane.init()
-    device = Device(world.rank)
-    ids, ones = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1)
-    exchange = sidelane.PlannedExchange(
-        world, experts=2, hidden=4, dtype="float32", pool=1 << 20, max_tokens=2, device=device.number, stream=device.stream
-    )
-    sent = [device.tensor(values) for values in (torch.ones(1, 4), ids, ones)]
+    exchange, sent = planned(world)
 
     def waits_for_sizes():
         exchange.dispatch(*sent)
@@ -102,6 +94,68 @@ def interrupted_sizes():
         while not outcome(world.check)[0]:
             os.sched_yield()
     return outcome(waits_for_sizes), outcome(world.check)
+
+
+def planned(world, **settings):
+    """An exchange on a device, and what a rank sends."""
+    import torch
+    from devices import Device
+
+    device = Device(world.rank)
+    settings = {"pool": 1 << 20, "device": device.number, "stream": device.stream} | settings
+    exchange = sidelane.PlannedExchange(world, experts=2, hidden=4, dtype="float32", max_tokens=2, **settings)
+    ids, ones = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1)
+    return exchange, [device.tensor(values) for values in (torch.ones(1, 4), ids, ones)]
+
+
+def interrupted_report():
+    world = sidelane.init()
+    exchange, sent = planned(world, budget=4)
+    said = ("", "", {})
+    if world.rank == 0:
+        _, handle = exchange.start_dispatch(*sent).unfinished()
+
+        def waits_for_rows():
+            handle.report()
+
+        interrupt_when_in("waits_for_rows")
+        said = outcome(waits_for_rows)
+        world.all().gather(b"")
+    else:
+        # Sends its rows only when nobody waits for them.
+        world.all().gather(b"")
+        _, handle = exchange.start_dispatch(*sent).unfinished()
+    return said, outcome(handle.report), outcome(world.check)
+
+
+def forked_with_devices():
+    world = sidelane.init()
+    exchange, sent = planned(world)
+    rows, handle = exchange.dispatch(*sent)
+    dispatch = exchange.start_dispatch(*sent)
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe(duplex=False)
+
+    def child(pipe):
+        calls = [
+            lambda: exchange.dispatch(*sent),
+            lambda: dispatch.finish(),
+            lambda: dispatch.unfinished(),
+            lambda: exchange.combine(rows, handle, sent[0]),
+            lambda: handle.tokens_per_expert,
+            lambda: handle.row_weights,
+            lambda: handle.output(),
+            lambda: handle.report(),
+        ]
+        pipe.send([outcome(call) for call in calls])
+
+    process = fork.Process(target=child, args=(theirs,))
+    process.start()
+    said = ours.recv()
+    process.join()
+    # What the child held and dropped is here as it was.
+    more, _ = dispatch.finish()
+    return said, process.exitcode, (rows.shape, more.shape), os.getpid()
 
 
 def interrupted_wait():

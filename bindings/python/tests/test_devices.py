@@ -19,3 +19,15 @@ def test_ctrl_c_ends_the_wait_for_sizes():
     said = sidelane.launch(stops.interrupted_sizes, 2, env=environment())
     assert said[0] == (("KeyboardInterrupt", "", {}), CANCELLED)
     assert said[1] == (CANCELLED, CANCELLED)
+
+
+def test_ctrl_c_ends_the_wait_for_a_report_alone():
+    said = sidelane.launch(stops.interrupted_report, 2, env=environment())
+    assert said == [(("KeyboardInterrupt", "", {}), ("", "", {}), ("", "", {})), (("", "", {}),) * 3]
+
+
+def test_a_forked_process_is_told_and_harms_nobody():
+    for calls, exitcode, shapes, maker in sidelane.launch(stops.forked_with_devices, 2, env=environment()):
+        assert calls == [("ForkedError", "Forked", {"maker": maker})] * 8
+        assert exitcode == 0
+        assert shapes[0] == shapes[1]

@@ -36,7 +36,7 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_backward(
                 let arguments = || -> Result<_, Fault> {
                     let tokens = layout.tokens().into();
                     // SAFETY: as the caller promised.
-                    let given = unsafe { Outputs::read("rows", &layer, layout, output, rows) }?;
+                    let given = unsafe { Outputs::read("rows", layer.landed(layout), output, rows) }?;
                     // SAFETY: as the caller promised.
                     let home = unsafe {
                         tensor::Target::read("token gradients", token_gradients, tokens, layer.hidden)

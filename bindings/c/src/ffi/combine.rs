@@ -1,8 +1,7 @@
 //! Combine: rows back to their tokens, summed.
 
-use sidelane::ep::{Contribution, Handle as Layout};
+use sidelane::ep::Contribution;
 
-use super::layer::Layer;
 use super::memory::apart;
 use super::objects::{Ep, Handle, Output};
 use super::tensor::{self, Source, Tensor, with_element};
@@ -33,8 +32,8 @@ pub unsafe extern "C" fn sidelane_ep_combine(
             let seat = seat.inspect_err(|_| refuse::along(ep, layer.dtype, None, Call::Combine))?;
             seat.lend(|layout| {
                 // SAFETY: as the caller promised.
-                let arguments =
-                    unsafe { Outputs::read("rows", &layer, layout, output, rows) }.and_then(|given| {
+                let arguments = unsafe { Outputs::read("rows", layer.landed(layout), output, rows) }
+                    .and_then(|given| {
                         // SAFETY: as the caller promised.
                         let out = unsafe {
                             tensor::Target::read("out", out, layout.tokens().into(), layer.hidden)
@@ -58,12 +57,13 @@ pub(super) struct Outputs<'a> {
 }
 
 impl<'a> Outputs<'a> {
+    /// An output, or `count` rows of `columns` elements.
+    ///
     /// # Safety
     /// As [`Source::read`].
     pub(super) unsafe fn read(
         what: &'static str,
-        layer: &Layer,
-        layout: &Layout,
+        (count, columns): (u64, u64),
         output: *mut Output,
         rows: *const Tensor,
     ) -> Result<Outputs<'a>, Fault> {
@@ -74,7 +74,7 @@ impl<'a> Outputs<'a> {
                 None
             }
             // SAFETY: as the caller promised.
-            (true, false) => Some(unsafe { Source::read(what, rows, layout.rows().into(), layer.hidden) }?),
+            (true, false) => Some(unsafe { Source::read(what, rows, count, columns) }?),
             (none, _) => {
                 let expected = "one of the two, and the other NULL";
                 let seen = if none { 0 } else { 2 };

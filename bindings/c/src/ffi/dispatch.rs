@@ -38,6 +38,30 @@ pub unsafe extern "C" fn sidelane_ep_dispatch(
     })
 }
 
+/// The layout of a dispatch, before its rows: how many come to each expert, and with which weights. No row moves. Collective.
+/// sidelane_ep_dispatch_cached() brings rows along it, as often as there are tokens for this routing, and takes the memory for them.
+/// The handle is the caller's to close.
+///
+/// The caller's word: as sidelane_ep_dispatch().
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_ep_prepare(
+    ep: *mut Ep,
+    routing: *const Routing,
+    handle: *mut *mut Handle,
+) -> Status {
+    border(|| {
+        let layer = get(ep)?;
+        // SAFETY: as the caller promised.
+        let arguments = unsafe {
+            Out::new("handle", handle).map_err(Fault::from).and_then(|out| Ok((out, Routing::read(routing)?)))
+        };
+        layer.seat.lend(|ep| {
+            let (out, routing) = arguments.inspect_err(|_| refuse::prepare(ep))?;
+            give(Seat::new(Kind::Handle, ep.prepare(&routing)?), out)
+        })
+    })
+}
+
 /// Sends tokens along the layout of an earlier dispatch: no ids, no counts. Collective. `x` has as many tokens as that
 /// dispatch.
 ///

@@ -65,7 +65,8 @@ pub struct PlannedReport {
     /// The lanes in use; "copy engine" is that within the node.
     pub lanes: [Lane; 8],
     /// Why rows that cross go by memory of the host, if any do: the lane that registers memory of the host alone, "messages" (signals
-    /// are), "card" (it does not take the device's memory), "unordered" (the device sees no order of what cards write), "another rank".
+    /// are), "card" (it does not take the device's memory), "unordered" (the device sees no order of what cards write),
+    /// "one queue" (CUDA_DEVICE_MAX_CONNECTIONS is 1), "another rank".
     pub detour: [c_char; 16],
     /// What the planner's stream was asked to do.
     pub enqueued: EnqueuedWork,
@@ -90,8 +91,12 @@ pub struct SlotsReport {
     pub kernels: [KernelName; 4],
     /// Ranks on this rank's own device: single copies to them, as in a graph, are done by multiprocessors.
     pub same_device: u64,
+    /// Why rows that cross go by memory of the host, if any do: as of a planned report.
+    pub detour: [c_char; 16],
+    /// How cards know the device's memory, where rows cross straight.
+    pub registration: [c_char; 16],
 }
-versioned!(SlotsReport, "sidelane_slots_report_t", same_device: u64);
+versioned!(SlotsReport, "sidelane_slots_report_t", registration: [c_char; 16]);
 
 impl From<Enqueued> for EnqueuedWork {
     fn from(work: Enqueued) -> Self {
@@ -169,6 +174,8 @@ pub unsafe extern "C" fn sidelane_slots_report(slots: *mut Slots, report: *mut S
             combine: said.combine.into(),
             kernels: names(&said.kernels),
             same_device: said.same_device.into(),
+            detour: short_name(said.detour.map_or("", Detour::name)),
+            registration: short_name(said.registration.map_or("", Registration::name)),
         });
         Ok(())
     })

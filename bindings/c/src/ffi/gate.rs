@@ -3,13 +3,14 @@
 use sidelane::gate::{Call, Draw, GateConfig};
 
 use super::gate_config::RouterConfig;
-use super::memory::{Out, optional, slice};
+use super::losses::{Logits, truths};
+use super::memory::{Out, optional, slice, slice_mut};
 use super::objects::Gate;
 use super::tensor::Routing;
 use super::versioned::{OutStruct, read, versioned};
 use super::{border, close, get, give};
 use crate::Status;
-use crate::fault::{ArgumentError, Fault};
+use crate::fault::Fault;
 use crate::handles::{Kind, Seat};
 use crate::words::switch;
 
@@ -95,9 +96,8 @@ pub unsafe extern "C" fn sidelane_gate_route(
         // SAFETY: as the caller promised.
         let (out, call) = unsafe { (OutStruct::new(decision)?, read(call)?) };
         get(gate)?.lend(|gate| {
-            let (experts, top_k) = (gate.config().experts.into(), gate.config().top_k.into());
             // SAFETY: as the caller promised.
-            let asked = unsafe { call.asked(experts, top_k) }?;
+            let asked = unsafe { call.asked(gate.config()) }?;
             let made = gate.route(&asked)?;
             let routing = Routing {
                 experts: made.experts().as_ptr(),
@@ -121,6 +121,28 @@ pub unsafe extern "C" fn sidelane_gate_route(
     })
 }
 
+/// The logits that choose in a call, noise and all, to `noisy`, [tokens, experts]. Local.
+///
+/// The caller's word: as sidelane_gate_route(); nobody else uses `noisy` meanwhile.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_gate_noisy_logits(
+    gate: *mut Gate,
+    call: *const GateCall,
+    noisy: *mut f32,
+) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let call = unsafe { read(call) }?;
+        get(gate)?.lend(|gate| {
+            // SAFETY: as the caller promised.
+            let asked = unsafe { call.asked(gate.config()) }?;
+            // SAFETY: as the caller promised.
+            let noisy = unsafe { slice_mut("noisy", noisy, asked.logits.len() as u64) }?;
+            Ok(gate.noisy_logits(&asked, noisy)?)
+        })
+    })
+}
+
 /// Closes the gate. NULL is nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_gate_close(gate: *mut Gate) -> Status {
@@ -130,13 +152,10 @@ pub extern "C" fn sidelane_gate_close(gate: *mut Gate) -> Status {
 impl GateCall {
     /// # Safety
     /// Arrays are null or as large as documented, and nobody writes to them during `'a`.
-    unsafe fn asked<'a>(&self, experts: u64, top_k: u64) -> Result<Call<'a>, Fault> {
-        let GateCall { tokens, .. } = *self;
-        let elements = |columns: u64| {
-            let too_large = ArgumentError::TooLarge { what: "logits", rows: tokens, columns };
-            tokens.checked_mul(columns).ok_or(too_large)
-        };
-        let (all, choices) = (elements(experts)?, elements(top_k)?);
+    unsafe fn asked<'a>(&self, config: &GateConfig) -> Result<Call<'a>, Fault> {
+        let (tokens, GateConfig { experts, top_k, .. }) = (self.tokens, config);
+        let all = Logits::new(tokens, *experts)?.elements;
+        let choices = Logits::new(tokens, *top_k)?.elements;
         let has_needed = switch("has_needed", self.has_needed)?;
         // SAFETY: as the caller promised.
         let used = unsafe { optional("used", self.used, tokens) }?;
@@ -144,7 +163,7 @@ impl GateCall {
             // SAFETY: as the caller promised; the others likewise.
             logits: unsafe { slice("logits", self.logits, all) }?,
             // SAFETY: as above.
-            bias: unsafe { optional("bias", self.bias, experts) }?,
+            bias: unsafe { optional("bias", self.bias, (*experts).into()) }?,
             // SAFETY: as above.
             deviation: unsafe { optional("deviation", self.deviation, all) }?,
             used: used.map(truths).transpose()?,
@@ -155,12 +174,4 @@ impl GateCall {
             draw: Draw { seed: self.seed, step: self.step, rank: self.rank },
         })
     }
-}
-
-/// Bytes of 0 and 1 as what they mean.
-fn truths(bytes: &[u8]) -> Result<&[bool], ArgumentError> {
-    bytemuck::checked::try_cast_slice(bytes).map_err(|_| {
-        let seen = bytes.iter().find(|&&byte| byte > 1).copied().unwrap_or_default().into();
-        ArgumentError::Value { what: "used", seen, expected: "0 or 1 for each token" }
-    })
 }

@@ -11,7 +11,7 @@ use super::memory::text;
 use super::versioned::{OutStruct, versioned};
 use crate::Status;
 use crate::fault::{ArgumentError, Fault};
-use crate::words::{choice, switch};
+use crate::words::{choice, number, switch};
 
 /// Softmax over all experts, then the choice.
 pub const SIDELANE_SCORE_SOFTMAX: u32 = 0;
@@ -153,7 +153,7 @@ pub unsafe extern "C" fn sidelane_gate_preset(
     })
 }
 
-const SCORES: [(u32, Score); 4] = [
+pub(super) const SCORES: [(u32, Score); 4] = [
     (SIDELANE_SCORE_SOFTMAX, Score::Softmax),
     (SIDELANE_SCORE_SOFTMAX_OF_CHOSEN, Score::SoftmaxOfChosen),
     (SIDELANE_SCORE_SIGMOID, Score::Sigmoid),
@@ -167,10 +167,6 @@ const KEEPS: [(u32, Keep); 5] = [
     (SIDELANE_KEEP_PRIORITY, Keep::Priority),
     (SIDELANE_KEEP_RANDOM, Keep::Random),
 ];
-
-fn number<T: PartialEq>(all: &[(u32, T)], of: &T) -> u32 {
-    all.iter().find(|(_, choice)| choice == of).map_or(u32::MAX, |&(number, _)| number)
-}
 
 impl TryFrom<&RouterConfig> for GateConfig {
     type Error = Fault;

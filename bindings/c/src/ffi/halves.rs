@@ -145,7 +145,7 @@ pub unsafe extern "C" fn sidelane_ep_combine_start(
         let arguments = || -> Result<_, Fault> {
             // SAFETY: as the caller promised.
             let (out, given) = unsafe {
-                (Out::new("pending", pending)?, Outputs::read("rows", &layer, &layout, output, rows)?)
+                (Out::new("pending", pending)?, Outputs::read("rows", layer.landed(&layout), output, rows)?)
             };
             Ok((out, given.contribution()?))
         };

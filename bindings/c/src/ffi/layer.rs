@@ -100,6 +100,13 @@ pub struct EpInfo {
 }
 versioned!(EpInfo, "sidelane_ep_info_t", record_scales_offset: u64);
 
+impl Layer {
+    /// Rows that landed, and their elements when they go home.
+    pub(super) fn landed(&self, layout: &sidelane::ep::Handle) -> (u64, u64) {
+        (layout.rows().into(), self.hidden)
+    }
+}
+
 impl EpOptions {
     pub(super) fn apply<'g>(
         &self,

@@ -18,6 +18,10 @@ mod gate_config;
 
 mod gate;
 
+mod balance;
+
+mod losses;
+
 mod tensor;
 
 mod layer;
@@ -35,6 +39,8 @@ mod backward;
 mod halves;
 
 mod report;
+
+mod collective;
 
 mod stream;
 
@@ -56,7 +62,9 @@ mod objects;
 mod versioned;
 
 pub use backward::*;
+pub use balance::*;
 pub use buffers::*;
+pub use collective::*;
 pub use combine::*;
 pub use dispatch::*;
 pub use enqueued::*;
@@ -67,9 +75,13 @@ pub use halves::*;
 pub use handle::*;
 pub use layer::*;
 pub use library::*;
+pub use losses::{
+    ImportanceInput, WeightsInput, sidelane_gate_weights_backward, sidelane_importance_loss, sidelane_z_loss,
+};
 pub use objects::{
-    Ep, Gate, Group, Handle, Output, PendingCombine, PendingDispatch, Planned, PlannedCombine,
-    PlannedDispatch, PlannedHandle, PlannedOutput, PlannedRows, Rows, Slots, Stream, Tokens, Window, World,
+    Collective, Ep, Gate, Group, Handle, Output, PendingCombine, PendingDispatch, Planned, PlannedCombine,
+    PlannedDispatch, PlannedHandle, PlannedOutput, PlannedRows, Rows, Shares, Slots, Stream, Tokens, Window,
+    World,
 };
 pub use planned::*;
 pub use planned_combine::*;
@@ -98,8 +110,11 @@ static TABLE: Table = Table::new();
 fn border(call: impl FnOnce() -> Result<(), Fault>) -> Status {
     let caught = || {
         // What a panic left behind is behind a lock that is poisoned then.
-        catch_unwind(AssertUnwindSafe(call))
-            .unwrap_or_else(|panic| Err(Fault::Panicked { said: said(&*panic) }))
+        catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| {
+            // The call may have been collective: nobody is to wait for the rest of it.
+            TABLE.all::<sidelane::World>().iter().for_each(|world| world.cancel());
+            Err(Fault::Panicked { said: said(&*panic) })
+        })
     };
     match process::check().and_then(|()| caught()) {
         Ok(()) => Status::SIDELANE_OK,
@@ -139,3 +154,33 @@ fn close(handle: *mut impl Opaque) -> Status {
 }
 
 const _: () = assert!(size_of::<usize>() == 8, "a ticket is as wide as a pointer");
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use sidelane::error::Cause;
+
+    use super::*;
+
+    #[test]
+    fn a_panic_is_told_to_the_other_ranks_at_once() {
+        let mut worlds = sidelane::World::threads(2).unwrap().into_iter();
+        let (broken, other) = (worlds.next().unwrap(), worlds.next().unwrap());
+        let mut ticket = std::ptr::null_mut::<World>();
+        // SAFETY: it is valid.
+        give(broken, unsafe { Out::new("world", &raw mut ticket) }.unwrap()).unwrap();
+        let status = border(|| std::panic::resume_unwind(Box::new("a bug")));
+        assert_eq!(status, Status::SIDELANE_ERROR_INTERNAL);
+        let since = Instant::now();
+        let cause = loop {
+            match other.health().check() {
+                Err(cause) => break cause,
+                Ok(()) => assert!(since.elapsed() < Duration::from_secs(60), "nobody was told"),
+            }
+            std::thread::yield_now();
+        };
+        assert_eq!(cause, Cause::Cancelled { by: 0 });
+        assert_eq!(close(ticket), Status::SIDELANE_OK);
+    }
+}

@@ -2,6 +2,7 @@
 
 use sidelane::ep::{ExpertOutput, ExpertRows, TokenBuffer, planned};
 
+use super::collective::CollectiveLayer;
 use super::halves::{CombineUnderway, DispatchUnderway};
 use super::layer::Layer;
 use super::planned::PlannedLayer;
@@ -110,6 +111,16 @@ pub struct Slots {
     _opaque: [u8; 0],
 }
 
+/// All-gather and reduce-scatter over a group.
+pub struct Collective {
+    _opaque: [u8; 0],
+}
+
+/// How many rows each rank has, and so where they lie among those of all.
+pub struct Shares {
+    _opaque: [u8; 0],
+}
+
 /// Name in C, object, kind.
 macro_rules! objects {
     ($($name:ident = $object:ty, $kind:ident;)*) => {$(
@@ -142,4 +153,6 @@ objects! {
     PlannedOutput = Seat<OfRows<planned::PlannedOutput>>, PlannedOutput;
     PlannedCombine = Seat<planned::PlannedCombine>, PlannedCombine;
     Slots = SlotsLayer, Slots;
+    Collective = CollectiveLayer, Collective;
+    Shares = Seat<sidelane::ep::Shares>, Shares;
 }

@@ -48,13 +48,11 @@ pub unsafe extern "C" fn sidelane_planned_combine(
                 // SAFETY: as the caller promised.
                 let wanted = (!combine.is_null()).then(|| unsafe { Out::new("combine", combine) });
                 let arguments = sums.and_then(|sums| Ok((sums, wanted.transpose()?)));
-                let refuse =
-                    |exchange: &mut _, y| refuse::planned_combine(exchange, y, layout, &lent::nowhere());
-                let y = y.inspect_err(|_| refuse(exchange, None))?.into_held();
-                let (sums, wanted) = match arguments {
-                    Ok(arguments) => arguments,
+                let brought = y.and_then(|y| Ok((y.into_held(), arguments?)));
+                let (y, (sums, wanted)) = match brought {
+                    Ok(brought) => brought,
                     Err(fault) => {
-                        refuse(exchange, Some(y));
+                        exchange.refuse_combine(layout).ok();
                         return Err(fault);
                     }
                 };

@@ -2,7 +2,9 @@
 
 use std::ffi::c_void;
 
-use sidelane::ep::planned::{PlannedHandle as Layout, PlannedRows as Received, Tokens};
+use sidelane::ep::planned::{
+    PlannedDispatch as Started, PlannedHandle as Layout, PlannedRows as Received, Tokens,
+};
 
 use super::buffers::OutputInfo;
 use super::lent::{Sent, nowhere};
@@ -133,12 +135,8 @@ pub unsafe extern "C" fn sidelane_planned_dispatch_finish(
     rows: *mut *mut PlannedRows,
     handle: *mut *mut PlannedHandle,
 ) -> Status {
-    border(|| {
-        let OfRows { held, row_bytes } = retract(dispatch)?.take()?;
-        // SAFETY: as the caller promised.
-        let results = unsafe { results(rows, handle) };
-        give_both(held.finish()?, row_bytes, results?)
-    })
+    // SAFETY: as the caller promised.
+    border(|| ended(dispatch, unsafe { results(rows, handle) }, Started::finish))
 }
 
 /// With a budget: goes on without waiting. How many rows come stands on the device (sidelane_planned_rows_info_t.counts).
@@ -151,12 +149,8 @@ pub unsafe extern "C" fn sidelane_planned_dispatch_unfinished(
     rows: *mut *mut PlannedRows,
     handle: *mut *mut PlannedHandle,
 ) -> Status {
-    border(|| {
-        let OfRows { held, row_bytes } = retract(dispatch)?.take()?;
-        // SAFETY: as the caller promised.
-        let results = unsafe { results(rows, handle) };
-        give_both(held.unfinished()?, row_bytes, results?)
-    })
+    // SAFETY: as the caller promised.
+    border(|| ended(dispatch, unsafe { results(rows, handle) }, Started::unfinished))
 }
 
 type Results = (Out<*mut PlannedRows>, Out<*mut PlannedHandle>);
@@ -168,11 +162,14 @@ unsafe fn results(rows: *mut *mut PlannedRows, handle: *mut *mut PlannedHandle) 
     Ok(unsafe { (Out::new("rows", rows)?, Out::new("handle", handle)?) })
 }
 
-fn give_both(
-    (received, layout): (Received, Layout),
-    row_bytes: u64,
-    (rows, handle): Results,
+/// Uses a dispatch up, and gives what comes of it.
+fn ended(
+    dispatch: *mut PlannedDispatch,
+    results: Result<Results, Fault>,
+    end: impl FnOnce(Started) -> Result<(Received, Layout), sidelane::Error>,
 ) -> Result<(), Fault> {
+    let OfRows { held, row_bytes } = retract(dispatch)?.take()?;
+    let ((received, layout), (rows, handle)) = (end(held)?, results?);
     give(Seat::new(Kind::PlannedRows, OfRows { held: received, row_bytes }), rows)?;
     give(Seat::new(Kind::PlannedHandle, OfRows { held: layout, row_bytes }), handle)
 }

@@ -2,6 +2,7 @@
 
 use std::ffi::c_char;
 
+use sidelane::ep::Handle as Layout;
 use sidelane::exec::Moved;
 use sidelane::plan::Hops;
 
@@ -108,28 +109,33 @@ pub unsafe extern "C" fn sidelane_handle_report(handle: *mut Handle, report: *mu
         // SAFETY: as the caller promised.
         let out = unsafe { OutStruct::new(report) }?;
         get(handle)?.lend(|layout| {
-            let report = layout.report();
-            let mut lanes = [Lane::default(); 8];
-            for (lane, used) in lanes.iter_mut().zip(&report.lanes) {
-                *lane = Lane { name: short_name(used.lane), ranks: used.ranks.into() };
-            }
-            let traffic = report.traffic;
-            out.write(Report {
-                size: 0,
-                lanes,
-                moved: report.moved.into(),
-                relayed: report.relayed.into(),
-                returned: layout.returned().into(),
-                wanted: traffic.wanted.into(),
-                put: traffic.put.into(),
-                remote_ranks: traffic.remote_ranks,
-                remote_nodes: traffic.remote_nodes,
-                handed_on: traffic.handed_on,
-                row_bytes: traffic.row_bytes,
-                home_row_bytes: traffic.home_row_bytes,
-                copied_bytes: layout.copied_bytes(),
-            });
+            out.write(report_of(layout));
             Ok(())
         })
     })
+}
+
+/// How the bytes of a dispatch went, or of an all-gather.
+pub(super) fn report_of(layout: &Layout) -> Report {
+    let report = layout.report();
+    let mut lanes = [Lane::default(); 8];
+    for (lane, used) in lanes.iter_mut().zip(&report.lanes) {
+        *lane = Lane { name: short_name(used.lane), ranks: used.ranks.into() };
+    }
+    let traffic = report.traffic;
+    Report {
+        size: 0,
+        lanes,
+        moved: report.moved.into(),
+        relayed: report.relayed.into(),
+        returned: layout.returned().into(),
+        wanted: traffic.wanted.into(),
+        put: traffic.put.into(),
+        remote_ranks: traffic.remote_ranks,
+        remote_nodes: traffic.remote_nodes,
+        handed_on: traffic.handed_on,
+        row_bytes: traffic.row_bytes,
+        home_row_bytes: traffic.home_row_bytes,
+        copied_bytes: layout.copied_bytes(),
+    }
 }

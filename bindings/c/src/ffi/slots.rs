@@ -102,7 +102,7 @@ pub struct SlotsInfo {
 }
 versioned!(SlotsInfo, "sidelane_slots_info_t", status: *const u32);
 
-/// Builds an exchange in slots on the device of `stream`; all ranks of the group are of one node. Collective. `expert_map` may be
+/// Builds an exchange in slots on the device of `stream`. Collective. `expert_map` may be
 /// NULL. Kernels must be loaded early: set CUDA_MODULE_LOADING=EAGER before the program starts.
 ///
 /// The caller's word: pointers are NULL or valid; `options` is as large as its size says.

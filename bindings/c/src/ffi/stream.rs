@@ -12,8 +12,8 @@ use crate::Status;
 /// Names a stream of the caller's, on a device by its number: a `cudaStream_t` or `CUstream`, NULL for the legacy default stream. Loads the driver,
 /// and uses the device's primary context, as the CUDA runtime does. Local.
 ///
-/// The caller's word: `cuda_stream` is NULL or a stream, which is not destroyed before the handle and every exchange that was
-/// built with it are closed; `stream` is NULL or valid.
+/// The caller's word: `cuda_stream` is NULL or a stream, which is not destroyed before the handle, every exchange that was built
+/// with it and every dispatch of these are closed or finished; `stream` is NULL or valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_stream_borrow(
     device: u32,

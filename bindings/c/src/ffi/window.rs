@@ -4,10 +4,12 @@
 //! may write where and when is the callers' agreement.
 
 use std::ffi::c_void;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 use super::memory::{Out, slice, slice_mut};
 use super::objects::{Group, Window};
 use super::{border, close, get, give};
+use crate::fault::{ArgumentError, Fault};
 use crate::handles::{Kind, Seat};
 use crate::{Status, refuse};
 
@@ -26,6 +28,39 @@ pub unsafe extern "C" fn sidelane_group_window(
         let out = unsafe { Out::new("window", window) }.inspect_err(|_| refuse::window(&group, len))?;
         give(Seat::new(Kind::Window, group.window(len)?), out)
     })
+}
+
+/// Makes the caller's own memory a window: `memory` is the descriptor of a memfd that is sealed against shrinking (memfd_create(),
+/// ftruncate(), fcntl(F_ADD_SEALS, F_SEAL_SHRINK)), of one size at all members. It is duplicated: the caller's stays the caller's, and so do
+/// its mappings, in which what peers put is seen. Collective.
+///
+/// The caller's word: `window` is NULL or valid; `memory` is an open descriptor, or -1.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_group_register(
+    group: *mut Group,
+    memory: i32,
+    window: *mut *mut Window,
+) -> Status {
+    border(|| {
+        let group = get(group)?;
+        // SAFETY: as the caller promised.
+        let arguments = unsafe {
+            Out::new("window", window).map_err(Fault::from).and_then(|out| Ok((out, descriptor(memory)?)))
+        };
+        let (out, memory) = arguments.inspect_err(|_| refuse::register(&group))?;
+        give(Seat::new(Kind::Window, group.register(memory)?), out)
+    })
+}
+
+/// # Safety
+/// It is open, unless it is negative.
+unsafe fn descriptor(memory: i32) -> Result<OwnedFd, ArgumentError> {
+    let unusable = |_| ArgumentError::Descriptor { what: "memory", seen: memory };
+    if memory < 0 {
+        return Err(unusable(()));
+    }
+    // SAFETY: as the caller promised.
+    unsafe { BorrowedFd::borrow_raw(memory) }.try_clone_to_owned().map_err(|_| unusable(()))
 }
 
 /// Writes `len` bytes to `offset` of the part of `peer`. When it returns, `src` may be changed; the bytes may not have

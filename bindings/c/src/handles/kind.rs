@@ -44,10 +44,14 @@ pub enum Kind {
     PlannedCombine,
     /// An exchange in slots.
     Slots,
+    /// All-gather and reduce-scatter.
+    Collective,
+    /// How many rows each rank has.
+    Shares,
 }
 
 impl Kind {
-    const ALL: [Kind; 19] = [
+    const ALL: [Kind; 21] = [
         Kind::World,
         Kind::Group,
         Kind::Window,
@@ -67,6 +71,8 @@ impl Kind {
         Kind::PlannedOutput,
         Kind::PlannedCombine,
         Kind::Slots,
+        Kind::Collective,
+        Kind::Shares,
     ];
 
     /// The kind with this number.
@@ -97,6 +103,8 @@ impl fmt::Display for Kind {
             Kind::PlannedOutput => "sidelane_planned_output_t",
             Kind::PlannedCombine => "sidelane_planned_combine_t",
             Kind::Slots => "sidelane_slots_t",
+            Kind::Collective => "sidelane_collective_t",
+            Kind::Shares => "sidelane_shares_t",
         })
     }
 }

@@ -72,6 +72,12 @@ impl Table {
         Self::object(found, generation, ticket)
     }
 
+    /// All objects of a type that tickets were given for.
+    pub fn all<T: Object>(&self) -> Vec<Arc<T>> {
+        let held = |place: &Place| place.held.clone()?.downcast().ok();
+        self.read().all.iter().filter_map(held).collect()
+    }
+
     /// Takes a ticket back, and gives the object.
     ///
     /// # Errors
@@ -145,6 +151,8 @@ mod tests {
         assert_eq!(table.get::<Apple>(first).err(), Some(HandleError::Closed { kind: Kind::World }));
         assert_eq!(table.remove::<Apple>(first).err(), Some(HandleError::Closed { kind: Kind::World }));
         assert_eq!(table.get::<Apple>(second).unwrap().0, 2);
+        table.insert(Arc::new(Pear)).unwrap();
+        assert_eq!(table.all::<Apple>().iter().map(|apple| apple.0).collect::<Vec<_>>(), [2]);
     }
 
     #[test]

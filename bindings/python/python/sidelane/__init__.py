@@ -7,6 +7,7 @@ GPU by ``PlannedExchange`` and ``SlotsExchange``. See docs/from-python.md.
 import atexit as _atexit
 
 from ._native import (
+    Collective,
     Decision,
     ExpertParallel,
     Gate,
@@ -18,13 +19,19 @@ from ._native import (
     PlannedDispatch,
     PlannedExchange,
     PlannedHandle,
+    Shares,
     SlotsExchange,
     Tensor,
     Window,
     World,
+    balance,
+    balance_counts,
+    balance_loss,
     close_all as _close_all,
+    importance_loss,
     preset,
     presets,
+    z_loss,
 )
 from .errors import (
     BootstrapError,
@@ -51,6 +58,7 @@ __all__ = [
     "BusyError",
     "CallError",
     "ClosedError",
+    "Collective",
     "Decision",
     "DeviceError",
     "Error",
@@ -71,16 +79,22 @@ __all__ = [
     "PlannedExchange",
     "PlannedHandle",
     "RankError",
+    "Shares",
     "SimdError",
     "SlotsExchange",
     "Tensor",
     "Window",
     "World",
     "WorldError",
+    "balance",
+    "balance_counts",
+    "balance_loss",
+    "importance_loss",
     "init",
     "launch",
     "preset",
     "presets",
+    "z_loss",
 ]
 
 # Those that are left hear a goodbye, not a loss.

@@ -1,0 +1,298 @@
+//! All-gather and reduce-scatter of rows: each other's gradient, by the programs that dispatch and combine are.
+
+use sidelane::Dtype;
+use sidelane::dtype::Wire;
+use sidelane::ep::{Collective as Gathers, CollectiveBuilder, ExpertRows, Shares as Layout};
+
+use super::combine::Outputs;
+use super::memory::{Out, slice};
+use super::objects::{Collective, Group, Output, Rows, Shares};
+use super::report::{Report, report_of};
+use super::tensor::{Source, Target, Tensor, with_element};
+use super::versioned::{OutStruct, read, versioned};
+use super::{border, close, get, give};
+use crate::fault::Fault;
+use crate::handles::{Kind, Seat};
+use crate::refuse::Gathering;
+use crate::words::choice;
+use crate::{Status, refuse, words};
+
+/// A `Collective`, and what the border has to know of it.
+#[derive(Debug)]
+pub struct CollectiveLayer {
+    seat: Seat<Gathers>,
+    dtype: Dtype,
+    columns: u64,
+}
+
+/// Sums are made over ranks.
+pub const SIDELANE_NODE_SUMS_NONE: u32 = 0;
+/// Per node first, then over nodes; what crosses keeps all bits of the f32 sum.
+pub const SIDELANE_NODE_SUMS_F32: u32 = 1;
+/// Likewise, and what crosses is rounded to bf16.
+pub const SIDELANE_NODE_SUMS_BF16: u32 = 2;
+
+/// Settings of a collective: all ranks must choose alike. 0 is the default of everything but `columns`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CollectiveOptions {
+    /// sizeof(sidelane_collective_options_t).
+    pub size: usize,
+    /// Elements of a row, which must be a multiple of 16 bytes.
+    pub columns: u32,
+    /// Their type: SIDELANE_DTYPE_... Bytes can be gathered, but not summed.
+    pub dtype: u32,
+    /// In how many equal parts the rows of a rank come: gathered rows lie by part and then by rank. Default: 1.
+    pub segments: u32,
+    /// The most rows of a rank. Default: 4096.
+    pub max_rows: u32,
+    /// How rows reach other nodes: SIDELANE_ROUTE_... With SIDELANE_ROUTE_PXN each crosses once per node.
+    pub route: u32,
+    /// Whether nodes sum first, over SIDELANE_ROUTE_PXN: SIDELANE_NODE_SUMS_...
+    pub node_sums: u32,
+}
+versioned!(CollectiveOptions, "sidelane_collective_options_t", node_sums: u32);
+
+/// How many rows each rank has, and so where they lie among those of all. It may be read until the shares are closed.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct SharesInfo {
+    /// sizeof(sidelane_shares_info_t).
+    pub size: usize,
+    /// Rows of each rank, [ranks].
+    pub counts: *const u32,
+    /// Ranks.
+    pub ranks: u64,
+    /// Rows of all ranks.
+    pub rows: u64,
+}
+versioned!(SharesInfo, "sidelane_shares_info_t", rows: u64);
+
+impl CollectiveOptions {
+    fn apply<'g>(&self, mut builder: CollectiveBuilder<'g>) -> Result<CollectiveBuilder<'g>, Fault> {
+        let sums = [
+            (SIDELANE_NODE_SUMS_NONE, None),
+            (SIDELANE_NODE_SUMS_F32, Some(Wire::F32)),
+            (SIDELANE_NODE_SUMS_BF16, Some(Wire::Bf16)),
+        ];
+        let sums = choice("node_sums", self.node_sums, &sums, "one of SIDELANE_NODE_SUMS_NONE, _F32, _BF16")?;
+        builder = builder.columns(self.columns as usize).dtype(words::dtype(self.dtype)?);
+        builder = builder.route(words::route(self.route)?);
+        if self.segments > 0 {
+            builder = builder.segments(self.segments);
+        }
+        if self.max_rows > 0 {
+            builder = builder.max_rows(self.max_rows);
+        }
+        Ok(sums.into_iter().fold(builder, CollectiveBuilder::node_sums))
+    }
+}
+
+/// Builds a collective on a group. Collective.
+///
+/// The caller's word: pointers are NULL or valid; `options` is as large as its size says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_collective_build(
+    group: *mut Group,
+    options: *const CollectiveOptions,
+    collective: *mut *mut Collective,
+) -> Status {
+    border(|| {
+        let group = get(group)?;
+        let arguments = || -> Result<_, Fault> {
+            // SAFETY: as the caller promised.
+            let (out, options) = unsafe { (Out::new("collective", collective)?, read(options)?) };
+            Ok((out, options, options.apply(Gathers::builder(&group))?))
+        };
+        let (out, options, builder) = arguments().inspect_err(|_| refuse::collective(&group))?;
+        let seat = Seat::new(Kind::Collective, builder.build()?);
+        let (dtype, columns) = (words::dtype(options.dtype)?, options.columns.into());
+        give(CollectiveLayer { seat, dtype, columns }, out)
+    })
+}
+
+/// Everybody's rows, by rank, from this rank's, [rows, columns]; ranks may have different numbers of them, none too. They tell each
+/// other how many: the shares. Collective. Both results are the caller's to close.
+///
+/// The caller's word: pointers are NULL or valid; `mine` is as large as it says, and nobody writes to it meanwhile.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_all_gather(
+    collective: *mut Collective,
+    mine: *const Tensor,
+    all: *mut *mut Rows,
+    shares: *mut *mut Shares,
+) -> Status {
+    border(|| {
+        let layer = get(collective)?;
+        // SAFETY: as the caller promised.
+        let arguments = unsafe {
+            let outs = Out::new("all", all).and_then(|all| Ok((all, Out::new("shares", shares)?)));
+            outs.map_err(Fault::from).and_then(|outs| Ok((outs, layer.mine(mine)?)))
+        };
+        layer.seat.lend(|gathers| {
+            let ((all, shares), mine) =
+                arguments.inspect_err(|_| refuse::gathering(gathers, layer.dtype, None, Gathering::All))?;
+            let (rows, layout): (ExpertRows, Layout) =
+                with_element!(mine.dtype, E => gathers.all_gather(mine.elements::<E>()))?;
+            give(Seat::new(Kind::Rows, rows), all)?;
+            give(Seat::new(Kind::Shares, layout), shares)
+        })
+    })
+}
+
+/// Shares that all ranks know beforehand: `counts`, [ranks], the same on all. Local: nothing is exchanged.
+///
+/// The caller's word: `counts` is NULL or points to `ranks` numbers; `shares` is NULL or valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_collective_shares(
+    collective: *mut Collective,
+    counts: *const u32,
+    ranks: u32,
+    shares: *mut *mut Shares,
+) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let (out, counts) = unsafe { (Out::new("shares", shares)?, slice("counts", counts, ranks.into())?) };
+        let layout = get(collective)?.seat.lend(|gathers| Ok(gathers.shares(counts)?))?;
+        give(Seat::new(Kind::Shares, layout), out)
+    })
+}
+
+/// Everybody's rows, where all know their shares: ranks need not tell each other. Collective.
+///
+/// The caller's word: as sidelane_all_gather().
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_all_gather_along(
+    collective: *mut Collective,
+    mine: *const Tensor,
+    shares: *mut Shares,
+    all: *mut *mut Rows,
+) -> Status {
+    border(|| {
+        let (layer, seat) = (get(collective)?, get(shares));
+        layer.seat.lend(|gathers| {
+            let call = Gathering::Along;
+            let seat = seat.inspect_err(|_| refuse::gathering(gathers, layer.dtype, None, call))?;
+            seat.lend(|layout| {
+                // SAFETY: as the caller promised.
+                let arguments = unsafe {
+                    Out::new("all", all).map_err(Fault::from).and_then(|out| Ok((out, layer.mine(mine)?)))
+                };
+                let (out, mine) =
+                    arguments.inspect_err(|_| refuse::gathering(gathers, layer.dtype, Some(layout), call))?;
+                let rows =
+                    with_element!(mine.dtype, E => gathers.all_gather_along(mine.elements::<E>(), layout))?;
+                give(Seat::new(Kind::Rows, rows), out)
+            })
+        })
+    })
+}
+
+/// Sums over all ranks of this rank's rows, to `sums`, [rows of this rank, columns]: from what each rank has for everybody, [rows of
+/// all, columns], laid out as an all-gather along these shares lays it. Collective.
+///
+/// Either `output`, the buffer of sidelane_shares_output(), which is used up, or `all`, a tensor anywhere, which is copied once;
+/// the other is NULL. If an argument cannot be used, `output` stays open.
+///
+/// The caller's word: pointers are NULL or valid; tensors are as large as they say, and nobody else uses them meanwhile.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_reduce_scatter(
+    collective: *mut Collective,
+    output: *mut Output,
+    all: *const Tensor,
+    shares: *mut Shares,
+    sums: *const Tensor,
+) -> Status {
+    border(|| {
+        let (layer, seat) = (get(collective)?, get(shares));
+        layer.seat.lend(|gathers| {
+            let call = Gathering::Sum;
+            let seat = seat.inspect_err(|_| refuse::gathering(gathers, layer.dtype, None, call))?;
+            seat.lend(|layout| {
+                let (columns, home) = (layer.columns, layout.handle().tokens().into());
+                // SAFETY: as the caller promised.
+                let given = unsafe { Outputs::read("all", (layout.rows().into(), columns), output, all) };
+                let arguments = given.and_then(|given| {
+                    // SAFETY: as the caller promised.
+                    let sums = unsafe { Target::read("sums", sums, home, columns) }?;
+                    given.apart_from("sums", sums.bytes())?;
+                    Ok((given.contribution()?, sums))
+                });
+                let (all, mut sums) = arguments
+                    .inspect_err(|_| refuse::gathering(gathers, layer.dtype, Some(layout), call))?;
+                let done = with_element!(sums.dtype, E => gathers.reduce_scatter_into(all, layout, sums.elements::<E>()));
+                Ok(done?)
+            })
+        })
+    })
+}
+
+/// Closes the collective. Rows, outputs and shares that are open stay readable. NULL is nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn sidelane_collective_close(collective: *mut Collective) -> Status {
+    close(collective)
+}
+
+/// Says how many rows each rank has.
+///
+/// The caller's word: `info` is NULL, or as large as its size says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_shares_info(shares: *mut Shares, info: *mut SharesInfo) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let out = unsafe { OutStruct::new(info) }?;
+        get(shares)?.lend(|layout| {
+            let (counts, rows) = (layout.counts(), layout.rows().into());
+            out.write(SharesInfo { size: 0, counts: counts.as_ptr(), ranks: counts.len() as u64, rows });
+            Ok(())
+        })
+    })
+}
+
+/// A buffer for rows of all ranks that a reduce-scatter takes without a copy. Local.
+///
+/// The caller's word: `output` is NULL or valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_shares_output(shares: *mut Shares, output: *mut *mut Output) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let out = unsafe { Out::new("output", output) }?;
+        let buffer = get(shares)?.lend(|layout| Ok(layout.output()?))?;
+        give(Seat::new(Kind::Output, buffer), out)
+    })
+}
+
+/// Says how the rows of an all-gather went.
+///
+/// The caller's word: `report` is NULL, or as large as its size says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_shares_report(shares: *mut Shares, report: *mut Report) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let out = unsafe { OutStruct::new(report) }?;
+        get(shares)?.lend(|layout| {
+            out.write(report_of(layout.handle()));
+            Ok(())
+        })
+    })
+}
+
+/// Closes shares. NULL is nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn sidelane_shares_close(shares: *mut Shares) -> Status {
+    close(shares)
+}
+
+impl CollectiveLayer {
+    /// This rank's rows.
+    ///
+    /// # Safety
+    /// As [`Source::read`].
+    unsafe fn mine<'a>(&self, mine: *const Tensor) -> Result<Source<'a>, Fault> {
+        // SAFETY: as the caller promised.
+        unsafe {
+            let rows = super::memory::structure("mine", mine)?.rows;
+            Source::read("mine", mine, rows, self.columns)
+        }
+    }
+}

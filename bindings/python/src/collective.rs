@@ -1,0 +1,241 @@
+//! All-gather and reduce-scatter of rows: each other's gradient.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use sidelane::Dtype;
+use sidelane::dtype::Wire;
+use sidelane::ep::{Collective as Gathers, CollectiveBuilder, Shares as Layout};
+use sidelane::memory::Pool;
+
+use crate::calls::{Brought, contribution, first, rows_of, typed, unusable, with_buffer};
+use crate::errors::raise;
+use crate::input::Input;
+use crate::parallel::group_of;
+use crate::settings;
+use crate::slot::Slot;
+use crate::tensor::{Kind, Outputs, Tensor};
+use crate::world::Seat;
+
+/// What is the same for all rows.
+#[derive(Clone)]
+struct Shape {
+    columns: usize,
+    dtype: Dtype,
+    pool: Arc<Pool>,
+}
+
+/// All-gather and reduce-scatter over a group of ranks.
+#[pyclass(frozen, module = "sidelane")]
+pub struct Collective {
+    seat: Arc<Seat>,
+    slot: Arc<Slot<Gathers>>,
+    shape: Shape,
+    #[pyo3(get)]
+    rank: u32,
+    #[pyo3(get)]
+    size: u32,
+}
+
+/// How many rows each rank has.
+#[pyclass(frozen, module = "sidelane")]
+pub struct Shares {
+    slot: Slot<Layout>,
+    shape: Shape,
+    kind: Kind,
+    outputs: Outputs,
+    #[pyo3(get)]
+    counts: Vec<u32>,
+    #[pyo3(get)]
+    rows: u32,
+}
+
+impl Collective {
+    fn call<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut Gathers) -> Result<T, sidelane::Error> + Send,
+    ) -> PyResult<T> {
+        self.seat.call(py, &self.slot, call)
+    }
+
+    fn along<T: Send>(
+        &self,
+        py: Python<'_>,
+        shares: &Shares,
+        call: impl FnOnce(&mut Gathers, &Layout) -> Result<T, sidelane::Error> + Send,
+    ) -> PyResult<T> {
+        shares.slot.lend(|layout| self.call(py, |gathers| call(gathers, layout)))
+    }
+
+    /// A type that rows do not have: what is brought in it is refused, and the others are told.
+    fn other(&self) -> Dtype {
+        if self.shape.dtype == Dtype::F32 { Dtype::Bf16 } else { Dtype::F32 }
+    }
+
+    fn mine(&self, rows: &Bound<'_, PyAny>) -> PyResult<(Input, Dtype)> {
+        let rows = Input::new(rows, "rows")?.columns(self.shape.columns)?;
+        let dtype = rows.dtype()?;
+        Ok((rows, dtype))
+    }
+
+    fn shares_of(&self, layout: Layout, kind: Kind) -> Shares {
+        let (counts, rows) = (layout.counts().to_vec(), layout.rows());
+        let (slot, shape) = (Slot::new("shares", layout), self.shape.clone());
+        Shares { slot, shape, kind, outputs: Outputs::default(), counts, rows }
+    }
+
+    fn all<'py>(
+        &self,
+        py: Python<'py>,
+        rows: sidelane::ep::ExpertRows,
+        kind: Kind,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        rows_of(py, rows, kind, (self.shape.columns, self.shape.dtype), &self.shape.pool)
+    }
+}
+
+#[pymethods]
+impl Collective {
+    /// Collective: all ranks of the group choose alike.
+    #[new]
+    #[pyo3(signature = (group, *, columns, dtype=None, segments=1, max_rows=4096, route="pxn", node_sums=None))]
+    #[expect(clippy::too_many_arguments, reason = "Python's keywords are its builder")]
+    fn new(
+        py: Python<'_>,
+        group: &Bound<'_, PyAny>,
+        columns: usize,
+        dtype: Option<&Bound<'_, PyAny>>,
+        segments: u32,
+        max_rows: u32,
+        route: &str,
+        node_sums: Option<&str>,
+    ) -> PyResult<Self> {
+        let group = group_of(group)?;
+        let (seat, members) = (group.get().seat(), group.get().get()?);
+        let set = || -> PyResult<(CollectiveBuilder<'_>, Dtype)> {
+            let dtype = dtype.map_or(Ok(Dtype::Bf16), settings::dtype)?;
+            let builder = Gathers::builder(&members).columns(columns).dtype(dtype).segments(segments);
+            let builder = builder.max_rows(max_rows).route(settings::word("route", route)?);
+            let wire = node_sums.map(|wire| settings::word::<Wire>("node_sums", wire)).transpose()?;
+            Ok((wire.into_iter().fold(builder, CollectiveBuilder::node_sums), dtype))
+        };
+        let refuse = || Gathers::builder(&members).build().map(drop);
+        let (slot, dtype) = seat.build(py, "Collective", set(), refuse, CollectiveBuilder::build)?;
+        let shape = Shape { columns, dtype, pool: Arc::clone(seat.world()?.pool()) };
+        Ok(Collective { seat: Arc::clone(seat), slot, shape, rank: members.rank(), size: members.size() })
+    }
+
+    /// Everybody's rows, by rank, from this rank's [rows, columns]; and how many each rank has.
+    fn all_gather<'py>(
+        &self,
+        py: Python<'py>,
+        rows: &Bound<'py, PyAny>,
+    ) -> PyResult<(Bound<'py, PyAny>, Shares)> {
+        let kind = Kind::of(rows);
+        let (all, layout) = match self.mine(rows) {
+            Ok((rows, dtype)) => typed!(dtype, E => {
+                let rows = rows.slice::<E>()?;
+                self.call(py, |gathers| gathers.all_gather::<E>(rows))?
+            }),
+            Err(error) => {
+                let refused =
+                    typed!(self.other(), E => self.call(py, |gathers| gathers.all_gather::<E>(&[])));
+                return Err(first(py, refused, error));
+            }
+        };
+        Ok((self.all(py, all, kind)?, self.shares_of(layout, kind)))
+    }
+
+    /// Shares that all ranks know beforehand. Local.
+    fn shares(&self, counts: Vec<u32>) -> PyResult<Shares> {
+        let layout = self.slot.lend(|gathers| gathers.shares(&counts).map_err(raise))?;
+        Ok(self.shares_of(layout, Kind::Other))
+    }
+
+    /// Everybody's rows, where all know their shares.
+    fn all_gather_along<'py>(
+        &self,
+        py: Python<'py>,
+        rows: &Bound<'py, PyAny>,
+        shares: &Shares,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let all = match self.mine(rows) {
+            Ok((rows, dtype)) => typed!(dtype, E => {
+                let rows = rows.slice::<E>()?;
+                self.along(py, shares, |gathers, layout| gathers.all_gather_along::<E>(rows, layout))?
+            }),
+            Err(error) => {
+                let refused = typed!(self.other(), E => {
+                    self.along(py, shares, |gathers, layout| gathers.all_gather_along::<E>(&[], layout))
+                });
+                return Err(first(py, refused, error));
+            }
+        };
+        self.all(py, all, Kind::of(rows))
+    }
+
+    /// Sums over all ranks of this rank's rows. `rows` is `shares.output()`, used in place, or any tensor [rows of all, columns],
+    /// copied once.
+    fn reduce_scatter<'py>(
+        &self,
+        py: Python<'py>,
+        rows: &Bound<'py, PyAny>,
+        shares: &Shares,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let columns = self.shape.columns;
+        let brought = Brought::look(rows, "rows", columns, (&shares.outputs, "shares"));
+        let tensor = typed!(self.shape.dtype, E => {
+            let sums = match brought {
+                Ok(Brought::Elsewhere(rows)) => {
+                    let rows = contribution(&rows)?;
+                    self.along(py, shares, |gathers, layout| gathers.reduce_scatter::<E>(rows, layout))?
+                }
+                Ok(Brought::Buffer(memory)) => self.along(py, shares, |gathers, layout| {
+                    let again = || layout.output();
+                    with_buffer(&memory, again, |rows| gathers.reduce_scatter::<E>(rows, layout))
+                })?,
+                Err(error) => {
+                    let refused = self.along(py, shares, |gathers, layout| {
+                        gathers.reduce_scatter::<E>(unusable(), layout).map(drop)
+                    });
+                    return Err(first(py, refused, error));
+                }
+            };
+            let rows = sums.len() / columns;
+            Tensor::of(sums, &[rows, columns], self.shape.dtype.into())
+        });
+        Kind::of(rows).give(py, tensor)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("sidelane.Collective(rank={}, size={}, columns={})", self.rank, self.size, self.shape.columns)
+    }
+}
+
+#[pymethods]
+impl Shares {
+    /// A buffer [rows of all, columns] that a reduce-scatter takes without a copy. Its contents are undefined.
+    fn output<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let output = self.slot.lend(|layout| layout.output().map_err(raise))?;
+        let Shape { columns, dtype, pool } = &self.shape;
+        let memory = self.outputs.of_host(output, pool)?;
+        self.kind.give(py, Tensor::new(memory, &[self.rows as usize, *columns], (*dtype).into()))
+    }
+
+    /// How the bytes of the all-gather went.
+    fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let report = self.slot.lend(|layout| Ok(layout.handle().report().clone()))?;
+        Ok(pythonize::pythonize(py, &report)?)
+    }
+
+    /// Bytes that reduce-scatters have copied because rows did not lie in an output buffer.
+    #[getter]
+    fn copied_bytes(&self) -> PyResult<u64> {
+        self.slot.lend(|layout| Ok(layout.handle().copied_bytes()))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("sidelane.Shares(counts={:?})", self.counts)
+    }
+}
