@@ -1,0 +1,141 @@
+//! The command line.
+
+use std::num::NonZero;
+use std::path::PathBuf;
+
+use clap::{Args, Parser, ValueEnum};
+use moe_lm::batches::Batches;
+use moe_lm::parallel::Plan;
+use moe_lm::settings::{Settings, Shape};
+use serde_json::json;
+
+/// Trains a small mixture-of-experts language model: alone, or as a rank of `sidelane launch`, torchrun, srun or mpirun.
+///
+/// Every rank computes on one core with RAYON_NUM_THREADS=1.
+#[derive(Debug, Parser)]
+pub struct Arguments {
+    /// Text to learn from: a page (.html), of which the body is taken, or anything else as it is. Default: the book that comes
+    /// with the Rust toolchain.
+    pub text: Option<PathBuf>,
+    /// Folder for checkpoints, the losses and their curve, and the router's decisions: one for all ranks, on whatever machine.
+    #[arg(long, default_value = "moe-lm-out")]
+    pub out: PathBuf,
+    /// Steps of the whole run.
+    #[arg(long, default_value_t = 300)]
+    pub steps: usize,
+    /// Windows of a step, over all ranks.
+    #[arg(long, default_value_t = 16)]
+    pub batch: usize,
+    /// Ranks over which the experts of a layer are spread; it divides the number of ranks. Default: all.
+    #[arg(long)]
+    pub expert_parallel: Option<usize>,
+    /// Plays this many ranks in this process, one after another: the same bits.
+    #[arg(long, value_name = "RANKS")]
+    pub reference: Option<usize>,
+    /// Whether transfers go on beside compute: the same bits.
+    #[arg(long, value_enum, default_value_t = Switch::On)]
+    pub overlap: Switch,
+    /// Chunks into which the tokens of a layer are cut: the same bits.
+    #[arg(long, default_value_t = 2)]
+    pub chunks: u32,
+    /// A checkpoint after so many steps each; there is one at the end anyway.
+    #[arg(long)]
+    pub checkpoint_every: Option<NonZero<usize>>,
+    /// Goes on from the latest checkpoint in the folder.
+    #[arg(long)]
+    pub resume: bool,
+    /// Losses of another run (its losses.json), to be drawn beside these and compared with them.
+    #[arg(long, value_name = "FILE")]
+    pub beside: Option<PathBuf>,
+    /// Of weights and of windows.
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// Highest learning rate.
+    #[arg(long, default_value_t = 2e-3)]
+    pub rate: f64,
+    /// Steps in which it is reached.
+    #[arg(long, default_value_t = 100)]
+    pub warm_up: usize,
+    /// Coefficient of the loss that keeps experts in use.
+    #[arg(long, default_value_t = 0.001)]
+    pub balance: f32,
+    /// One JSON object per line: each step, each look at held-out tokens, what was written.
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    sizes: Sizes,
+}
+
+/// On or off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Switch {
+    On,
+    Off,
+}
+
+/// Sizes of the model.
+#[derive(Debug, Args)]
+struct Sizes {
+    /// Different tokens.
+    #[arg(long, default_value_t = Shape::default().vocabulary)]
+    vocabulary: usize,
+    /// Tokens that see each other.
+    #[arg(long, default_value_t = Shape::default().window)]
+    window: usize,
+    /// Blocks of attention and experts.
+    #[arg(long, default_value_t = Shape::default().layers)]
+    layers: usize,
+    /// Elements of a token.
+    #[arg(long, default_value_t = Shape::default().width)]
+    width: usize,
+    /// Heads of attention.
+    #[arg(long, default_value_t = Shape::default().heads)]
+    heads: usize,
+    /// Experts of a layer.
+    #[arg(long, default_value_t = Shape::default().experts)]
+    experts: usize,
+    /// Experts that a token chooses.
+    #[arg(long, default_value_t = Shape::default().top_k)]
+    top_k: usize,
+    /// Inner width of an expert.
+    #[arg(long, default_value_t = Shape::default().expert_width)]
+    expert_width: usize,
+}
+
+impl Arguments {
+    /// The run that is asked for, on so many ranks.
+    pub fn settings(&self, ranks: usize) -> Settings {
+        let Sizes { vocabulary, window, layers, width, heads, experts, top_k, expert_width } = self.sizes;
+        let shape = Shape { vocabulary, window, layers, width, heads, experts, top_k, expert_width };
+        Settings {
+            shape,
+            batch: self.batch,
+            steps: self.steps,
+            rate: self.rate,
+            warm_up: self.warm_up,
+            balance: self.balance,
+            seed: self.seed,
+            ranks,
+            expert_parallel: self.expert_parallel.unwrap_or(ranks),
+        }
+    }
+
+    /// What all ranks must have in common: what is trained on what, and when they meet. See
+    /// [`Options::conditions`](sidelane::Options::conditions).
+    pub fn conditions(&self, settings: &Settings, batches: &Batches) -> String {
+        json!({
+            "moe-lm": env!("CARGO_PKG_VERSION"),
+            "settings": settings,
+            "text": batches.digest(),
+            "chunks": self.chunks,
+            "checkpoint_every": self.checkpoint_every,
+            "resume": self.resume,
+        })
+        .to_string()
+    }
+
+    /// How it is carried out.
+    pub fn plan(&self) -> Plan {
+        Plan { chunks: self.chunks, overlap: self.overlap == Switch::On }
+    }
+}

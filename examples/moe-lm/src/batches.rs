@@ -1,0 +1,163 @@
+//! Which windows of the text a step learns from, and which none.
+//!
+//! ```text
+//!   tokens   | train .....................| held out |..................... train |
+//!
+//!   step n   windows 0 .. batch, drawn by seed and n;  rank r: batch/ranks of them from r x batch/ranks on
+//! ```
+//!
+//! Nothing is kept from step to step, so a run that goes on draws as one that never stopped.
+
+use std::ops::Range;
+
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use sha2::{Digest, Sha256};
+
+use crate::error::{Error, Result};
+use crate::settings::Settings;
+
+/// Tokens that are held out, unless the batch does not divide their windows.
+const HELD: usize = 4096;
+
+/// Windows of a text.
+#[derive(Clone, Debug)]
+pub struct Batches {
+    train: Vec<u32>,
+    /// And the token after the last.
+    held: Vec<u32>,
+    window: usize,
+}
+
+/// Windows and what follows each of their tokens, `[windows, window]` each.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Windows {
+    /// The tokens.
+    pub tokens: Vec<u32>,
+    /// The token after each.
+    pub following: Vec<u32>,
+}
+
+impl Batches {
+    /// Of all tokens of a text. In the middle of it whole batches are held out, of 4096 tokens or the next more.
+    ///
+    /// # Errors
+    /// [`Error::TooShort`].
+    pub fn new(tokens: &[u32], settings: &Settings) -> Result<Batches> {
+        let window = settings.shape.window;
+        let held = HELD.next_multiple_of(window * settings.batch);
+        let needed = held + 1 + 2 * (window + 1);
+        if tokens.len() < needed {
+            return Err(Error::TooShort { seen: tokens.len(), needed });
+        }
+        let first = (tokens.len() - held) / 2;
+        let train = [&tokens[..first], &tokens[first + held..]].concat();
+        Ok(Batches { train, held: tokens[first..=first + held].to_vec(), window })
+    }
+
+    /// Tokens to learn from.
+    pub fn train(&self) -> usize {
+        self.train.len()
+    }
+
+    /// Of all tokens: those of another text have another.
+    pub fn digest(&self) -> String {
+        let mut digest = Sha256::new();
+        self.train.iter().chain(&self.held).for_each(|token| digest.update(token.to_le_bytes()));
+        digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// Windows that are held out.
+    pub fn held(&self) -> usize {
+        (self.held.len() - 1) / self.window
+    }
+
+    /// Some of a step's windows.
+    pub fn of_step(&self, settings: &Settings, step: usize, windows: Range<usize>) -> Windows {
+        let mut random = ChaCha8Rng::seed_from_u64(settings.seed);
+        random.set_stream(u64::MAX - step as u64);
+        let starts: Vec<usize> =
+            (0..settings.batch).map(|_| random.random_range(0..self.train.len() - self.window)).collect();
+        Windows::of(&self.train, starts[windows].iter().copied(), self.window)
+    }
+
+    /// Some of the windows that are held out.
+    pub fn of_held(&self, windows: Range<usize>) -> Windows {
+        Windows::of(&self.held, windows.map(|nth| nth * self.window), self.window)
+    }
+}
+
+impl Windows {
+    fn of(tokens: &[u32], starts: impl Iterator<Item = usize> + Clone, window: usize) -> Windows {
+        let all = |shift: usize| {
+            starts.clone().flat_map(|start| &tokens[start + shift..][..window]).copied().collect()
+        };
+        Windows { tokens: all(0), following: all(1) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::settings::Shape;
+
+    fn settings() -> Settings {
+        let shape = Shape { window: 8, ..Shape::default() };
+        Settings {
+            shape,
+            batch: 4,
+            steps: 10,
+            rate: 0.0,
+            warm_up: 1,
+            balance: 0.0,
+            seed: 3,
+            ranks: 2,
+            expert_parallel: 2,
+        }
+    }
+
+    #[test]
+    fn ranks_have_the_windows_of_the_step_between_them_and_steps_differ() {
+        let tokens: Vec<u32> = (0..6000).collect();
+        let batches = Batches::new(&tokens, &settings()).unwrap();
+        let whole = batches.of_step(&settings(), 5, 0..4);
+        let parts = [0..2, 2..4].map(|part| batches.of_step(&settings(), 5, part).tokens).concat();
+        assert_eq!(whole.tokens, parts);
+        assert_ne!(whole, batches.of_step(&settings(), 6, 0..4));
+        assert_eq!(whole.tokens.len(), 4 * 8);
+        assert_eq!(whole.following[..7], whole.tokens[1..8]);
+    }
+
+    #[test]
+    fn windows_of_one_token_are_held_out_to_the_last_and_what_follows_is_none() {
+        let one = Settings { shape: Shape { window: 1, ..Shape::default() }, ..settings() };
+        let tokens: Vec<u32> = (0..6000).collect();
+        let batches = Batches::new(&tokens, &one).unwrap();
+        let held = batches.of_held(0..batches.held());
+        assert_eq!((held.tokens.len(), held.following.len()), (4096, 4096));
+    }
+
+    #[test]
+    fn a_text_with_one_other_token_has_another_digest() {
+        let mut tokens: Vec<u32> = (0..6000).collect();
+        let digest = |tokens: &[u32]| Batches::new(tokens, &settings()).unwrap().digest();
+        let before = digest(&tokens);
+        assert_eq!(before, digest(&tokens));
+        tokens[5999] = 1;
+        assert_ne!(before, digest(&tokens));
+    }
+
+    #[test]
+    fn what_is_held_out_is_never_learned_from() {
+        let tokens: Vec<u32> = (0..6000).collect();
+        let batches = Batches::new(&tokens, &settings()).unwrap();
+        let held = batches.of_held(0..batches.held());
+        assert_eq!((held.tokens.len(), batches.train()), (4096, 6000 - 4096));
+        let train: std::collections::HashSet<u32> = batches.train.iter().copied().collect();
+        assert!(held.tokens.iter().all(|token| !train.contains(token)));
+        assert!(matches!(
+            Batches::new(&tokens[..4096], &settings()),
+            Err(Error::TooShort { seen: 4096, .. })
+        ));
+    }
+}

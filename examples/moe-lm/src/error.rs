@@ -1,0 +1,136 @@
+//! What can go wrong.
+
+use std::path::PathBuf;
+
+/// Any error of the trainer.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Exchange between ranks.
+    #[error(transparent)]
+    Sidelane(#[from] sidelane::Error),
+    /// Tensors.
+    #[error(transparent)]
+    Tensor(#[from] candle_core::Error),
+    /// A file cannot be read or written.
+    #[error("{path}: {source}", path = path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A file does not hold what it should.
+    #[error("{path}: {source}", path = path.display())]
+    Malformed {
+        /// Which.
+        path: PathBuf,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+    /// A page without a body.
+    #[error("{path} has no <main>", path = path.display())]
+    NoBody {
+        /// Which.
+        path: PathBuf,
+    },
+    /// No text was given, and the toolchain has no page.
+    #[error(
+        "no text was given, and rustc could not say where its book lies (rustup component add rust-docs)"
+    )]
+    NoText,
+    /// Too little text.
+    #[error("{seen} tokens, at least {needed} are needed")]
+    TooShort {
+        /// Tokens of the text.
+        seen: usize,
+        /// Held-out ones and two windows.
+        needed: usize,
+    },
+    /// Numbers that do not go together.
+    #[error("{what}: {seen} is not a multiple of {of}")]
+    NotMultiple {
+        /// What.
+        what: &'static str,
+        /// The number.
+        seen: usize,
+        /// What it must be a multiple of, and not zero.
+        of: usize,
+    },
+    /// A checkpoint of a run with other settings.
+    #[error("{path} is of another run: {what} differs", path = path.display())]
+    OtherRun {
+        /// The checkpoint.
+        path: PathBuf,
+        /// What differs.
+        what: &'static str,
+    },
+    /// A checkpoint lacks a tensor, or has it in another size.
+    #[error("{path} has no {name} of {values} values", path = path.display())]
+    Missing {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// Its size.
+        values: usize,
+    },
+    /// A checkpoint has a tensor in two files.
+    #[error("{path} has {name} again", path = path.display())]
+    Twice {
+        /// The second file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+    },
+    /// A rank has written a file, and the first rank does not see it.
+    #[error("{path} was written by a rank and is not here: --out must be one folder for all ranks", path = path.display())]
+    NotShared {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Ranks would go on from different checkpoints.
+    #[error(
+        "rank {rank} would go on from {seen:?}, rank 0 from {expected:?}: --out must be one folder for all ranks"
+    )]
+    OtherCheckpoint {
+        /// The first rank that differs from rank 0.
+        rank: usize,
+        /// What it found; empty if nothing.
+        seen: String,
+        /// What rank 0 found; empty if nothing.
+        expected: String,
+    },
+    /// A loss that is not a number, or without bounds: weights have grown too large, or the learning rate is too high.
+    #[error("{what} is {loss}, after {steps} steps")]
+    NotFinite {
+        /// Which.
+        what: &'static str,
+        /// The loss.
+        loss: f32,
+        /// Steps that were made.
+        steps: usize,
+    },
+    /// There is no checkpoint to go on from.
+    #[error("{path} has no checkpoint", path = path.display())]
+    NoCheckpoint {
+        /// Where it was looked for.
+        path: PathBuf,
+    },
+}
+
+/// What the trainer gives.
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    /// For `map_err`, with the file's path.
+    pub fn file(path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Error {
+        let path = path.into();
+        move |source| Error::File { path, source }
+    }
+
+    /// For `map_err`, with the file's path.
+    pub fn malformed(path: impl Into<PathBuf>) -> impl FnOnce(serde_json::Error) -> Error {
+        let path = path.into();
+        move |source| Error::Malformed { path, source }
+    }
+}

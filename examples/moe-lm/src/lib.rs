@@ -1,0 +1,33 @@
+//! A small mixture-of-experts language model that learns from real text, on ranks that are processes.
+//!
+//! ```text
+//!   text --> tokens --> windows of a step, by seed and number --> each rank its own
+//!
+//!   rank      embed --> [ attention --> MoE layer ] x layers --> head --> loss         candle, and Sidelane in it
+//!                                        |    ^
+//!                           rows to experts   rows back: over the ranks of one expert-parallel group
+//!
+//!   step      gradients of experts added over their replicas, of the rest over all ranks --> AdamW
+//! ```
+//!
+//! What is trained does not depend on how: overlap, chunks, and whether ranks are processes, threads, or one process that
+//! plays them in turn ([`Reference`](reference::Reference)), give the same bits.
+
+pub mod attention;
+pub mod batches;
+pub mod checkpoint;
+pub mod error;
+pub mod model;
+pub mod moe;
+pub mod optimizer;
+pub mod parallel;
+pub mod plot;
+pub mod record;
+pub mod reference;
+pub mod settings;
+#[path = "../../../src/bin/sidelane/svg.rs"]
+mod svg;
+pub mod text;
+pub mod tokens;
+pub mod trainer;
+pub mod weights;

@@ -1,0 +1,127 @@
+//! The trainer as a program.
+
+mod args;
+mod report;
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use clap::Parser;
+use moe_lm::batches::Batches;
+use moe_lm::error::{Error, Result};
+use moe_lm::parallel::Parallel;
+use moe_lm::reference::Reference;
+use moe_lm::trainer::{History, Ranks, Trainer};
+use moe_lm::{checkpoint, plot, text, tokens};
+use sidelane::bootstrap::{Identity, Secret};
+use sidelane::error::BootstrapError;
+use sidelane::{Options, World};
+
+use crate::args::Arguments;
+use crate::report::Report;
+
+fn main() -> ExitCode {
+    match run(&Arguments::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("moe-lm: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(arguments: &Arguments) -> Result<()> {
+    let identity = identity()?;
+    let ranks = identity.as_ref().map_or(1, |identity| identity.size as usize);
+    let settings = arguments.settings(arguments.reference.unwrap_or(ranks));
+    settings.check()?;
+    let page = arguments.text.clone().map_or_else(text::book, Ok)?;
+    let batches = Batches::new(&tokens::tokenize(&text::read(&page)?, settings.shape.vocabulary), &settings)?;
+    let world = world(identity, arguments.conditions(&settings, &batches))?;
+    match arguments.reference {
+        Some(_) => train(arguments, Trainer::new(settings, Reference::new(world, &settings)?, batches)),
+        None => {
+            let ranks = Parallel::new(&world, &settings, arguments.plan())?;
+            train(arguments, Trainer::new(settings, ranks, batches))
+        }
+    }
+}
+
+/// As a launcher's variables say; none if alone.
+fn identity() -> Result<Option<Identity>> {
+    match Identity::from_env() {
+        Err(BootstrapError::NoEnvironment) => Ok(None),
+        identity => Ok(Some(identity.map_err(sidelane::Error::from)?)),
+    }
+}
+
+fn world(identity: Option<Identity>, conditions: String) -> Result<World> {
+    let options = Options::from_env().map_err(sidelane::Error::from)?;
+    let options = Options { conditions, ..options };
+    Ok(match identity {
+        Some(identity) => {
+            let secret = Secret::from_env().map_err(sidelane::Error::from)?;
+            World::join(&identity, secret, options)?
+        }
+        None => World::threads_with(&[0], &options)?.remove(0),
+    })
+}
+
+fn train<R: Ranks>(arguments: &Arguments, mut trainer: Trainer<R>) -> Result<()> {
+    let (out, settings) = (&arguments.out, trainer.settings);
+    if arguments.resume {
+        checkpoint::resume(&mut trainer, out)?;
+    }
+    let report = Report::new(trainer.ranks.writes_dense(), arguments.json, &trainer);
+    while trainer.steps() < settings.steps {
+        if trainer.steps().is_multiple_of((settings.steps / 6).max(1)) {
+            trainer.judge()?;
+            report.held(&trainer.history);
+        }
+        trainer.step()?;
+        report.step(&trainer.history);
+        if arguments.checkpoint_every.is_some_and(|every| trainer.steps().is_multiple_of(every.get())) {
+            report.wrote(&checkpoint::save(&trainer, out)?);
+        }
+    }
+    let decisions = trainer.judge()?;
+    report.held(&trainer.history);
+    report.wrote(&checkpoint::save(&trainer, out)?);
+    if trainer.ranks.writes_dense() {
+        let path = out.join("routing.jsonl");
+        decisions.write(&path, &settings)?;
+        report.wrote(&path);
+        let path = out.join("losses.json");
+        let text = serde_json::to_string(&trainer.history).map_err(Error::malformed(&path))?;
+        std::fs::write(&path, text).map_err(Error::file(&path))?;
+        report.wrote(&path);
+        draw(arguments, &trainer, &report)?;
+    }
+    Ok(())
+}
+
+/// The loss curve, beside that of another run if there is one.
+fn draw<R: Ranks>(arguments: &Arguments, trainer: &Trainer<R>, report: &Report) -> Result<()> {
+    let beside = arguments.beside.as_deref().map(losses_of).transpose()?;
+    if let Some((_, other)) = &beside {
+        report.compared(&trainer.history, other);
+    }
+    let (ranks, spread) = (trainer.settings.ranks, trainer.settings.expert_parallel);
+    let name = match arguments.reference {
+        Some(_) => format!("{ranks} ranks in turn"),
+        None => format!("{ranks} ranks, experts over {spread}"),
+    };
+    let beside = beside.as_ref().map(|(name, run)| (&name[..], run));
+    let picture = plot::losses("Loss of each step, nats per token", (&name, &trainer.history), beside);
+    let path = arguments.out.join("losses.svg");
+    std::fs::write(&path, picture).map_err(Error::file(&path))?;
+    report.wrote(&path);
+    Ok(())
+}
+
+/// Another run, and its name, which is that of its folder.
+fn losses_of(path: &Path) -> Result<(String, History)> {
+    let text = std::fs::read_to_string(path).map_err(Error::file(path))?;
+    let folder = path.parent().and_then(Path::file_name).unwrap_or(path.as_os_str());
+    Ok((folder.to_string_lossy().into_owned(), serde_json::from_str(&text).map_err(Error::malformed(path))?))
+}

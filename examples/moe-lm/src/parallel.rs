@@ -1,0 +1,154 @@
+//! Ranks that are processes or threads: who shares experts with whom, and whose gradients are added.
+//!
+//! ```text
+//!   8 ranks, experts over 4         0  1  2  3 | 4  5  6  7      windows of the batch: a part for each
+//!
+//!   expert-parallel groups          [0  1  2  3] [4  5  6  7]    rows cross within one; gradients of an expert are of all its rows
+//!   replicas of the same experts    [0, 4] [1, 5] [2, 6] [3, 7]  add gradients of experts
+//!   all                             [0  1  2  3   4  5  6  7]    add all other gradients, and the loss
+//! ```
+
+use std::ops::Range;
+
+use sidelane::collective::Communicator;
+use sidelane::gate::{Balance, Parts, Preset, Share};
+use sidelane::layer::{Experts, GroupedSwiGlu, MoeLayer};
+use sidelane::{Dtype, Group, World};
+
+use crate::batches::Batches;
+use crate::error::Result;
+use crate::model::{Model, Pass};
+use crate::moe::Moe;
+use crate::record::Decisions;
+use crate::settings::{Settings, Shape};
+use crate::trainer::{Ranks, State};
+
+/// How a step is carried out, of which no bit depends.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// Chunks into which the tokens of a layer are cut.
+    pub chunks: u32,
+    /// Whether transfers go on beside compute.
+    pub overlap: bool,
+}
+
+/// One rank among others.
+pub struct Parallel {
+    settings: Settings,
+    all: Group,
+    model: Model,
+    sums: Communicator,
+    of_experts: Communicator,
+}
+
+impl Parallel {
+    /// A rank of this world. Collective.
+    ///
+    /// # Errors
+    /// Those of the layers and of the sums.
+    pub fn new(world: &World, settings: &Settings, plan: Plan) -> Result<Parallel> {
+        let (rank, spread) = (world.rank(), settings.expert_parallel as u32);
+        let first = rank / spread * spread;
+        let all = world.all()?;
+        let sharing = world.group(&(first..first + spread).collect::<Vec<_>>())?;
+        let replicas =
+            world.group(&(rank % spread..world.size()).step_by(spread as usize).collect::<Vec<_>>())?;
+        let own = settings.own_experts();
+        let layers = layers(&sharing, settings, plan, own, |experts| experts)?;
+        // Chunks that leave room in the symmetric memory of worlds of threads.
+        let sums = |group: &Group| Communicator::builder(group).chunk(64 << 10).build();
+        let (sums, of_experts) = (sums(&all)?, sums(&replicas)?);
+        Ok(Parallel {
+            settings: *settings,
+            all,
+            model: Model::new(settings.shape, layers)?,
+            sums,
+            of_experts,
+        })
+    }
+
+    fn windows(&self, batch: usize) -> Range<usize> {
+        let first = batch * self.settings.batch + self.all.rank() as usize * self.settings.windows();
+        first..first + self.settings.windows()
+    }
+}
+
+impl Ranks for Parallel {
+    fn own_experts(&self) -> Range<usize> {
+        let own = self.settings.own_experts();
+        let first = self.all.rank() as usize % self.settings.expert_parallel * own;
+        first..first + own
+    }
+
+    fn learn(&mut self, state: &State, batches: &Batches, step: usize) -> Result<Pass> {
+        let windows = batches.of_step(&self.settings, step, self.windows(0));
+        self.model.load(state);
+        let mut pass = self.model.learn(&state.dense.weights, &windows, self.settings.tokens())?;
+        pass.dense.push(pass.loss);
+        self.sums.all_reduce(&mut pass.dense)?;
+        self.of_experts.all_reduce(&mut pass.experts)?;
+        pass.loss = pass.dense.pop().unwrap_or_default();
+        Ok(pass)
+    }
+
+    fn judge(&mut self, state: &State, batches: &Batches) -> Result<(f32, Decisions)> {
+        self.model.load(state);
+        let (mut loss, mut decisions) = (0.0, Decisions::default());
+        let tokens = batches.held() * self.settings.shape.window;
+        for batch in 0..batches.held() / self.settings.batch {
+            let windows = batches.of_held(self.windows(batch));
+            let (own, decided) = self.model.judge(&state.dense.weights, &windows, tokens)?;
+            let mut own = [own];
+            self.sums.all_reduce(&mut own)?;
+            loss += own[0];
+            for blob in self.all.gather(&decided.to_bytes())? {
+                decisions.extend(Decisions::from_bytes(&blob));
+            }
+        }
+        Ok((loss, decisions))
+    }
+
+    fn writes_dense(&self) -> bool {
+        self.all.rank() == 0
+    }
+
+    fn writes_experts(&self) -> bool {
+        self.all.rank() < self.settings.expert_parallel as u32
+    }
+
+    fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
+        Ok(self.all.gather(own)?)
+    }
+}
+
+/// The MoE layers of a rank that has `own` experts of each, made of what `wrap` makes of them.
+///
+/// # Errors
+/// Those of the layer's builder.
+pub fn layers<E: Experts + 'static>(
+    group: &Group,
+    settings: &Settings,
+    plan: Plan,
+    own: usize,
+    wrap: impl Fn(GroupedSwiGlu) -> E,
+) -> Result<Vec<Moe>> {
+    let Shape { window, width, expert_width, experts, top_k, layers, .. } = settings.shape;
+    let gate = Preset::Mixtral.config(experts as u32, top_k as u32).map_err(sidelane::Error::from)?;
+    let balance = Balance {
+        // Of each window by itself, so that it does not depend on how windows are spread.
+        parts: Parts::Consecutive(settings.windows() as u32),
+        coefficient: settings.balance / settings.ranks as f32,
+        share: Share::OfChoices,
+        ..Balance::of(Preset::Mixtral)
+    };
+    let layer = |_| {
+        let weights = vec![0.0; GroupedSwiGlu::values(own, width, expert_width)];
+        let experts = GroupedSwiGlu::new(own, width, expert_width, weights).map_err(sidelane::Error::from)?;
+        let tokens = settings.windows() * window;
+        let builder =
+            MoeLayer::builder(group, gate.clone(), width, wrap(experts)).dtype(Dtype::F32).balance(balance);
+        let builder = builder.max_tokens(tokens as u32).chunks(plan.chunks).overlap(plan.overlap);
+        Ok(Moe::new(builder.build()?))
+    };
+    (0..layers).map(layer).collect()
+}

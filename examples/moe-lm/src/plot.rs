@@ -1,0 +1,123 @@
+//! The loss curve, as a picture.
+
+use crate::svg::{self, Attribute, Style, Svg, round};
+use crate::trainer::History;
+
+const LIGHT: &str = ".curve { fill: none; stroke-width: 1.5; }
+.own { stroke: #0969da; fill: none; } .beside { stroke: #bf8700; fill: none; stroke-dasharray: 5 4; }
+.held { fill: #1a7f37; stroke: none; }";
+const DARK: &str = ".own { stroke: #4493f8; } .beside { stroke: #d29922; } .held { fill: #3fb950; }";
+
+/// Size of the picture, and where the axes end.
+const SIZE: (f64, f64) = (720.0, 380.0);
+const LEFT: f64 = 52.0;
+const RIGHT: f64 = 700.0;
+const TOP: f64 = 66.0;
+const BOTTOM: f64 = 336.0;
+
+/// Where numbers lie: evenly between zero steps and all, and between round losses.
+struct Axes {
+    steps: f64,
+    losses: (f64, f64),
+}
+
+impl Axes {
+    fn of(runs: &[&History]) -> Axes {
+        let losses = |history: &History| {
+            let held = history.held.iter().map(|&(_, loss)| loss);
+            history.losses.iter().copied().chain(held).map(f64::from).collect::<Vec<_>>()
+        };
+        let all: Vec<f64> = runs.iter().flat_map(|history| losses(history)).collect();
+        let (least, most) = all.iter().fold((f64::MAX, f64::MIN), |(a, b), &loss| (a.min(loss), b.max(loss)));
+        let steps = runs.iter().map(|history| history.losses.len()).max().unwrap_or(0).max(1);
+        let halves = |loss: f64, round: fn(f64) -> f64| round(loss * 2.0) / 2.0;
+        let from = halves(least, f64::floor);
+        Axes { steps: steps as f64, losses: (from, halves(most, f64::ceil).max(from + 0.5)) }
+    }
+
+    fn at(&self, step: f64, loss: f64) -> (f64, f64) {
+        let (from, to) = self.losses;
+        let up = (loss - from) / (to - from);
+        (LEFT + (RIGHT - LEFT) * step / self.steps, BOTTOM + (TOP - BOTTOM) * up)
+    }
+
+    fn draw(&self, svg: &mut Svg) {
+        let (from, to) = self.losses;
+        let step = if to - from > 3.0 { 1.0 } else { 0.5 };
+        let mut loss = from;
+        while loss <= to {
+            let ((x, y), (end, _)) = (self.at(0.0, loss), self.at(self.steps, loss));
+            svg.line("line", (x, y), (end, y));
+            svg.label("quiet end", x - 8.0, y + 4.0, &format!("{loss:.1}"));
+            loss += step;
+        }
+        for sixth in 0..=6 {
+            let step = (self.steps * f64::from(sixth) / 6.0).round();
+            svg.label("quiet middle", self.at(step, from).0, BOTTOM + 18.0, &step.to_string());
+        }
+        svg.label("quiet middle", (LEFT + RIGHT) / 2.0, BOTTOM + 36.0, "step");
+    }
+}
+
+/// A run, and another to compare with, each with its name.
+pub fn losses(title: &str, (name, own): (&str, &History), beside: Option<(&str, &History)>) -> String {
+    let runs: Vec<&History> = std::iter::once(own).chain(beside.map(|(_, run)| run)).collect();
+    let axes = Axes::of(&runs);
+    svg::picture(SIZE, title, Style { light: LIGHT, dark: DARK }, |svg| {
+        axes.draw(svg);
+        curve(svg, &axes, "own", own);
+        let mut names = vec![("own", name)];
+        if let Some((name, run)) = beside {
+            curve(svg, &axes, "beside", run);
+            names.push(("beside", name));
+        }
+        for &(step, loss) in &own.held {
+            let (x, y) = axes.at(step as f64, loss.into());
+            let place: [Attribute<'_>; 4] =
+                [("class", &"held"), ("cx", &round(x)), ("cy", &round(y)), ("r", &3)];
+            let said = format!("held out, after {step} steps: {loss:.3}");
+            svg.element("circle", &place, |svg| svg.element("title", &[], |svg| svg.text(&said)));
+        }
+        let mut x = LEFT;
+        for (class, name) in names {
+            svg.line(&format!("curve {class}"), (x, 44.0), (x + 24.0, 44.0));
+            svg.label("quiet", x + 30.0, 48.0, name);
+            x += 220.0;
+        }
+        svg.element("circle", &[("class", &"held"), ("cx", &(x + 12.0)), ("cy", &44), ("r", &3)], |_| {});
+        svg.label("quiet", x + 30.0, 48.0, "held-out tokens, nats each");
+    })
+}
+
+fn curve(svg: &mut Svg, axes: &Axes, class: &str, run: &History) {
+    let place = |(step, &loss): (usize, &f32)| {
+        let (x, y) = axes.at(step as f64, loss.into());
+        format!("{},{}", round(x), round(y))
+    };
+    let points: Vec<String> = run.losses.iter().enumerate().map(place).collect();
+    let class = format!("curve {class}");
+    svg.element("polyline", &[("class", &class), ("points", &points.join(" "))], |_| {});
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_step_has_a_point_and_every_look_at_held_out_tokens_a_dot() {
+        let own = History { losses: vec![7.0, 5.5, 4.0], held: vec![(0, 7.1), (3, 3.9)] };
+        let beside = History { losses: vec![7.0, 5.4], held: vec![] };
+        let picture = losses("loss", ("a", &own), Some(("b", &beside)));
+        let elements = svg::tests::elements(&picture);
+        let points = |class: &str| {
+            let line = elements
+                .iter()
+                .find(|element| element.starts_with(&format!("polyline class=\"curve {class}")));
+            line.unwrap().matches(',').count()
+        };
+        assert_eq!((points("own"), points("beside")), (3, 2));
+        assert_eq!(elements.iter().filter(|element| element.starts_with("circle")).count(), 2 + 1);
+        // The highest lies within the axes.
+        assert_eq!(Axes::of(&[&own, &beside]).losses, (3.5, 7.5));
+    }
+}

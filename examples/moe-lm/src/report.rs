@@ -1,0 +1,89 @@
+//! What the first rank says while it trains: a table for people, or a JSON object per line.
+
+use std::io::IsTerminal;
+use std::path::Path;
+use std::time::Instant;
+
+use indicatif::{ProgressBar, ProgressStyle};
+use moe_lm::trainer::{History, Ranks, Trainer};
+use serde_json::json;
+
+/// To whom it is said, and how.
+pub struct Report {
+    /// Other ranks say nothing.
+    speaks: bool,
+    json: bool,
+    bar: ProgressBar,
+    began: Instant,
+}
+
+impl Report {
+    /// Says what will be trained on what.
+    pub fn new<R: Ranks>(speaks: bool, json: bool, trainer: &Trainer<R>) -> Report {
+        let shown = speaks && !json && std::io::stderr().is_terminal();
+        let bar = if shown { ProgressBar::new(trainer.settings.steps as u64) } else { ProgressBar::hidden() };
+        let style = ProgressStyle::with_template("{bar:30} {pos}/{len} steps, {elapsed}, loss {msg}");
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        bar.set_position(trainer.steps() as u64);
+        let report = Report { speaks, json, bar, began: Instant::now() };
+        let (train, settings) = (trainer.batches.train(), &trainer.settings);
+        let own = trainer.state.experts.weights.values.len() / trainer.ranks.own_experts().len().max(1);
+        let weights = trainer.state.dense.weights.values.len() + own * settings.shape.experts;
+        report.say(json!({"train": train, "weights": weights, "settings": settings}), || {
+            format!(
+                "{train} tokens to learn from, {weights} weights, {} ranks, experts over {}\n\n\
+                 | steps | loss on held-out tokens, nats per token | seconds |\n|---|---|---|",
+                settings.ranks, settings.expert_parallel
+            )
+        });
+        report
+    }
+
+    /// A step was made.
+    pub fn step(&self, history: &History) {
+        let (step, loss) = (history.losses.len(), history.losses.last().copied().unwrap_or_default());
+        self.bar.set_position(step as u64);
+        self.bar.set_message(format!("{loss:.3}"));
+        if self.speaks && self.json {
+            println!(
+                "{}",
+                json!({"step": step, "loss": loss, "seconds": self.began.elapsed().as_secs_f64()})
+            );
+        }
+    }
+
+    /// Held-out tokens were looked at.
+    pub fn held(&self, history: &History) {
+        let Some(&(steps, loss)) = history.held.last() else { return };
+        let seconds = self.began.elapsed().as_secs_f64();
+        let line = || format!("| {steps} | {loss:.3} | {seconds:.0} |");
+        self.say(json!({"steps": steps, "held_out": loss, "seconds": seconds}), line);
+    }
+
+    /// A file or folder is there.
+    pub fn wrote(&self, path: &Path) {
+        self.say(json!({"wrote": path}), || format!("\nwrote {}", path.display()));
+    }
+
+    /// How far two runs are from each other.
+    pub fn compared(&self, own: &History, other: &History) {
+        let apart = own.losses.iter().zip(&other.losses).map(|(own, other)| (own - other).abs());
+        let apart: Vec<f32> = apart.collect();
+        let most = apart.iter().copied().max_by(f32::total_cmp).unwrap_or_default();
+        let last = apart.last().copied().unwrap_or_default();
+        let steps = own.losses.len().min(other.losses.len());
+        let line = || {
+            format!(
+                "\nbeside the other run, {steps} steps: losses differ by {most:.2e} at most, by {last:.2e} at the end"
+            )
+        };
+        self.say(json!({"compared": steps, "most": most, "last": last}), line);
+    }
+
+    fn say(&self, data: serde_json::Value, words: impl FnOnce() -> String) {
+        if self.speaks {
+            let line = if self.json { data.to_string() } else { words() };
+            self.bar.suspend(|| println!("{line}"));
+        }
+    }
+}

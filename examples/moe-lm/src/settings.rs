@@ -1,0 +1,108 @@
+//! What a run is: everything that its bits depend on, and nothing else.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// Sizes of the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Shape {
+    /// Different tokens.
+    pub vocabulary: usize,
+    /// Tokens that see each other.
+    pub window: usize,
+    /// Blocks of attention and experts.
+    pub layers: usize,
+    /// Elements of a token.
+    pub width: usize,
+    /// Heads of attention.
+    pub heads: usize,
+    /// Experts of a layer.
+    pub experts: usize,
+    /// Experts that a token chooses.
+    pub top_k: usize,
+    /// Inner width of an expert.
+    pub expert_width: usize,
+}
+
+impl Default for Shape {
+    fn default() -> Self {
+        Shape {
+            vocabulary: 1024,
+            window: 128,
+            layers: 2,
+            width: 128,
+            heads: 4,
+            experts: 64,
+            top_k: 8,
+            expert_width: 64,
+        }
+    }
+}
+
+/// One run. Two runs of equal settings over equal ranks give the same bits.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Settings {
+    /// Sizes of the model.
+    pub shape: Shape,
+    /// Windows of a step, over all ranks.
+    pub batch: usize,
+    /// Steps of the whole run: the learning rate falls to zero at its end.
+    pub steps: usize,
+    /// Highest learning rate.
+    pub rate: f64,
+    /// Steps in which it is reached.
+    pub warm_up: usize,
+    /// Coefficient of the loss that keeps experts in use, taken per window.
+    pub balance: f32,
+    /// Of weights and of windows.
+    pub seed: u64,
+    /// Ranks.
+    pub ranks: usize,
+    /// Ranks over which the experts of a layer are spread.
+    pub expert_parallel: usize,
+}
+
+impl Settings {
+    /// Whether the numbers go together.
+    ///
+    /// # Errors
+    /// [`Error::NotMultiple`].
+    pub fn check(&self) -> Result<()> {
+        let Shape { width, heads, experts, .. } = self.shape;
+        let multiples = [
+            ("windows of a step, by ranks", self.batch, self.ranks),
+            ("ranks, by those of an expert-parallel group", self.ranks, self.expert_parallel),
+            ("experts, by ranks of an expert-parallel group", experts, self.expert_parallel),
+            ("width, by heads", width, heads),
+        ];
+        for (what, seen, of) in multiples {
+            if seen == 0 || !seen.is_multiple_of(of) {
+                return Err(Error::NotMultiple { what, seen, of });
+            }
+        }
+        Ok(())
+    }
+
+    /// Windows of one rank in a step.
+    pub fn windows(&self) -> usize {
+        self.batch / self.ranks
+    }
+
+    /// Tokens of a step.
+    pub fn tokens(&self) -> usize {
+        self.batch * self.shape.window
+    }
+
+    /// Experts of one rank in a layer.
+    pub fn own_experts(&self) -> usize {
+        self.shape.experts / self.expert_parallel
+    }
+
+    /// The learning rate of a step: up in a line, down in a cosine.
+    pub fn rate_at(&self, step: usize) -> f32 {
+        let up = ((step + 1) as f64 / self.warm_up.max(1) as f64).min(1.0);
+        let down = (1.0 + (std::f64::consts::PI * step as f64 / self.steps as f64).cos()) / 2.0;
+        (self.rate * up * down) as f32
+    }
+}

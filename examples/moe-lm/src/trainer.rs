@@ -1,0 +1,153 @@
+//! Steps, one after another: the same for ranks that are there and for one process that plays them.
+
+use std::ops::Range;
+
+use crate::batches::Batches;
+use crate::error::{Error, Result};
+use crate::model::Pass;
+use crate::optimizer::AdamW;
+use crate::record::Decisions;
+use crate::settings::Settings;
+use crate::weights::Weights;
+
+/// How the ranks of a run come to a step's gradients.
+pub trait Ranks {
+    /// Which experts of a layer are here.
+    fn own_experts(&self) -> Range<usize>;
+
+    /// Mean loss and gradients of a step, added over all ranks, of experts over those that have them.
+    ///
+    /// # Errors
+    /// Those of the model and of the sums.
+    fn learn(&mut self, state: &State, batches: &Batches, step: usize) -> Result<Pass>;
+
+    /// Mean loss of the windows that are held out, and what the last router decides for their tokens.
+    ///
+    /// # Errors
+    /// Those of the model and of the sums.
+    fn judge(&mut self, state: &State, batches: &Batches) -> Result<(f32, Decisions)>;
+
+    /// Whether this rank writes down what all have alike.
+    fn writes_dense(&self) -> bool;
+
+    /// Whether this rank writes down its experts, which others may have, too.
+    fn writes_experts(&self) -> bool;
+
+    /// What each rank says, by rank. Collective.
+    ///
+    /// # Errors
+    /// If one does not come.
+    fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>>;
+
+    /// Waits for all ranks.
+    ///
+    /// # Errors
+    /// If one does not come.
+    fn meet(&self) -> Result<()> {
+        self.gather(&[]).map(drop)
+    }
+}
+
+/// Weights, and what their optimizer keeps.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Learned {
+    /// The weights.
+    pub weights: Weights,
+    /// Their means.
+    pub adam: AdamW,
+}
+
+/// All that a rank has learned.
+#[derive(Clone, Debug, PartialEq)]
+pub struct State {
+    /// What all ranks have alike.
+    pub dense: Learned,
+    /// The experts of this rank, layer by layer.
+    pub experts: Learned,
+}
+
+/// What came of a run so far.
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
+pub struct History {
+    /// Mean loss of each step, before its change of the weights; nats per token.
+    pub losses: Vec<f32>,
+    /// After how many steps the held-out windows were looked at, and their mean loss.
+    pub held: Vec<(usize, f32)>,
+}
+
+/// One run, as a rank has it.
+pub struct Trainer<R> {
+    /// What the run is.
+    pub settings: Settings,
+    /// Its ranks.
+    pub ranks: R,
+    /// Its text.
+    pub batches: Batches,
+    /// What it has learned.
+    pub state: State,
+    /// What came of it.
+    pub history: History,
+}
+
+impl Learned {
+    fn new(weights: Weights) -> Learned {
+        Learned { adam: AdamW::new(weights.values.len()), weights }
+    }
+
+    fn step(&mut self, gradient: &[f32], step: usize, rate: f32) {
+        self.adam.step(&mut self.weights.values, gradient, step, rate);
+    }
+}
+
+impl State {
+    /// Before the first step.
+    pub fn new(settings: &Settings, own_experts: Range<usize>) -> State {
+        let (dense, experts) = (Weights::dense(settings), Weights::experts(settings, own_experts));
+        State { dense: Learned::new(dense), experts: Learned::new(experts) }
+    }
+}
+
+impl<R: Ranks> Trainer<R> {
+    /// Before the first step.
+    pub fn new(settings: Settings, ranks: R, batches: Batches) -> Trainer<R> {
+        let state = State::new(&settings, ranks.own_experts());
+        Trainer { settings, ranks, batches, state, history: History::default() }
+    }
+
+    /// Steps that were made.
+    pub fn steps(&self) -> usize {
+        self.history.losses.len()
+    }
+
+    /// One step: its mean loss. Nothing is learned from one that is not finite.
+    ///
+    /// # Errors
+    /// As [`Ranks::learn`]; [`Error::NotFinite`], which all ranks come to.
+    pub fn step(&mut self) -> Result<f32> {
+        let step = self.steps();
+        let pass = self.ranks.learn(&self.state, &self.batches, step)?;
+        finite("the loss of the next step", pass.loss, step)?;
+        let rate = self.settings.rate_at(step);
+        self.state.dense.step(&pass.dense, step, rate);
+        self.state.experts.step(&pass.experts, step, rate);
+        self.history.losses.push(pass.loss);
+        Ok(pass.loss)
+    }
+
+    /// Looks at the windows that are held out.
+    ///
+    /// # Errors
+    /// As [`Ranks::judge`]; [`Error::NotFinite`].
+    pub fn judge(&mut self) -> Result<Decisions> {
+        let (loss, decisions) = self.ranks.judge(&self.state, &self.batches)?;
+        let steps = self.steps();
+        finite("the loss on held-out tokens", loss, steps)?;
+        self.history.held.retain(|&(seen, _)| seen != steps);
+        self.history.held.push((steps, loss));
+        Ok(decisions)
+    }
+}
+
+fn finite(what: &'static str, loss: f32, steps: usize) -> Result<()> {
+    if loss.is_finite() { Ok(()) } else { Err(Error::NotFinite { what, loss, steps }) }
+}

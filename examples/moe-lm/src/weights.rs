@@ -1,0 +1,104 @@
+//! Weights as one vector, with names for its parts: what an optimizer, a sum over ranks and a checkpoint want.
+
+use std::ops::Range;
+
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::settings::{Settings, Shape};
+
+/// A tensor among the weights.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// What checkpoints call it.
+    pub name: String,
+    /// Its dimensions.
+    pub shape: Vec<usize>,
+    /// Where its values are.
+    pub range: Range<usize>,
+}
+
+/// Tensors one after another.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Weights {
+    /// What there is.
+    pub entries: Vec<Entry>,
+    /// Its values.
+    pub values: Vec<f32>,
+}
+
+impl Weights {
+    /// Those that all ranks have alike: embeddings, attention, routers, head.
+    pub fn dense(settings: &Settings) -> Weights {
+        let Shape { vocabulary, window, layers, width, experts, .. } = settings.shape;
+        let mut weights = Weights::default();
+        let mut add = |name: String, shape: &[usize]| {
+            let stream = weights.entries.len() as u64;
+            weights.add(name, shape, &mut Normal::new(settings.seed, stream));
+        };
+        add("token".into(), &[vocabulary, width]);
+        add("place".into(), &[window, width]);
+        add("head".into(), &[width, vocabulary]);
+        for layer in 0..layers {
+            add(format!("qkv.{layer}"), &[width, 3 * width]);
+            add(format!("out.{layer}"), &[width, width]);
+            add(format!("router.{layer}"), &[width, experts]);
+        }
+        weights
+    }
+
+    /// Some of the experts of every layer, each with its matrices in the order of
+    /// [`GroupedSwiGlu`](sidelane::layer::GroupedSwiGlu). An expert begins with the same values on whichever rank it is.
+    pub fn experts(settings: &Settings, range: Range<usize>) -> Weights {
+        let Shape { layers, width, experts, expert_width, .. } = settings.shape;
+        let mut weights = Weights::default();
+        for layer in 0..layers {
+            for expert in range.clone() {
+                let stream = 1 << 32 | (layer * experts + expert) as u64;
+                let mut normal = Normal::new(settings.seed, stream);
+                for (name, shape) in [
+                    ("gate", [width, expert_width]),
+                    ("up", [width, expert_width]),
+                    ("down", [expert_width, width]),
+                ] {
+                    weights.add(format!("{name}.{layer}.{expert}"), &shape, &mut normal);
+                }
+            }
+        }
+        weights
+    }
+
+    /// Appends a tensor whose products keep the size of what they are applied to.
+    fn add(&mut self, name: String, shape: &[usize], normal: &mut Normal) {
+        let (first, count) = (self.values.len(), shape.iter().product::<usize>());
+        let scale = 1.0 / (shape[0] as f32).sqrt();
+        self.values.extend((0..count).map(|_| scale * normal.draw()));
+        self.entries.push(Entry { name, shape: shape.to_vec(), range: first..first + count });
+    }
+
+    /// Where a tensor's values are.
+    ///
+    /// # Panics
+    /// If there is no such tensor: names are the model's own.
+    pub fn range(&self, name: &str) -> Range<usize> {
+        let entry = self.entries.iter().find(|entry| entry.name == name);
+        entry.unwrap_or_else(|| panic!("no tensor {name}")).range.clone()
+    }
+}
+
+/// Normally distributed numbers.
+struct Normal(ChaCha8Rng);
+
+impl Normal {
+    fn new(seed: u64, stream: u64) -> Normal {
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        random.set_stream(stream);
+        Normal(random)
+    }
+
+    /// By Box and Muller.
+    fn draw(&mut self) -> f32 {
+        let (u, v) = (1.0 - self.0.random::<f64>(), self.0.random::<f64>());
+        ((-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * v).cos()) as f32
+    }
+}

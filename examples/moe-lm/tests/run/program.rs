@@ -1,0 +1,104 @@
+//! The program, as processes.
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use serde_json::Value;
+use sidelane::gate::Recorded;
+
+use crate::case::TEXT;
+
+/// What a small run is given, into `out`.
+fn program(out: &Path, text: &Path) -> Command {
+    let sizes = "--vocabulary 256 --window 16 --layers 2 --width 32 --heads 2 --experts 16 --top-k 2 --expert-width 16";
+    let run = "--steps 6 --batch 4 --warm-up 2 --expert-parallel 2 --checkpoint-every 4 --json";
+    let mut command = Command::new(env!("CARGO_BIN_EXE_moe-lm"));
+    command.args(sizes.split(' ')).args(run.split(' ')).arg("--out").args([out, text]);
+    command.env("RAYON_NUM_THREADS", "1").env("SIDELANE_HEAP", "96M").stdout(Stdio::piped());
+    command
+}
+
+fn ranks<'a>(out: &Path, text: &Path, job: &str, more: impl Fn(u32) -> &'a [&'a str]) -> Vec<Child> {
+    let rank = |rank: u32| {
+        let mut command = program(out, text);
+        let job = format!("moe-lm-{job}-{}", std::process::id());
+        command.args(more(rank)).envs([("MASTER_ADDR", "127.0.0.1"), ("SIDELANE_JOB", &job)]);
+        command.envs([("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")]);
+        command.envs(["RANK", "LOCAL_RANK"].map(|name| (name, rank.to_string())));
+        command.stderr(Stdio::piped()).spawn().unwrap()
+    };
+    (0..4).map(rank).collect()
+}
+
+/// What the ranks said, one object per line.
+fn said(ranks: Vec<Child>) -> Vec<Vec<Value>> {
+    let rank = |rank: Child| {
+        let output = rank.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout)
+            .unwrap()
+            .lines()
+            .map(|line| serde_json::from_str(line).unwrap())
+            .collect()
+    };
+    ranks.into_iter().map(rank).collect()
+}
+
+#[test]
+fn processes_write_what_one_that_plays_them_writes() {
+    let folder = tempfile::tempdir().unwrap();
+    let [text, out, beside] = ["text.md", "out", "beside"].map(|name| folder.path().join(name));
+    std::fs::write(&text, TEXT).unwrap();
+    let lines = said(ranks(&out, &text, "first", |_| &[]));
+    assert!(lines[1..].iter().all(Vec::is_empty), "only the first rank speaks");
+    let steps: Vec<&Value> = lines[0].iter().filter(|line| line["loss"].is_number()).collect();
+    assert_eq!(steps.len(), 6);
+
+    let losses = out.join("losses.json");
+    let alone = program(&beside, &text).args(["--reference", "4", "--beside"]).arg(&losses).spawn().unwrap();
+    let lines = said(vec![alone]);
+    let compared = lines[0].iter().find(|line| line["compared"] == 6).unwrap();
+    assert_eq!((compared["most"].as_f64(), compared["last"].as_f64()), (Some(0.0), Some(0.0)));
+    for name in ["losses.json", "routing.jsonl"] {
+        assert_eq!(
+            std::fs::read(out.join(name)).unwrap(),
+            std::fs::read(beside.join(name)).unwrap(),
+            "{name}"
+        );
+    }
+    let recorded = Recorded::parse(&std::fs::read_to_string(out.join("routing.jsonl")).unwrap()).unwrap();
+    assert_eq!((recorded.experts(), recorded.top_k(), recorded.tokens()), (Some(16), 2, 4096));
+    assert!(std::fs::read_to_string(beside.join("losses.svg")).unwrap().contains("polyline"));
+
+    // From the checkpoint after step 4, the last two again.
+    std::fs::remove_dir_all(out.join("step-000006")).unwrap();
+    let before = std::fs::read(&losses).unwrap();
+    let lines = said(ranks(&out, &text, "again", |_| &["--resume"]));
+    assert_eq!(lines[0].iter().filter(|line| line["loss"].is_number()).count(), 2);
+    assert_eq!(std::fs::read(&losses).unwrap(), before);
+}
+
+#[test]
+fn ranks_that_would_learn_different_things_do_not_begin() {
+    let folder = tempfile::tempdir().unwrap();
+    let [text, out] = ["text.md", "out"].map(|name| folder.path().join(name));
+    std::fs::write(&text, TEXT).unwrap();
+    let seed = ranks(&out, &text, "seed", |rank| if rank == 2 { &["--seed", "5"] } else { &[] });
+    for rank in seed {
+        let output = rank.wait_with_output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(
+            !output.status.success() && said.contains("rank 2 was started under other conditions"),
+            "{said}"
+        );
+    }
+    assert!(!out.exists());
+}
+
+#[test]
+fn a_checkpoint_after_every_no_step_is_refused() {
+    let refused =
+        Command::new(env!("CARGO_BIN_EXE_moe-lm")).args(["--checkpoint-every", "0"]).output().unwrap();
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(String::from_utf8(refused.stderr).unwrap().contains("--checkpoint-every"));
+}
