@@ -178,6 +178,25 @@ fn where_all_streams_share_one_hardware_queue_the_exchange_is_refused() {
     });
 }
 
+#[test]
+fn more_memory_than_can_be_counted_is_refused_on_all_ranks() {
+    on_devices("faults::more_memory_than_can_be_counted_is_refused_on_all_ranks", 8, 20, || {
+        on_ranks(&[0, 1], &small(), |world| {
+            let group = world.all().unwrap();
+            let settings = Case::new(2, 4, 2).settings::<bf16>(&group).max_tokens(1 << 28);
+            let built = PlannedExchange::builder(settings, stream(world.rank())).seats(u32::MAX).build();
+            let refused = built.map(drop).unwrap_err();
+            assert!(
+                matches!(
+                    refused,
+                    Error::Plan(PlanError::BadParameter { parameter: "bytes of the exchange", .. })
+                ),
+                "{refused}"
+            );
+        });
+    });
+}
+
 /// Nodes of three ranks, and how rows go between them.
 const WAYS: [([u32; 3], Route); 4] =
     [([0; 3], Route::Direct), ([0, 1, 0], Route::Direct), ([0, 1, 0], Route::Pxn), ([0, 0, 1], Route::Pxn)];

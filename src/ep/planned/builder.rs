@@ -71,7 +71,8 @@ impl<'g> PlannedBuilder<'g> {
         let words = flags + Flag::COUNT as u64 * u64::from(group.size()) * 64;
         let crossed = if lanes.paths().rails() { words } else { 0 };
         let shape = Shape::new(&spec, seats, pool, staged, crossed);
-        let usable = check(&spec, seats).and_then(|()| prepare(&context, &stream));
+        let usable =
+            check(&spec, seats).and_then(|()| Ok(shape.check()?)).and_then(|()| prepare(&context, &stream));
         let usable_here = [("whether their streams can be used (1: yes)", usable.is_ok().into())];
         let settings = [("seats", seats.into()), ("bytes of the pool", pool)];
         let told = group.alike(&[usable_here.as_slice(), &settings].concat());

@@ -14,7 +14,7 @@
 //! ```
 
 use crate::ep::builder::Spec;
-use crate::error::CallKind;
+use crate::error::{CallKind, PlanError};
 use crate::plan::{Chunk, Sizing};
 
 /// Everything begins at multiples of this.
@@ -89,6 +89,26 @@ impl Shape {
             staged,
             words,
         }
+    }
+
+    /// Whether all of it can be counted: no sum or product of what follows is beyond 64 bits.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] for more bytes than any device has.
+    pub fn check(&self) -> Result<(), PlanError> {
+        let landing = u128::from(self.budget.unwrap_or(0)) + u128::from(self.staged.unwrap_or(0));
+        let rows = landing + u128::from(self.entries() + self.align + self.ids + self.experts);
+        // A row, its note and its numbers, all of them a few times.
+        let bytes = 4 * u128::from(self.row_bytes() + self.sizing.note_bytes() + 8 + GRAIN);
+        let all = rows.saturating_mul(bytes).saturating_mul(u128::from(self.seats) + 1);
+        if all <= MOST.into() {
+            return Ok(());
+        }
+        Err(PlanError::BadParameter {
+            parameter: "bytes of the exchange",
+            seen: u64::try_from(all).unwrap_or(u64::MAX),
+            expected: "what a device may have: fewer seats, tokens or choices, or shorter rows",
+        })
     }
 
     pub fn seats(&self) -> u32 {
