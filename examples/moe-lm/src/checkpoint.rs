@@ -114,8 +114,14 @@ pub fn resume<R: Ranks>(trainer: &mut Trainer<R>, out: &Path) -> Result<()> {
 /// [`Error::NoCheckpoint`].
 pub fn latest(out: &Path) -> Result<PathBuf> {
     let entries = fs::read_dir(out).map_err(Error::file(out))?.flatten().map(|entry| entry.path());
-    let complete = entries.filter(|path| path.join("run.json").is_file() && path.extension().is_none());
-    complete.max().ok_or_else(|| Error::NoCheckpoint { path: out.to_owned() })
+    let complete = entries.filter(|path| path.join("run.json").is_file());
+    let latest = complete.filter_map(|path| Some((steps_of(&path)?, path))).max();
+    latest.map(|(_, path)| path).ok_or_else(|| Error::NoCheckpoint { path: out.to_owned() })
+}
+
+/// After how many steps a checkpoint was written, by its name; none for one that is half there.
+fn steps_of(place: &Path) -> Option<usize> {
+    place.file_name()?.to_str()?.strip_prefix("step-")?.parse().ok()
 }
 
 /// Brings a trainer to where it was.

@@ -56,6 +56,16 @@ pub enum Error {
         /// What it must be a multiple of, and not zero.
         of: usize,
     },
+    /// A number that is too small for anything to be learned.
+    #[error("{what}: {seen}, at least {least} are needed")]
+    TooFew {
+        /// What.
+        what: &'static str,
+        /// The number.
+        seen: usize,
+        /// The smallest that will do.
+        least: usize,
+    },
     /// A checkpoint of a run with other settings.
     #[error("{path} is of another run: {what} differs", path = path.display())]
     OtherRun {

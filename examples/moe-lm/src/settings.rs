@@ -67,9 +67,19 @@ impl Settings {
     /// Whether the numbers go together.
     ///
     /// # Errors
-    /// [`Error::NotMultiple`].
+    /// [`Error::TooFew`], [`Error::NotMultiple`].
     pub fn check(&self) -> Result<()> {
-        let Shape { width, heads, experts, .. } = self.shape;
+        let Shape { vocabulary, window, layers, width, heads, experts, top_k, expert_width } = self.shape;
+        let least = [
+            ("different tokens", vocabulary, 8),
+            ("tokens of a window", window, 1),
+            ("layers", layers, 1),
+            ("experts that a token chooses", top_k, 1),
+            ("inner width of an expert", expert_width, 1),
+        ];
+        if let Some((what, seen, least)) = least.into_iter().find(|&(_, seen, least)| seen < least) {
+            return Err(Error::TooFew { what, seen, least });
+        }
         let multiples = [
             ("windows of a step, by ranks", self.batch, self.ranks),
             ("ranks, by those of an expert-parallel group", self.ranks, self.expert_parallel),

@@ -47,6 +47,19 @@ fn a_run_that_goes_on_from_a_checkpoint_has_the_bits_of_one_that_never_stopped()
 }
 
 #[test]
+fn the_latest_checkpoint_is_the_one_after_most_steps() {
+    let folder = tempfile::tempdir().unwrap();
+    let steps = ["step-000007", "step-999999", "step-1000000", "step-2000000.part", "step-3000000"];
+    for name in steps {
+        std::fs::create_dir(folder.path().join(name)).unwrap();
+    }
+    for name in &steps[..4] {
+        std::fs::write(folder.path().join(name).join("run.json"), "{}").unwrap();
+    }
+    assert_eq!(checkpoint::latest(folder.path()).unwrap(), folder.path().join("step-1000000"));
+}
+
+#[test]
 fn a_checkpoint_of_another_run_or_with_a_file_missing_or_a_tensor_twice_is_refused() {
     let settings = settings(1, 1);
     let folder = tempfile::tempdir().unwrap();

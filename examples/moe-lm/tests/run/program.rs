@@ -96,6 +96,17 @@ fn ranks_that_would_learn_different_things_do_not_begin() {
 }
 
 #[test]
+fn sizes_of_which_nothing_is_learned_are_refused() {
+    for (size, named) in
+        [("--window", "a window"), ("--layers", "layers"), ("--vocabulary", "different tokens")]
+    {
+        let refused = Command::new(env!("CARGO_BIN_EXE_moe-lm")).args([size, "0"]).output().unwrap();
+        let said = String::from_utf8(refused.stderr).unwrap();
+        assert!(refused.status.code() == Some(1) && said.contains(named), "{size}: {said}");
+    }
+}
+
+#[test]
 fn a_checkpoint_after_every_no_step_is_refused() {
     let refused =
         Command::new(env!("CARGO_BIN_EXE_moe-lm")).args(["--checkpoint-every", "0"]).output().unwrap();
