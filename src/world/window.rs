@@ -205,7 +205,8 @@ impl Window {
         self.run([Op::Wait { from: peer, flag: Flag::Landed, level: Level::Call }], peer, 0, &[], value)
     }
 
-    /// Returns when everything this rank has put or signalled so far has landed at its peers.
+    /// Returns when everything this rank has put or signalled so far has landed at its peers. These must not have left: who is
+    /// gone cannot say what has landed.
     ///
     /// # Errors
     /// As [`Window::put`].

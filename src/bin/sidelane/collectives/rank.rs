@@ -46,8 +46,6 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
         bar.inc(1);
     }
     bar.finish_and_clear();
-    barrier.barrier()?;
-    barrier.quiet()?;
     if world.rank() != 0 {
         return Ok(ExitCode::SUCCESS);
     }

@@ -1,6 +1,7 @@
 //! The program under test: one job of two nodes, a node on each machine.
 
 mod bench;
+mod collectives;
 mod conformance;
 mod device;
 mod perf;
@@ -9,6 +10,7 @@ mod rebuilt;
 use serde::de::DeserializeOwned;
 
 pub use bench::{Bench, Counted, Route, names_the_lost};
+pub use collectives::collectives;
 pub use conformance::conformance;
 pub use device::{Straight, device};
 pub use perf::{Perf, Test};

@@ -4,6 +4,7 @@
 
 mod bench;
 mod cards;
+mod collectives;
 mod compare;
 mod conformance;
 mod device;
@@ -65,7 +66,7 @@ impl From<String> for Findings {
 }
 
 /// In the order in which they are done.
-pub const STEPS: [Step; 10] = [
+pub const STEPS: [Step; 11] = [
     step("cards", "cards active, wire and clocks right", 30, cards::run),
     step("conformance", "the contract of a lane, for each way to signal", 120, conformance::run),
     step("bench", "2 x 2 ranks, pxn and direct: every row verified, every packet counted", 500, bench::run),
@@ -75,6 +76,7 @@ pub const STEPS: [Step; 10] = [
         400,
         device::run,
     ),
+    step("collectives", "all-reduce, broadcast, all-to-all ..., each right", 240, collectives::run),
     step("compare", "sidelane perf beside perftest, interleaved", 120, compare::run).each(90),
     step("cut", "wire cut in mid-dispatch: every rank names a lost one", 240, loss::cut),
     step("mended", "wire whole again: verified", 400, bench::again),
