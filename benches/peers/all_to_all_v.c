@@ -6,22 +6,14 @@
  * A peer of `sidelane bench --peers`, which compiles it, starts it with mpirun and tells every process over a socket what
  * to do next; README.md has the protocol. Between rounds a process sleeps in read(2) and costs no core.
  */
-#include <fcntl.h>
-#include <mpi.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/socket.h>
+#include "line.h"
+
 #include <sys/stat.h>
-#include <sys/un.h>
-#include <time.h>
-#include <unistd.h>
 
 /* Words of the file `shape`. */
 enum { RANKS, TOKENS, HIDDEN, TOP_K, EXPERTS, WORDS };
 
-static int rank, ranks, tokens, hidden, top_k, experts, per_rank;
+static int tokens, hidden, top_k, experts, per_rank;
 static uint16_t *x, *sent, *came, *rows, *y, *home, *out;
 static int32_t *ids;
 static int *send_counts, *send_at, *recv_counts, *recv_at;
@@ -30,18 +22,6 @@ static int *sent_of, *came_of;
 /* Where in `sent` the row of each choice is, ascending by expert within a token; and its token's choices in that order. */
 static int *place;
 static int received;
-
-static void fail(const char *what) {
-    fprintf(stderr, "all_to_all_v: rank %d cannot %s\n", rank, what);
-    MPI_Abort(MPI_COMM_WORLD, 1);
-}
-
-static void *take(size_t bytes) {
-    void *memory = aligned_alloc(64, (bytes + 127) / 64 * 64);
-    if (!memory) fail("allocate");
-    memset(memory, 0, bytes);
-    return memory;
-}
 
 /* A file of this rank, in the folder that the bench has made. */
 static const char *own(const char *name) {
@@ -157,30 +137,8 @@ static void combine(void) {
     }
 }
 
-static uint64_t now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return time.tv_sec * 1000000000ull + time.tv_nsec;
-}
-
-static int greet(void) {
-    struct sockaddr_un address = {.sun_family = AF_UNIX, .sun_path = "socket"};
-    int line = socket(AF_UNIX, SOCK_STREAM, 0);
-    if (line < 0 || connect(line, (struct sockaddr *)&address, sizeof address)) fail("reach the bench");
-    char version[MPI_MAX_LIBRARY_VERSION_STRING];
-    int length;
-    MPI_Get_library_version(version, &length);
-    version[strcspn(version, ",\n")] = 0;
-    uint32_t head[2] = {rank, strlen(version)};
-    if (write(line, head, sizeof head) != sizeof head || write(line, version, head[1]) != head[1]) fail("greet the bench");
-    return line;
-}
-
 int main(int count, char **words) {
-    MPI_Init(&count, &words);
-    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-    MPI_Comm_size(MPI_COMM_WORLD, &ranks);
-    if (count != 2 || chdir(words[1])) fail("enter the folder of its inputs");
+    join(count, words);
     size_t bytes;
     int32_t *shape = read_file("shape", &bytes);
     tokens = shape[TOKENS], hidden = shape[HIDDEN], top_k = shape[TOP_K], experts = shape[EXPERTS];

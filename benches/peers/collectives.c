@@ -3,37 +3,15 @@
  * A peer of `sidelane collectives --peers`, which compiles it, starts it with mpirun and tells every process over a socket
  * which to do next; README.md has the protocol. Between rounds a process sleeps in read(2) and costs no core.
  */
-#include <fcntl.h>
-#include <mpi.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/socket.h>
-#include <sys/un.h>
-#include <time.h>
-#include <unistd.h>
+#include "line.h"
 
 enum { ALL_REDUCE, BROADCAST, ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER };
 /* Words of the file `shape`; behind them, two for each run. */
 enum { RANKS, RUNS, FIRST };
 enum { MOST = 2 + 2 * 128, WRITE = 0x80 };
 
-static int rank, ranks;
 static uint32_t shape[MOST];
 static float *input, *output;
-
-static void fail(const char *what) {
-    fprintf(stderr, "collectives: rank %d cannot %s\n", rank, what);
-    MPI_Abort(MPI_COMM_WORLD, 1);
-}
-
-static float *take(size_t bytes) {
-    void *memory = aligned_alloc(64, (bytes + 127) / 64 * 64);
-    if (!memory) fail("allocate");
-    memset(memory, 0, bytes);
-    return memory;
-}
 
 /* Puts the tensors back to what they were, where a call changes its input. Returns how many elements come out. */
 static int reset(int kind, int elements) {
@@ -60,30 +38,8 @@ static void write_output(int elements) {
     if (!file || fwrite(output, sizeof *output, elements, file) != (size_t)elements || fclose(file)) fail("write its result");
 }
 
-static uint64_t now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return time.tv_sec * 1000000000ull + time.tv_nsec;
-}
-
-static int greet(void) {
-    struct sockaddr_un address = {.sun_family = AF_UNIX, .sun_path = "socket"};
-    int line = socket(AF_UNIX, SOCK_STREAM, 0);
-    if (line < 0 || connect(line, (struct sockaddr *)&address, sizeof address)) fail("reach the bench");
-    char version[MPI_MAX_LIBRARY_VERSION_STRING];
-    int length;
-    MPI_Get_library_version(version, &length);
-    version[strcspn(version, ",\n")] = 0;
-    uint32_t head[2] = {rank, strlen(version)};
-    if (write(line, head, sizeof head) != sizeof head || write(line, version, head[1]) != head[1]) fail("greet the bench");
-    return line;
-}
-
 int main(int count, char **words) {
-    MPI_Init(&count, &words);
-    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-    MPI_Comm_size(MPI_COMM_WORLD, &ranks);
-    if (count != 2 || chdir(words[1])) fail("enter the folder of its inputs");
+    join(count, words);
     int file = open("shape", O_RDONLY);
     ssize_t bytes = file < 0 ? -1 : read(file, shape, sizeof shape);
     if (bytes < (ssize_t)(FIRST * sizeof *shape) || shape[RANKS] != (uint32_t)ranks) fail("read what to do");

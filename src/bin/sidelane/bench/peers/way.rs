@@ -16,6 +16,10 @@ pub struct Programs {
     pub python: (&'static str, &'static str),
 }
 
+/// What the programs over MPI include.
+const SHARED: (&str, &str) =
+    ("line.h", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/benches/peers/line.h")));
+
 /// Dispatch and combine.
 pub const LAYER: Programs = Programs {
     c: ("all_to_all_v.c", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/benches/peers/all_to_all_v.c"))),
@@ -114,7 +118,9 @@ impl Way {
 
 /// Makes the program over MPI, with all that this processor can do: so are those who would use it.
 fn compile((name, text): (&str, &str), folder: &Folder) -> Result<PathBuf, PeerError> {
-    folder.put(name, text.as_bytes())?;
+    for (name, text) in [(name, text), SHARED] {
+        folder.put(name, text.as_bytes())?;
+    }
     let source = folder.path().join(name);
     let program = source.with_extension("");
     let mut command = Command::new("mpicc");
