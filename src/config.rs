@@ -85,12 +85,15 @@ impl Pace {
         Some(Pace { bytes_per_second, latency: Duration::from_micros(micros.trim().parse().ok()?) })
     }
 
-    /// From this process's environment.
+    /// From this process's environment; an empty one is none.
     ///
     /// # Errors
     /// [`BootstrapError::BadVariable`].
     pub fn from_env() -> Result<Option<Self>, BootstrapError> {
-        let Ok(value) = std::env::var("SIDELANE_PACE") else { return Ok(None) };
+        let value = std::env::var("SIDELANE_PACE").unwrap_or_default();
+        if value.is_empty() {
+            return Ok(None);
+        }
         let expected = "bytes per second (K, M, G), a slash and microseconds";
         match Self::parse(&value) {
             Some(pace) => Ok(Some(pace)),

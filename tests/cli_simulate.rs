@@ -103,6 +103,8 @@ fn what_makes_no_sense_is_refused_as_a_wrong_command_line() {
     for (line, said) in [
         ("simulate --nodes 0", "--nodes"),
         ("simulate --nodes 4096", "4096"),
+        ("simulate --experts 0", "--experts"),
+        ("simulate --experts 2000000", "--experts"),
         ("simulate --hardware abacus", "h100-cx7"),
         ("simulate --mode slots", "--nodes 1"),
         ("simulate --mode slots --nodes 1 --svg unwritten.svg", "--svg"),

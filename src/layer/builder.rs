@@ -30,7 +30,7 @@ pub struct MoeLayerBuilder<'g> {
     route: Route,
     order: Order,
     align: u32,
-    router: Vec<f32>,
+    router: Option<Vec<f32>>,
     experts: Box<dyn Experts>,
     shared: Option<Box<dyn Experts>>,
     losses: Losses,
@@ -45,7 +45,6 @@ impl<'g> MoeLayerBuilder<'g> {
         hidden: usize,
         experts: Box<dyn Experts>,
     ) -> MoeLayerBuilder<'g> {
-        let router = vec![0.0; hidden * gate.experts as usize];
         // A rank that is awaited in vain is named by the wait itself, not by the end of its time.
         let clocks = &group.shared.options.clocks;
         let deadline = clocks.deadline.saturating_add(clocks.liveness);
@@ -59,7 +58,7 @@ impl<'g> MoeLayerBuilder<'g> {
             route: Route::Direct,
             order: Order::Expert,
             align: 1,
-            router,
+            router: None,
             experts,
             shared: None,
             losses: Losses::default(),
@@ -70,7 +69,7 @@ impl<'g> MoeLayerBuilder<'g> {
 
     /// Weights of the router, `[hidden, experts]`: logits are `x` times them. Default: zeros.
     pub fn router(mut self, weights: Vec<f32>) -> Self {
-        self.router = weights;
+        self.router = Some(weights);
         self
     }
 
@@ -190,6 +189,8 @@ impl<'g> MoeLayerBuilder<'g> {
             None => builder.experts(self.gate.experts),
         };
         let ep = ep.build()?;
+        let zeros = || vec![0.0; self.hidden * self.gate.experts as usize];
+        let router = self.router.unwrap_or_else(zeros);
         let bytes = 4 * sources_columns(plan.chunks, ep.expert_map());
         let sources = Collective::builder(group).columns(bytes).dtype(Dtype::Bytes).max_rows(1);
         let mut sources = sources.route(self.route).build()?;
@@ -200,10 +201,11 @@ impl<'g> MoeLayerBuilder<'g> {
             ep,
             sources,
             one_each,
-            router: self.router,
+            router,
             experts: self.experts,
             shared: self.shared,
             losses: self.losses,
+            max_tokens: self.max_tokens,
             hidden: self.hidden,
             dtype: self.dtype,
             plan,
@@ -261,12 +263,14 @@ impl<'g> MoeLayerBuilder<'g> {
         if matches!(self.gate.noise, Noise::Jitter { .. }) {
             return Err(bad("noise", 1, "none that multiplies logits: its gradient needs the factors").into());
         }
-        let (what, seen, rows, columns) =
-            ("weights of the router", self.router.len(), self.hidden, experts as usize);
-        if seen != rows * columns {
-            return Err(PlanError::WrongShape { what, seen, rows, columns }.into());
+        let (what, rows, columns) = ("weights of the router", self.hidden, experts as usize);
+        let Some(needed) = rows.checked_mul(columns) else {
+            return Err(bad("hidden", rows as u64, "fewer: weights of the router are counted").into());
+        };
+        match self.router.as_ref().map(Vec::len) {
+            Some(seen) if seen != needed => Err(PlanError::WrongShape { what, seen, rows, columns }.into()),
+            _ => Ok(()),
         }
-        Ok(())
     }
 }
 

@@ -51,6 +51,8 @@ pub struct MoeLayer {
     pub(super) experts: Box<dyn Experts>,
     pub(super) shared: Option<Box<dyn Experts>>,
     pub(super) losses: Losses,
+    /// Of a rank in a step, over all chunks.
+    pub(super) max_tokens: u32,
     pub(super) hidden: usize,
     pub(super) dtype: Dtype,
     pub(super) plan: Plan,

@@ -45,6 +45,10 @@ impl MoeLayer {
         }
         let tokens = input.x.len() / hidden;
         self.check_rows("tokens", input.x.len(), tokens)?;
+        if tokens > self.max_tokens as usize {
+            let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+            return Err(PlanError::TooManyTokens { tokens, max: self.max_tokens }.into());
+        }
         input.residual.map_or(Ok(()), |residual| self.check_rows("residual", residual.len(), tokens))?;
         let x = widened(input.x);
         let mut logits = vec![0.0; tokens * experts as usize];

@@ -66,8 +66,9 @@ impl GroupedSwiGlu {
     /// # Errors
     /// [`PlanError::WrongShape`] if there are not [`values`](Self::values) weights.
     pub fn new(experts: usize, hidden: usize, ffn: usize, weights: Vec<f32>) -> Result<Self, PlanError> {
-        let (seen, columns) = (weights.len(), 3 * hidden * ffn);
-        if seen != experts * columns {
+        let seen = weights.len();
+        let columns = hidden.saturating_mul(ffn).saturating_mul(3);
+        if experts.checked_mul(columns) != Some(seen) {
             return Err(PlanError::WrongShape { what: "weights of experts", seen, rows: experts, columns });
         }
         Ok(GroupedSwiGlu { experts, hidden, ffn, weights })

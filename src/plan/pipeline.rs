@@ -47,6 +47,9 @@ pub enum PipelineStep {
     },
 }
 
+/// Microbatches of all stages together.
+const MOST: u64 = 1 << 24;
+
 /// The order of every stage.
 ///
 /// ```
@@ -56,6 +59,7 @@ pub enum PipelineStep {
 ///     ReceiveBackward(1), Backward(1)]);
 /// assert_eq!(pipeline.stage(1), [ReceiveForward(0), Forward(0), Backward(0), ExchangePrevious { send: 0, receive: 1 },
 ///     Forward(1), Backward(1), SendBackward(1)]);
+/// assert!(Pipeline::one_forward_one_backward(u32::MAX, 0).is_err());
 /// # Ok::<(), sidelane::error::PlanError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,11 +71,16 @@ impl Pipeline {
     /// So many microbatches through so many stages.
     ///
     /// # Errors
-    /// [`PlanError::BadParameter`] without stages.
+    /// [`PlanError::BadParameter`] without stages, and for more than 2^24 microbatches over all stages.
     pub fn one_forward_one_backward(stages: u32, microbatches: u32) -> Result<Self, PlanError> {
         if stages == 0 {
             let (parameter, expected) = ("stages", "at least 1");
             return Err(PlanError::BadParameter { parameter, seen: 0, expected });
+        }
+        if u64::from(stages) * u64::from(microbatches.max(1)) > MOST {
+            let (parameter, seen) = ("microbatches", microbatches.into());
+            let expected = "at most 2^24 over all stages";
+            return Err(PlanError::BadParameter { parameter, seen, expected });
         }
         let order = |stage| {
             Order { first: stage == 0, last: stage + 1 == stages }.of(stages - 1 - stage, microbatches)

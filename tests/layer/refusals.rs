@@ -31,6 +31,10 @@ fn bad_tensors_of_one_rank_are_refused_on_all_and_the_next_step_is_right() {
         let short = if me == BAD { &residual[1..] } else { &residual[..] };
         let error = layer.forward(&Input { residual: Some(short), ..Input::new(&x) }).unwrap_err();
         told(error, |error| matches!(error, Error::Plan(PlanError::WrongShape { what: "residual", .. })));
+        // As many as two chunks have room for, and one more than was promised for a step.
+        let many = vec![0.5; 65 * HIDDEN];
+        let error = layer.forward(&Input::new(if me == BAD { &many } else { &x })).unwrap_err();
+        told(error, |error| matches!(error, Error::Plan(PlanError::TooManyTokens { tokens: 65, max: 64 })));
         let mut bad = x.clone();
         if me == BAD {
             bad[2] = f32::INFINITY;
@@ -97,6 +101,12 @@ fn wide(experts: usize) -> GroupedSwiGlu {
 }
 
 #[test]
+fn weights_that_cannot_be_counted_are_not_those_of_any_experts() {
+    let refused = GroupedSwiGlu::new(1, 1 << 32, 1 << 32, Vec::new()).unwrap_err();
+    assert!(matches!(refused, PlanError::WrongShape { seen: 0, .. }), "{refused}");
+}
+
+#[test]
 fn ranks_of_which_one_goes_backward_alone_and_one_beside_a_forward_are_told() {
     let case = Case::new(&[0, 0], &[6, 11], Cut { chunks: 2, overlap: true, ..WHOLE });
     let expected = case.step::<f32>();
@@ -133,6 +143,7 @@ fn settings_that_cannot_be_used_are_named_on_the_rank_that_has_them() {
             if bad { right().shared(wide(1)) } else { right() },
             if bad { MoeLayer::builder(&group, gate(), HIDDEN, wide(2)) } else { right() },
             if bad { right().dtype(Dtype::Bytes) } else { right() },
+            if bad { MoeLayer::builder(&group, gate(), usize::MAX / 2, swiglu(3..5)) } else { right() },
         ];
         for builder in wrong {
             let error = builder.build().unwrap_err();

@@ -144,6 +144,33 @@ fn a_node_past_its_limit_is_named_while_it_is_at_it_and_returned_when_it_is_back
     }
 }
 
+#[test]
+fn who_is_late_after_another_who_was_no_end_is_named_too() {
+    let limit = Duration::from_millis(20);
+    let (heard, late) = (Mutex::new(Vec::new()), [Door::default(), Door::default()]);
+    // Each ends by nothing but the hook.
+    let hook = |error: &OverlapError| -> ControlFlow<()> {
+        if let OverlapError::Overran { at, .. } = error {
+            heard.lock().unwrap().push(at.work);
+            late[at.work.chunk as usize].open();
+        }
+        Continue(())
+    };
+    let mut graph = Graph::new();
+    for (chunk, stream) in [(0, TRANSFER), (1, COMPUTE)] {
+        let late = &late[chunk as usize];
+        graph.add(stream, work("late", chunk), &[], move |_| {
+            late.pass();
+            Ok(())
+        });
+    }
+    let error = graph.run(&HostExecutor::new().limit(limit).on_trouble(&hook)).unwrap_err();
+    assert!(matches!(error, OverlapError::Overran { .. }), "{error}");
+    let mut heard = heard.into_inner().unwrap();
+    heard.sort_by_key(|work| work.chunk);
+    assert_eq!(heard, [work("late", 0), work("late", 1)]);
+}
+
 /// A transfer is refused, which is no end for others, while `then` is at it: what the hook hears, and what the run returns.
 fn refused_beside(
     limit: Duration,
@@ -189,7 +216,7 @@ fn a_refusal_hides_nothing_worse_that_happens_beside_it() {
     assert_eq!(error, OverlapError::Panicked { at, message: "bad luck".into(), not_begun: 0 });
 
     // It ends by nothing but the hook, which hears of it while it is at it.
-    let limit = Duration::from_secs(2);
+    let limit = Duration::from_secs(10);
     let ([first, second], error) = refused_beside(limit, |run, late| {
         wait(run);
         late.pass();

@@ -77,7 +77,7 @@ fn what_is_released_brings_nothing_home_and_the_next_dispatch_follows() {
 #[test]
 fn a_silent_rank_of_another_node_is_named_by_the_deadline() {
     on_stand_in("nodes::a_silent_rank_of_another_node_is_named_by_the_deadline", || {
-        let clocks = Clocks { deadline: Duration::from_millis(500), ..Clocks::default() };
+        let clocks = Clocks { deadline: Duration::from_secs(5), ..Clocks::default() };
         on_nodes(&TWO_AND_TWO, &Options { clocks, ..options() }, |world| {
             let mut rank = Rank::new(CASE, world);
             let tensors = rank.tensors(&CASE.input(4, rank.me()));

@@ -21,6 +21,8 @@ use sidelane_c::*;
 
 /// As many bytes as any struct may say it has, and one word more.
 const WORDS: usize = 1025;
+/// How much longer it may take until all kinds of objects have worked once.
+const PATIENCE: Duration = Duration::from_secs(120);
 /// Experts, tokens and elements of a row for which arrays are large enough.
 const ROOM: usize = 1 << 16;
 
@@ -57,7 +59,10 @@ fn in_a_world_of_one() {
     let (beside_streams, in_slots) = (Cell::new(0_u64), Cell::new(0_u64));
     let (collectives, lost) = (Cell::new(0_u64), Cell::new(0_u64));
     let device = Device::new();
-    while Instant::now() < end {
+    let counts = [&layers, &routers, &beside_streams, &in_slots, &collectives, &lost];
+    // So that this is no test of refusals alone.
+    let lacks = || counts.iter().any(|count| count.get() == 0) && Instant::now() < end + PATIENCE;
+    while Instant::now() < end || lacks() {
         // Another seed each time; nothing simpler is sought, as a world that ended fails whatever comes next.
         let config =
             Config { cases: 32, failure_persistence: None, max_shrink_iters: 0, ..Config::default() };
@@ -73,7 +78,6 @@ fn in_a_world_of_one() {
                 infos(world, group, &spoilt),
                 strangers(numbers),
             ];
-            let counts = [&layers, &routers, &beside_streams, &in_slots, &collectives, &lost];
             for (count, calls) in counts.into_iter().zip(&done) {
                 count.set(count.get() + u64::from(calls.iter().all(|&status| status == Status::SIDELANE_OK)));
             }
@@ -96,11 +100,9 @@ fn in_a_world_of_one() {
             panic!("{error}");
         }
     }
-    // So that this is no test of refusals alone.
     println!("{} layers and {} routers worked", layers.get(), routers.get());
     println!("{} exchanges beside a stream and {} in slots did", beside_streams.get(), in_slots.get());
     println!("{} collectives and {} losses did", collectives.get(), lost.get());
-    let counts = [layers, routers, beside_streams, in_slots, collectives, lost];
     assert!(counts.iter().all(|count| count.get() > 0));
     assert_eq!(sidelane_stream_close(device.stream), Status::SIDELANE_OK);
     assert_eq!(sidelane_group_close(group), Status::SIDELANE_OK);

@@ -45,11 +45,12 @@ impl Batches {
     /// [`Error::TooShort`].
     pub fn new(tokens: &[u32], settings: &Settings) -> Result<Batches> {
         let window = settings.shape.window;
-        let held = HELD.next_multiple_of(window * settings.batch);
-        let needed = held + 1 + 2 * (window + 1);
-        if tokens.len() < needed {
-            return Err(Error::TooShort { seen: tokens.len(), needed });
-        }
+        let (batch, seen) = (settings.batch, tokens.len());
+        let held = window.checked_mul(batch).and_then(|batch| HELD.checked_next_multiple_of(batch));
+        let needed = held.and_then(|held| held.checked_add(window.checked_mul(2)?.checked_add(3)?));
+        let (Some(held), Some(needed)) = (held, needed.filter(|&needed| needed <= seen)) else {
+            return Err(Error::TooShort { seen, needed: needed.unwrap_or(usize::MAX) });
+        };
         let first = (tokens.len() - held) / 2;
         let train = [&tokens[..first], &tokens[first + held..]].concat();
         Ok(Batches { train, held: tokens[first..=first + held].to_vec(), window })

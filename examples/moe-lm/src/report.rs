@@ -1,6 +1,6 @@
 //! What the first rank says while it trains: a table for people, or a JSON object per line.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write, stdout};
 use std::path::Path;
 use std::time::Instant;
 
@@ -45,10 +45,8 @@ impl Report {
         self.bar.set_position(step as u64);
         self.bar.set_message(format!("{loss:.3}"));
         if self.speaks && self.json {
-            println!(
-                "{}",
-                json!({"step": step, "loss": loss, "seconds": self.began.elapsed().as_secs_f64()})
-            );
+            let seconds = self.began.elapsed().as_secs_f64();
+            print(&json!({"step": step, "loss": loss, "seconds": seconds}).to_string());
         }
     }
 
@@ -83,7 +81,13 @@ impl Report {
     fn say(&self, data: serde_json::Value, words: impl FnOnce() -> String) {
         if self.speaks {
             let line = if self.json { data.to_string() } else { words() };
-            self.bar.suspend(|| println!("{line}"));
+            self.bar.suspend(|| print(&line));
         }
     }
+}
+
+/// A line for whoever reads: one who has seen enough is no reason to stop training.
+fn print(line: &str) {
+    let mut out = stdout().lock();
+    let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }

@@ -1,4 +1,4 @@
-//! This program as the ranks of a job: what `bench`, `trace` and `perf` have in common.
+//! This program as the ranks of a job: what `bench`, `trace`, `perf`, `layer` and `collectives` have in common.
 //!
 //! ```text
 //!   command --> task (JSON) --launch--> the same program, once per rank, as a hidden subcommand --> join the others

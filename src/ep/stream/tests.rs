@@ -190,7 +190,7 @@ fn where_all_hardware_queues_are_held_up_the_cause_is_returned_and_waits_end_whe
 fn a_silent_rank_is_found_by_words_in_memory_of_the_device() {
     on_stand_in("a_silent_rank_is_found_by_words_in_memory_of_the_device", || {
         let fabric = Fabric::new(&["card0", "card1"]);
-        let clocks = Clocks { deadline: Duration::from_millis(500), ..Clocks::default() };
+        let clocks = Clocks { deadline: Duration::from_secs(5), ..Clocks::default() };
         let options = Options { clocks, ..over(&fabric, SignalMode::Write) };
         // With a node for each, words in memory of devices are all there is.
         for nodes in [&TWO_AND_TWO[..], &[0, 1, 2]] {

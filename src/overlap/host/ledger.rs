@@ -143,20 +143,25 @@ impl<'h> Ledger<'h> {
         self.trouble(self.told(self.state()), error, None);
     }
 
-    /// Looks whether nodes take too long, until one does, it is over for others too, or there is nothing more to look at.
+    /// Looks whether nodes take too long, until it is over for others too, or there is nothing more to look at.
     pub fn watch(&self) {
         let Some(limit) = self.limit else { return };
+        let mut named = Vec::new();
         let mut state = self.state();
         while state.streams > 0 && !state.over {
             if state.telling {
                 state = self.told(state);
                 continue;
             }
-            let oldest = state.at_it.iter().min_by_key(|(_, since)| *since);
+            let unnamed = state.at_it.iter().filter(|(node, _)| !named.contains(node));
+            let oldest = unnamed.min_by_key(|(_, since)| *since);
             let oldest = oldest.map(|&(node, since)| (node, since.elapsed()));
             if let Some((node, took)) = oldest.filter(|(_, took)| *took >= limit) {
                 let error = self.overran(&state, node, took, limit);
-                return self.trouble(state, error, Some(node));
+                named.push(node);
+                self.trouble(state, error, Some(node));
+                state = self.state();
+                continue;
             }
             // What begins meanwhile has its time up later, so nobody has to say that it began.
             let left = limit - oldest.map_or(Duration::ZERO, |(_, took)| took);

@@ -97,10 +97,17 @@ fn ranks_that_would_learn_different_things_do_not_begin() {
 
 #[test]
 fn sizes_of_which_nothing_is_learned_are_refused() {
-    for (size, named) in
-        [("--window", "a window"), ("--layers", "layers"), ("--vocabulary", "different tokens")]
-    {
-        let refused = Command::new(env!("CARGO_BIN_EXE_moe-lm")).args([size, "0"]).output().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let text = folder.path().join("text.md");
+    std::fs::write(&text, TEXT).unwrap();
+    for (size, value, named) in [
+        ("--window", "0", "a window"),
+        ("--layers", "0", "layers"),
+        ("--vocabulary", "0", "different tokens"),
+        ("--window", "1152921504606846976", "are needed"),
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_moe-lm"));
+        let refused = command.arg(&text).args([size, value]).output().unwrap();
         let said = String::from_utf8(refused.stderr).unwrap();
         assert!(refused.status.code() == Some(1) && said.contains(named), "{size}: {said}");
     }

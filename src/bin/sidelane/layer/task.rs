@@ -61,6 +61,9 @@ pub struct Task {
     pub trace_out: Option<PathBuf>,
 }
 
+/// Values of one tensor: 8 GB in f32.
+const MOST_VALUES: u32 = 1 << 31;
+
 impl Shape {
     /// Number of ranks.
     pub fn ranks(&self) -> u32 {
@@ -94,10 +97,22 @@ impl Shape {
             ("--hidden", self.hidden, 1 << 20),
             ("--ffn", self.ffn, 1 << 20),
             ("--top-k", self.top_k, 1 << 10),
+            ("--experts", self.experts, 1 << 14),
             ("--chunks", self.chunks, self.tokens.clamp(1, 1 << 10)),
         ];
         if let Some(&(option, _, most)) = sizes.iter().find(|(_, seen, most)| !(1..=*most).contains(seen)) {
             return Err(LayerError::OutOfRange { option, most });
+        }
+        let (hidden, ffn) = (u64::from(self.hidden), u64::from(self.ffn));
+        let own = u64::from(self.experts.div_ceil(self.ranks().max(1)));
+        let rows = u64::from(self.tokens) * u64::from(self.top_k);
+        let products = [
+            ("weights of a rank's --experts", own * 3 * hidden * ffn),
+            ("--tokens x --top-k x --hidden", rows * hidden),
+            ("--tokens x --top-k x --ffn", rows * ffn),
+        ];
+        if let Some(&(option, _)) = products.iter().find(|(_, seen)| *seen > u64::from(MOST_VALUES)) {
+            return Err(LayerError::OutOfRange { option, most: MOST_VALUES });
         }
         if !self.row_bytes().is_multiple_of(16) {
             return Err(LayerError::OddRows { hidden: self.hidden });
@@ -128,10 +143,10 @@ impl Task {
         Ok(Task { shape, pace, backward: args.backward, rounds: args.rounds, json, trace_out })
     }
 
-    /// What ranks find in their environment.
+    /// What ranks find in their environment, whatever is in that of the caller.
     pub fn variables(&self) -> Vec<(String, OsString)> {
         let words = |pace: Pace| format!("{}/{}", pace.bytes_per_second, pace.latency.as_micros());
-        self.pace.map(|pace| ("SIDELANE_PACE".to_owned(), words(pace).into())).into_iter().collect()
+        vec![("SIDELANE_PACE".to_owned(), self.pace.map_or(String::new(), words).into())]
     }
 
     /// What all ranks must have in common. Only rank 0 writes files, but all record what it writes.
@@ -168,6 +183,9 @@ mod tests {
         assert_eq!(resolve("--chunks 0"), Err(LayerError::OutOfRange { option: "--chunks", most: 1 << 10 }));
         let few = LayerError::TooFewExperts { experts: 3, ranks: 2, top_k: 4 };
         assert_eq!(resolve("--experts 3"), Err(few));
+        let many = |option| LayerError::OutOfRange { option, most: MOST_VALUES };
+        assert_eq!(resolve("--hidden 1048576 --ffn 1048576"), Err(many("weights of a rank's --experts")));
+        assert_eq!(resolve("--tokens 1048576 --hidden 4096"), Err(many("--tokens x --top-k x --hidden")));
         assert!(matches!(resolve("--nodes 0"), Err(LayerError::Shape(_))));
     }
 
@@ -177,7 +195,8 @@ mod tests {
         assert_eq!(task.shape.bytes_across(), 2 * (8 * 4 / 2) * 32);
         assert_eq!(task.variables(), [("SIDELANE_PACE".to_owned(), "1073741824/10".into())]);
         // Nothing crosses on one node.
-        assert_eq!(resolve("--nodes 1 --ranks-per-node 2").unwrap().variables(), []);
+        let none = [("SIDELANE_PACE".to_owned(), "".into())];
+        assert_eq!(resolve("--nodes 1 --ranks-per-node 2").unwrap().variables(), none);
         assert_eq!(resolve("--nodes 1 --ranks-per-node 2 --pace 1G/10"), Err(LayerError::NoPace));
     }
 }

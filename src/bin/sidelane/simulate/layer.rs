@@ -122,7 +122,7 @@ pub fn all(task: &Task) -> Result<Vec<Layered>, SimulateError> {
                 transfers_ns,
                 sliced_ns: of_slices + u64::from(slices) * slice.experts + whole.shared,
                 overlapped_ns,
-                hidden: saved / experts_ns.min(transfers_ns) as f64,
+                hidden: saved / experts_ns.min(transfers_ns).max(1) as f64,
                 limit: if experts_ns > of_slices { "experts" } else { slice.busiest },
             });
         }

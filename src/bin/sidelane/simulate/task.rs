@@ -87,6 +87,8 @@ pub struct Task<'a> {
 const PLAYED: u32 = 64;
 /// The largest group.
 const MOST_RANKS: u32 = 4096;
+/// Logits of so many are drawn for each token.
+const MOST_EXPERTS: u32 = 1 << 14;
 
 impl<'a> Task<'a> {
     /// From the command line.
@@ -115,6 +117,9 @@ impl<'a> Task<'a> {
                 (Some(router), experts, top_k)
             }
         };
+        if !(1..=MOST_EXPERTS).contains(&experts) {
+            return Err(SimulateError::OutOfRange { option: "--experts", most: MOST_EXPERTS });
+        }
         let hidden = args.hidden.unwrap_or(layer.hidden);
         let home_bytes = u64::from(hidden) * args.dtype.element().size() as u64;
         let row_bytes = args.dtype.record(hidden).map_or(home_bytes, |record| record.bytes() as u64);

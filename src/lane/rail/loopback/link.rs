@@ -213,11 +213,12 @@ impl Rail for Link {
         self.paced.as_ref().map(|paced| paced.timer.as_fd())
     }
 
-    /// The partner looks once more for what a rank has sent before it left: by then it must be due, however slow the link.
-    fn leave(&self, _until: Instant) {
+    /// The partner looks once more for what a rank has sent before it left: by then it must be due, unless the link is so slow
+    /// that nobody waits for it.
+    fn leave(&self, until: Instant) {
         let due = self.lock_out().due;
         let left = Duration::from_nanos(due.saturating_sub(now()));
-        std::thread::sleep(left);
+        std::thread::sleep(left.min(until.saturating_duration_since(Instant::now())));
     }
 }
 
