@@ -82,12 +82,8 @@ impl Host {
         io: &mut Io<'_>,
         stores: Stores,
     ) -> Result<(), Error> {
-        for item in items {
-            let start = self.recorder.as_ref().map(|_| Instant::now());
-            let bytes = self.step(port, &item.op, operands, io, stores)?;
-            if let (Some(recorder), Some(start)) = (&self.recorder, start) {
-                recorder.record(Event::new(item, bytes, start));
-            }
+        for &item in items {
+            self.step(port, item, operands, io, stores)?;
         }
         // Own rows and sums are followed by no signal that would order them.
         if stores == Stores::Streaming {
@@ -96,20 +92,26 @@ impl Host {
         port.settle()
     }
 
-    /// Runs one operation; returns the bytes it moved or read.
-    #[inline]
-    fn step(
+    /// Runs one operation. Inlined, so that nothing is left of the choice between them where the operation is a constant.
+    ///
+    /// # Errors
+    /// As [`Host::run`].
+    #[inline(always)]
+    pub fn step(
         &mut self,
         port: &Port,
-        op: &Op,
+        item: Item,
         operands: &Operands<'_>,
         io: &mut Io<'_>,
         stores: Stores,
-    ) -> Result<u64, Error> {
-        match *op {
-            Op::Put { to, slot } => self.put(port, to, operands.table[slot.0 as usize], operands, io, stores),
+    ) -> Result<(), Error> {
+        let start = self.recorder.as_ref().map(|_| Instant::now());
+        let bytes = match item.op {
+            Op::Put { to, slot } => {
+                self.put(port, to, operands.table[slot.0 as usize], operands, io, stores)?
+            }
             Op::PutRows { to, slot } => {
-                self.put_rows(port, to, operands.table[slot.0 as usize], operands, io, stores)
+                self.put_rows(port, to, operands.table[slot.0 as usize], operands, io, stores)?
             }
             Op::Signal { to, of, flag, level } => {
                 if stores == Stores::Streaming {
@@ -117,14 +119,23 @@ impl Host {
                 }
                 port.signal(to, (of, flag), operands.value(level), operands.tag(to, flag, level))?;
                 self.moved.signals += 1;
-                Ok(0)
+                0
             }
-            Op::Wait { from, flag, level } => port.wait(from, flag, operands.value(level)).map(|()| 0),
-            Op::Reduce { slot } => self.reduce(port, operands.table[slot.0 as usize], operands, io, stores),
+            Op::Wait { from, flag, level } => {
+                port.wait(from, flag, operands.value(level))?;
+                0
+            }
+            Op::Reduce { slot } => {
+                self.reduce(port, operands.table[slot.0 as usize], operands, io, stores)?
+            }
+        };
+        if let (Some(recorder), Some(start)) = (&self.recorder, start) {
+            recorder.record(Event::new(&item, bytes, start));
         }
+        Ok(())
     }
 
-    #[inline]
+    #[inline(always)]
     fn put(
         &mut self,
         port: &Port,

@@ -1,16 +1,58 @@
-//! Until sources are free, and until bytes have landed.
+//! What a port waits for: that a flag rises, that sources are free, that bytes have landed.
 
 use std::time::Duration;
 
-use super::Reach;
 use super::port::Port;
 use super::rail::{Rail, Stuck};
-use super::wait::{Interrupted, NAP, Patience, Waiter};
+use super::wait::{self, Interrupted, NAP, Patience, Waiter};
+use super::{FlagLine, Reach};
 use crate::bootstrap::Health;
 use crate::error::{Error, LaneError};
 use crate::rows::Rows;
+use crate::schedule::Flag;
 
 impl Port {
+    /// Waits until the flag here that speaks of `from` has at least `value`. Receives from the rails meanwhile.
+    ///
+    /// # Errors
+    /// [`LaneError::Deadline`], or the world's [`Cause`](crate::error::Cause) of death.
+    #[inline(always)]
+    pub fn wait(&self, from: u32, flag: Flag, value: u64) -> Result<(), Error> {
+        let reach = self.reach(from)?;
+        let line = self.flag(from, flag)?;
+        match wait::glimpse(line, value, self.lanes.crowded) {
+            true => Ok(()),
+            false => self.outlast(line, (from, flag), value, reach.name()),
+        }
+    }
+
+    #[cold]
+    fn outlast(
+        &self,
+        line: FlagLine<'_>,
+        (from, flag): (u32, Flag),
+        value: u64,
+        lane: &'static str,
+    ) -> Result<(), Error> {
+        let patience = self.lanes.patience_for(from, flag);
+        wait::outlast(line, value, patience, || self.lanes.progress()).map_err(|(seen, why)| match why {
+            Interrupted::Dead(cause) => self.lanes.fault().map_or(cause.into(), Error::from),
+            Interrupted::Asked => {
+                LaneError::Interrupted { rank: self.lanes.rank, peer: self.lanes.writer_of(from) }.into()
+            }
+            Interrupted::Late { waited } => LaneError::Deadline {
+                rank: self.lanes.rank,
+                peer: self.lanes.writer_of(from),
+                lane,
+                flag: flag as u32,
+                awaited: value,
+                seen,
+                waited,
+            }
+            .into(),
+        })
+    }
+
     /// Returns when everything put or signalled so far has landed. On a node it has when the put returns.
     ///
     /// # Errors
@@ -37,6 +79,15 @@ impl Port {
             }
         }
         Ok(())
+    }
+
+    /// [`Port::settle`], if what was put went to this rank alone: stores have read their sources when they return.
+    ///
+    /// # Errors
+    /// As [`Port::quiet`].
+    #[inline]
+    pub fn settle_with(&self, to: u32) -> Result<(), Error> {
+        if let Reach::Rail(_) = self.reach(to)? { self.settle() } else { Ok(()) }
     }
 
     /// Attends to all rails in turn until all have settled, so that none stands still while another is waited for; or until

@@ -1,13 +1,13 @@
 //! What an executor holds: windows, and a lane to every rank.
 //!
 //! All addresses are (window, offset, length) and are checked here, before anything is posted; the pointers that the
-//! vector loops get come from those checks.
+//! vector loops get come from those checks. What a window's put to a neighbour goes through is inlined whole, and what goes
+//! over a rail kept out of it: there a call takes longer than a cache line from core to core.
 
 use std::sync::Arc;
 
-use super::rail::{Local, Target};
+use super::rail::{Local, Rail, Target};
 use super::source::Checked;
-use super::wait::{self, Interrupted};
 use super::{FlagLine, Io, Lanes, Reach, RowSource};
 use crate::error::{Error, LaneError, MemoryError};
 use crate::memory::Mapped;
@@ -138,7 +138,7 @@ impl Port {
         let size = tensor.len() as u64;
         let len = len.unwrap_or(size.saturating_sub(offset));
         let end = offset.checked_add(len).filter(|&end| end <= size);
-        let end = end.ok_or(LaneError::SourceBounds { offset, len, size })?;
+        let end = end.ok_or_else(|| LaneError::SourceBounds { offset, len, size })?;
         Ok(&tensor[offset as usize..end as usize])
     }
 
@@ -146,7 +146,7 @@ impl Port {
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`], [`LaneError::SourceBounds`], and whatever ends a wait for credit.
-    #[inline]
+    #[inline(always)]
     pub fn put(&self, to: u32, span: &SpanCopy, io: &Io<'_>, stores: Stores) -> Result<(), Error> {
         if let Place::Window { owner, window } = span.from
             && self.window(window)?.of_devices
@@ -226,7 +226,7 @@ impl Port {
         put.map_err(|e| self.stuck(rail.as_ref(), to, e))
     }
 
-    #[inline]
+    #[inline(always)]
     fn put_bytes(
         &self,
         to: u32,
@@ -242,12 +242,20 @@ impl Port {
                 unsafe { self.lanes.rows.copy(at.as_ptr(), bytes.as_ptr(), bytes.len(), stores) };
                 Ok(())
             }
-            Reach::Rail(rail) => {
-                let target = self.window(window)?.target(to, offset, len)?;
-                rail.put(target, bytes, self.lanes.patience(to)).map_err(|e| self.stuck(rail.as_ref(), to, e))
-            }
+            Reach::Rail(rail) => self.send(rail.as_ref(), to, (window, offset), bytes),
             Reach::Relayed => Err(self.no_wire(to).into()),
         }
+    }
+
+    fn send(
+        &self,
+        rail: &dyn Rail,
+        to: u32,
+        (window, offset): (WindowId, u64),
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        let target = self.window(window)?.target(to, offset, bytes.len() as u64)?;
+        rail.put(target, bytes, self.lanes.patience(to)).map_err(|e| self.stuck(rail, to, e))
     }
 
     /// Raises the flag at `to` that speaks of rank `of`, after all earlier puts and reads of this rank. Puts with streaming
@@ -256,7 +264,7 @@ impl Port {
     ///
     /// # Errors
     /// As [`Port::put`].
-    #[inline]
+    #[inline(always)]
     pub fn signal(
         &self,
         to: u32,
@@ -272,40 +280,20 @@ impl Port {
                 unsafe { FlagLine::new(window.at(to, offset, 64)?) }.raise(value, tag);
                 Ok(())
             }
-            Reach::Rail(rail) => {
-                let target = window.target(to, offset, 64)?;
-                rail.signal(target, value, tag.copied(), self.lanes.patience(to))
-                    .map_err(|e| self.stuck(rail.as_ref(), to, e))
-            }
+            Reach::Rail(rail) => self.send_signal(rail.as_ref(), to, offset, (value, tag)),
             Reach::Relayed => Err(self.no_wire(to).into()),
         }
     }
 
-    /// Waits until the flag here that speaks of `from` has at least `value`. Receives from the rails meanwhile.
-    ///
-    /// # Errors
-    /// [`LaneError::Deadline`], or the world's [`Cause`](crate::error::Cause) of death.
-    pub fn wait(&self, from: u32, flag: Flag, value: u64) -> Result<(), Error> {
-        let lane = self.reach(from)?.name();
-        let line = self.flag(from, flag)?;
-        wait::until(line, value, self.lanes.patience_for(from, flag), || self.lanes.progress()).map_err(
-            |(seen, why)| match why {
-                Interrupted::Dead(cause) => self.lanes.fault().map_or(cause.into(), Error::from),
-                Interrupted::Asked => {
-                    LaneError::Interrupted { rank: self.lanes.rank, peer: self.lanes.writer_of(from) }.into()
-                }
-                Interrupted::Late { waited } => LaneError::Deadline {
-                    rank: self.lanes.rank,
-                    peer: self.lanes.writer_of(from),
-                    lane,
-                    flag: flag as u32,
-                    awaited: value,
-                    seen,
-                    waited,
-                }
-                .into(),
-            },
-        )
+    fn send_signal(
+        &self,
+        rail: &dyn Rail,
+        to: u32,
+        offset: u64,
+        (value, tag): (u64, Option<&Tag>),
+    ) -> Result<(), Error> {
+        let target = self.window(self.flags)?.target(to, offset, 64)?;
+        rail.signal(target, value, tag.copied(), self.lanes.patience(to)).map_err(|e| self.stuck(rail, to, e))
     }
 
     /// The flag here that speaks of `from`.

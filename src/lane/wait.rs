@@ -1,4 +1,4 @@
-//! How a rank waits: look, then pause, then yield, then sleep. Every wait ends.
+//! How a rank waits: look, then attend to rails, then yield, then sleep. Every wait ends.
 //!
 //! On an idle core the value comes while looking (tens of nanoseconds). With more ranks than cores the one that is
 //! awaited needs the core: yielding hands it over for less than a wake-up costs. Sleeping is for long waits, and in
@@ -11,10 +11,10 @@ use super::FlagLine;
 use crate::bootstrap::{Health, interrupted};
 use crate::error::{Cause, Loss};
 
-/// Looks before the first pause, which alone may take as long as the whole way of a signal: the flag lies in this core's cache
-/// until it is raised. Where ranks share cores, the awaited one may need this one.
-const LOOKS: u32 = 1000;
-const LOOKS_IN_A_CROWD: u32 = 4;
+/// Looks at the flag alone, for about a microsecond, with a pause between them: without it the line is asked for again while
+/// its writer still needs it. Where ranks share cores, the awaited one may need this one.
+const LOOKS: u32 = 32;
+const LOOKS_IN_A_CROWD: u32 = 2;
 /// Bounds of the three steps. Where ranks share cores, pausing only keeps the awaited one from running.
 const PAUSES: u32 = 50;
 const PAUSES_IN_A_CROWD: u32 = 4;
@@ -141,13 +141,33 @@ pub(super) fn until(
     flag: FlagLine<'_>,
     value: u64,
     patience: Patience<'_>,
+    progress: impl FnMut(),
+) -> Result<(), (u64, Interrupted)> {
+    if glimpse(flag, value, patience.crowded) { Ok(()) } else { outlast(flag, value, patience, progress) }
+}
+
+/// The first step, before anything is asked of the world: whether a flag has at least `value` now or in a moment.
+#[inline]
+pub(super) fn glimpse(flag: FlagLine<'_>, value: u64, crowded: bool) -> bool {
+    for _ in 0..if crowded || BESIDE_COMPUTE.get() { LOOKS_IN_A_CROWD } else { LOOKS } {
+        if flag.value() >= value {
+            return true;
+        }
+        std::hint::spin_loop();
+    }
+    false
+}
+
+/// The other steps of [`until`].
+///
+/// # Errors
+/// As [`until`].
+pub(super) fn outlast(
+    flag: FlagLine<'_>,
+    value: u64,
+    patience: Patience<'_>,
     mut progress: impl FnMut(),
 ) -> Result<(), (u64, Interrupted)> {
-    for _ in 0..if patience.crowded || BESIDE_COMPUTE.get() { LOOKS_IN_A_CROWD } else { LOOKS } {
-        if flag.value() >= value {
-            return Ok(());
-        }
-    }
     let mut waiter = Waiter::new(patience);
     loop {
         let seen = flag.value();

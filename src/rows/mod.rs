@@ -65,6 +65,9 @@ pub enum Stores {
     Streaming,
 }
 
+/// From so many bytes on a copy is worth the call of a vector loop.
+const SHORT: usize = 4 * vector::LINE;
+
 /// The loops of one instruction set. A small value: keep a copy wherever rows are moved.
 ///
 /// # Contract
@@ -101,9 +104,15 @@ impl Rows {
     /// # Safety
     ///
     /// The [contract](Rows#contract), for `len` bytes at `src` and at `dst`. Nothing is asserted.
+    #[inline]
     pub unsafe fn copy(&self, dst: *mut u8, src: *const u8, len: usize, stores: Stores) {
         // SAFETY: the caller answers for the pointers.
-        unsafe { self.run(transfer::Span { dst, src, len, stores }) }
+        unsafe {
+            match len {
+                0..SHORT => dst.copy_from_nonoverlapping(src, len),
+                _ => self.run(transfer::Span { dst, src, len, stores }),
+            }
+        }
     }
 
     /// Gathers rows: target row `i`, at `dst + i * row_bytes`, becomes source row `rows[i]`, at

@@ -1,7 +1,8 @@
 //! The one-sided face: memory that the ranks of a group write to each other.
 //!
-//! Each call is a schedule of one or two operations, run by the same executor as a dispatch; bounds are checked before
-//! anything is posted.
+//! Each call is a schedule of one or two operations, stepped by the same executor as a dispatch; bounds are checked before
+//! anything is posted. Which operations these are is known when the library is compiled: what is left of a put to a rank
+//! of this node is its checks and its stores.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -163,7 +164,8 @@ impl Window {
     /// [`MemoryError::OutOfBounds`], the world's cause of death, [`LaneError::Deadline`](crate::error::LaneError) if a
     /// remote peer takes nothing.
     pub fn put(&mut self, peer: u32, offset: u64, src: &[u8]) -> Result<(), Error> {
-        self.run([Op::Put { to: peer, slot: Slot(0) }], peer, offset, src, 0)
+        self.step_put(peer, offset, src)?;
+        self.port.settle_with(peer)
     }
 
     /// [`Window::put`], then [`Window::signal`].
@@ -171,8 +173,11 @@ impl Window {
     /// # Errors
     /// As [`Window::put`].
     pub fn put_signal(&mut self, peer: u32, offset: u64, src: &[u8], value: u64) -> Result<(), Error> {
-        let signal = self.rising(peer, value)?;
-        self.run([Op::Put { to: peer, slot: Slot(0) }, signal], peer, offset, src, value)
+        self.rise(peer, value)?;
+        self.step_put(peer, offset, src)?;
+        self.step_signal(peer, Flag::Landed, value)?;
+        // Behind both, so that the signal can travel with the put before it.
+        self.port.settle_with(peer)
     }
 
     /// Raises this rank's word at `peer` to `value`, after all earlier puts to it. Values must grow, from 1 on.
@@ -180,12 +185,14 @@ impl Window {
     /// # Errors
     /// As [`Window::put`], and [`PlanError::BadParameter`] if the value does not grow.
     pub fn signal(&mut self, peer: u32, value: u64) -> Result<(), Error> {
-        let signal = self.rising(peer, value)?;
-        self.run([signal], peer, 0, &[], value)
+        self.rise(peer, value)?;
+        self.step_signal(peer, Flag::Landed, value)?;
+        self.port.settle_with(peer)
     }
 
-    /// The signal of this value: a lower one than before would be overlooked, or undo what was said.
-    fn rising(&mut self, peer: u32, value: u64) -> Result<Op, Error> {
+    /// Notes the value of a signal: a lower one than before would be overlooked, or undo what was said.
+    #[inline]
+    fn rise(&mut self, peer: u32, value: u64) -> Result<(), Error> {
         if let Some(last) = self.signalled.get_mut(peer as usize) {
             if value <= *last {
                 let (parameter, expected) = ("signal", "a value larger than the last one to this peer");
@@ -193,7 +200,7 @@ impl Window {
             }
             *last = value;
         }
-        Ok(Op::Signal { to: peer, of: self.lanes.rank, flag: Flag::Landed, level: Level::Call })
+        Ok(())
     }
 
     /// Waits until the word that `peer` raises here is at least `value`. All that `peer` put here before that signal is
@@ -202,7 +209,7 @@ impl Window {
     /// # Errors
     /// [`LaneError::Deadline`](crate::error::LaneError), or the world's cause of death.
     pub fn wait_until(&mut self, peer: u32, value: u64) -> Result<(), Error> {
-        self.run([Op::Wait { from: peer, flag: Flag::Landed, level: Level::Call }], peer, 0, &[], value)
+        self.step_wait(peer, Flag::Landed, value)
     }
 
     /// Returns when everything this rank has put or signalled so far has landed at its peers. These must not have left: who is
@@ -222,11 +229,11 @@ impl Window {
         self.barriers += 1;
         let value = self.barriers;
         for peer in self.peers() {
-            let entry = Op::Signal { to: peer, of: self.lanes.rank, flag: Flag::Entry, level: Level::Call };
-            self.run([entry], peer, 0, &[], value)?;
+            self.step_signal(peer, Flag::Entry, value)?;
+            self.port.settle_with(peer)?;
         }
         for peer in self.peers() {
-            self.run([Op::Wait { from: peer, flag: Flag::Entry, level: Level::Call }], peer, 0, &[], value)?;
+            self.step_wait(peer, Flag::Entry, value)?;
         }
         Ok(())
     }
@@ -252,27 +259,31 @@ impl Window {
         (1..ranks).map(move |step| (rank + step) % ranks)
     }
 
-    /// One run, so that a signal can travel with the put before it.
-    fn run<const N: usize>(
-        &mut self,
-        ops: [Op; N],
-        peer: u32,
-        offset: u64,
-        src: &[u8],
-        value: u64,
-    ) -> Result<(), Error> {
-        self.lanes.health.check()?;
+    #[inline(always)]
+    fn step_put(&mut self, peer: u32, offset: u64, src: &[u8]) -> Result<(), Error> {
         let len = src.len() as u64;
         let spans = [SpanCopy { from: Place::Input, from_offset: 0, to: DATA, to_offset: offset, len }];
         let table = [Operand::Spans { first: 0, count: 1 }];
-        let operands = Operands { table: &table, spans: &spans, call: value, ..Operands::default() };
+        let operands = Operands { table: &table, spans: &spans, ..Operands::default() };
+        self.step(peer, Op::Put { to: peer, slot: Slot(0) }, &operands, src)
+    }
+
+    #[inline(always)]
+    fn step_signal(&mut self, peer: u32, flag: Flag, value: u64) -> Result<(), Error> {
+        let signal = Op::Signal { to: peer, of: self.lanes.rank, flag, level: Level::Call };
+        self.step(peer, signal, &Operands { call: value, ..Operands::default() }, &[])
+    }
+
+    #[inline(always)]
+    fn step_wait(&mut self, peer: u32, flag: Flag, value: u64) -> Result<(), Error> {
+        let wait = Op::Wait { from: peer, flag, level: Level::Call };
+        self.step(peer, wait, &Operands { call: value, ..Operands::default() }, &[])
+    }
+
+    #[inline(always)]
+    fn step(&mut self, track: u32, op: Op, operands: &Operands<'_>, src: &[u8]) -> Result<(), Error> {
+        self.lanes.health.check()?;
         let mut io = Io { input: src, ..Io::default() };
-        self.host.run(
-            &self.port,
-            ops.map(|op| Item { track: peer, op }).as_slice(),
-            &operands,
-            &mut io,
-            Stores::Cached,
-        )
+        self.host.step(&self.port, Item { track, op }, operands, &mut io, Stores::Cached)
     }
 }

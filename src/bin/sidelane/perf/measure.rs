@@ -80,35 +80,36 @@ impl<'w> Pair<'w> {
         Ok(found)
     }
 
-    /// Half of each round trip, in microseconds; of the second rank the time is that in between, and nobody asks. One look at
-    /// the clock a trip: it is a good part of the shortest.
+    /// Half of each round trip, in microseconds; of the second rank the time is that in between, and nobody asks. A trip ends
+    /// when the next one has been put on its way: the clock, which is a good part of the shortest, is looked at meanwhile.
     fn round_trips(&mut self, source: &mut [u8], count: u32) -> Result<Vec<f64>, Error> {
-        let mut halves = Vec::with_capacity(count as usize);
-        let mut begin = Instant::now();
-        for _ in 0..count {
-            self.said += 1;
-            stamp(source, self.said);
-            if self.me == 0 {
-                self.say(source)?;
-                self.window.wait_until(1, self.said)?;
-            } else {
-                self.window.wait_until(0, self.said)?;
+        let mut looks = Vec::with_capacity(count as usize + 1);
+        let (first, last) = (self.said + 1, self.said + u64::from(count));
+        stamp(source, first);
+        looks.push(Instant::now());
+        if self.me == 0 && count > 0 {
+            self.say(source)?;
+        }
+        for heard in first..=last {
+            self.window.wait_until(1 - self.me, heard)?;
+            if self.said < last {
                 self.say(source)?;
             }
-            let end = Instant::now();
-            halves.push((end - begin).as_secs_f64() * 1e6 / 2.0);
-            begin = end;
+            looks.push(Instant::now());
         }
-        Ok(halves)
+        Ok(looks.windows(2).map(|trip| (trip[1] - trip[0]).as_secs_f64() * 1e6 / 2.0).collect())
     }
 
-    /// A put and its signal, or a signal if there is nothing to put.
-    fn say(&mut self, source: &[u8]) -> Result<(), Error> {
+    /// A put and its signal, or a signal if there is nothing to put. What is put is stamped for the next one then.
+    fn say(&mut self, source: &mut [u8]) -> Result<(), Error> {
         let other = 1 - self.me;
-        match source {
-            [] => self.window.signal(other, self.said),
-            source => self.window.put_signal(other, 0, source, self.said),
+        self.said += 1;
+        match &*source {
+            [] => self.window.signal(other, self.said)?,
+            source => self.window.put_signal(other, 0, source, self.said)?,
         }
+        stamp(source, self.said + 1);
+        Ok(())
     }
 
     /// Puts of each timed window, and its microseconds. The windows are numbered from 1; what warms up is number 0.
