@@ -26,18 +26,22 @@ const SHAPES: [&[u32]; 8] = [
 
 fn programs(ranks: u32) -> Vec<Program> {
     let broadcast = |root, shape| Program::Broadcast { root, shape };
-    let mut all = vec![Program::Direct, Program::Whole, Program::Ring, Program::AllToAll];
-    all.extend([broadcast(0, Shape::Star), broadcast(ranks - 1, Shape::Chain)]);
+    let mut all = vec![Program::Direct { more: true }, Program::Whole, Program::Ring, Program::AllToAll];
+    all.extend([broadcast(0, Shape::Star), broadcast(ranks - 1, Shape::Chain), Program::AllGather]);
     all
 }
 
-fn len_of(program: Program, staging: &Staging) -> u64 {
-    match program {
-        Program::Whole | Program::AllToAll => staging.slot(),
-        Program::Ring => staging.half_chunk(),
-        Program::Direct => staging.chunk(),
-        Program::Broadcast { .. } => staging.wide_offer(),
-    }
+/// A call of so many rounds: all but the last of them whole.
+fn call(seat: &Seat, program: Program, rounds: usize, last: u64) -> Vec<CollectiveCall> {
+    let most = seat.most(program);
+    let mut calls = vec![CollectiveCall::Round { program, len: most }; rounds - 1];
+    let program = if program.ends_in_the_next() { Program::Direct { more: false } } else { program };
+    calls.push(CollectiveCall::Round { program, len: most.min(last) });
+    calls
+}
+
+fn seat(labels: &[u32], staging: Staging) -> Seat {
+    Seat { nodes: NodeMap::from_labels(labels), me: 0, staging }
 }
 
 fn staging(ranks: usize) -> Staging {
@@ -51,26 +55,28 @@ fn tell(labels: &[u32], calls: &[CollectiveCall], slip: Option<CollectiveSlip>) 
 }
 
 /// A program behind itself and behind every other, whole chunks and short ones; and ranks that call two things.
-fn rounds(ranks: usize) -> Vec<CollectiveCall> {
-    let staging = staging(ranks);
+fn rounds(labels: &[u32]) -> Vec<CollectiveCall> {
+    let seat = seat(labels, staging(labels.len()));
     let round = |program, len| CollectiveCall::Round { program, len };
-    let all = programs(ranks as u32);
+    let all = programs(seat.ranks());
     let mut calls = Vec::new();
     for (&first, &then) in all.iter().flat_map(|first| all.iter().map(move |then| (first, then))) {
-        calls.extend([round(first, len_of(first, &staging)), round(then, len_of(then, &staging).min(68))]);
+        // An all-reduce of two rounds, and of one.
+        calls.extend(call(&seat, first, 1 + usize::from(first.ends_in_the_next()), u64::MAX));
+        calls.extend(call(&seat, then, 1, 68));
     }
-    for programs in [[0, 5], [4, 3], [4, 0], [1, 4], [3, 2]] {
+    for programs in [[0, 5], [4, 3], [4, 0], [1, 4], [3, 2], [6, 3], [0, 6]] {
         let programs = programs.map(|nth| all[nth]);
         calls.extend([64, u64::MAX].map(|len| CollectiveCall::Mixed { programs, len }));
     }
-    calls.extend([round(all[0], 0), round(all[3], 4), round(all[2], 4)]);
+    calls.extend([round(Program::Direct { more: false }, 0), round(all[3], 4), round(all[2], 4)]);
     calls
 }
 
 #[test]
 fn every_collective_behind_every_other_is_proved() {
     for labels in SHAPES {
-        let story = tell(labels, &rounds(labels.len()), None);
+        let story = tell(labels, &rounds(labels), None);
         let proof = prove(&story).unwrap_or_else(|fault| panic!("{labels:?}: {fault}"));
         println!("{labels:?}: {} operations, {} pairs", proof.operations, proof.pairs);
         assert!(labels.len() == 1 || proof.pairs > 1000, "{labels:?}: {proof:?}");
@@ -84,9 +90,8 @@ fn every_rank_of_sixty_four_is_proved() {
         [vec![0; 64], (0..64).map(half).collect::<Vec<u32>>(), (0..64).map(|rank| rank / 8).collect()]
     {
         let staging = staging(64);
-        let round = |program| CollectiveCall::Round { program, len: len_of(program, &staging) };
         for program in programs(64) {
-            let story = tell(&labels, &[round(program); 3], None);
+            let story = tell(&labels, &call(&seat(&labels, staging), program, 3, u64::MAX), None);
             let proof = prove(&story).unwrap_or_else(|fault| panic!("{labels:?} {program:?}: {fault}"));
             assert!(proof.operations > 64 * 63, "{program:?}");
         }
@@ -109,7 +114,7 @@ fn a_ring_of_two_hundred_and_fifty_six_ranks_counts_all_its_parts() {
 #[test]
 fn collectives_run_at_random() {
     for labels in SHAPES.into_iter().filter(|labels| labels.len() <= 5) {
-        let story = tell(labels, &rounds(labels.len())[..24], None);
+        let story = tell(labels, &rounds(labels)[..24], None);
         check(&story, 0..4).unwrap_or_else(|fault| panic!("{labels:?}: {fault}"));
     }
 }
@@ -118,9 +123,19 @@ fn collectives_run_at_random() {
 fn every_broken_rule_of_places_is_found() {
     for labels in [&[0, 0, 1, 1][..], &[0; 3], &[0, 1]] {
         for slip in CollectiveSlip::ALL {
-            let seen = prove(&tell(labels, &rounds(labels.len()), Some(slip)));
+            let seen = prove(&tell(labels, &rounds(labels), Some(slip)));
             assert!(seen.is_err(), "{labels:?} {slip:?}");
         }
+    }
+}
+
+/// What is copied when the next round has been entered must not wait for the one behind it.
+#[test]
+fn sums_that_are_copied_two_entries_late_are_found() {
+    for labels in [&[0, 0, 1, 1][..], &[0; 3], &[0, 1]] {
+        let calls = call(&seat(labels, staging(labels.len())), Program::Direct { more: true }, 4, u64::MAX);
+        prove(&tell(labels, &calls, None)).unwrap_or_else(|fault| panic!("{labels:?}: {fault}"));
+        assert!(prove(&tell(labels, &calls, Some(CollectiveSlip::CopyLate))).is_err(), "{labels:?}");
     }
 }
 
@@ -129,7 +144,7 @@ fn is_for(program: Program, nodes: &NodeMap, me: u32, to: u32) -> bool {
     match program {
         Program::Ring => false,
         Program::Broadcast { root, .. } => me == root && nodes.same_node(me, to),
-        Program::Whole | Program::Direct | Program::AllToAll => true,
+        Program::Whole | Program::Direct { .. } | Program::AllToAll | Program::AllGather => true,
     }
 }
 
@@ -207,7 +222,7 @@ fn survivors(labels: &[u32], program: Program) -> (usize, Vec<String>) {
     // Enough for each part of a broadcast to have bytes.
     let staging = Staging::new(labels.len() as u32, labels.len() as u64 * 512).unwrap();
     let nodes = NodeMap::from_labels(labels);
-    let calls = [CollectiveCall::Round { program, len: len_of(program, &staging) }; 4];
+    let calls = call(&seat(labels, staging), program, 4, u64::MAX);
     let story =
         Story::of_collectives(&CollectiveScript { nodes: &nodes, staging, calls: &calls, slip: None })
             .unwrap();

@@ -107,6 +107,19 @@ fn a_rank_killed_while_all_gather_is_named_by_all_others() {
 }
 
 #[test]
+fn a_rank_killed_in_the_midst_of_an_all_reduce_is_named_by_all_others() {
+    for (victim, world) in [0, 5, 2].into_iter().zip(WORLDS) {
+        let mut job = join(world);
+        job.tell(0..8, Command::AllReduceForever);
+        job.demand(0..8, Instant::now(), LONG, &Report::Running);
+        let killed = job.kill(victim);
+        let took = job.demand(others(8, victim), killed, SOON, &lost(victim));
+        println!("rank {victim} of {world:?} killed in an all-reduce, named after {took:?}");
+        job.end(others(8, victim));
+    }
+}
+
+#[test]
 fn a_rank_killed_while_the_others_build_is_named() {
     for (victim, route) in [(0, Route::Direct), (5, Route::Pxn)] {
         let mut job = join((TWO_BY_FOUR, route));

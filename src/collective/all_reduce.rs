@@ -5,6 +5,7 @@ use super::{Communicator, Sums};
 use crate::dtype::{Element, Wire};
 use crate::error::{CallKind, Error, PlanError};
 use crate::rows::Arithmetic;
+use crate::rows::Stores;
 use crate::schedule::collective::{Program, Round};
 
 impl Communicator {
@@ -17,13 +18,12 @@ impl Communicator {
     /// different calls. [`LaneError`](crate::error::LaneError) and [`Cause`](crate::error::Cause) end the world.
     pub fn all_reduce<E: Element>(&mut self, data: &mut [E]) -> Result<(), Error> {
         let total = size_of_val(data) as u64;
-        let chunk = self.seat.staging.chunk();
-        let (program, wire, most) = match self.sums {
-            Sums::Direct if total <= self.whole => (Program::Whole, Wire::F32, self.whole),
-            Sums::Direct => (Program::Direct, Wire::F32, chunk),
-            // Partial sums may be twice as wide.
-            Sums::Ring(wire) => (Program::Ring, wire, self.seat.staging.half_chunk()),
+        let (program, wire) = match self.sums {
+            Sums::Direct if total <= self.whole => (Program::Whole, Wire::F32),
+            Sums::Direct => (Program::Direct { more: false }, Wire::F32),
+            Sums::Ring(wire) => (Program::Ring, wire),
         };
+        let most = self.seat.most(program);
         let dtype = E::DTYPE;
         let call = Call { kind: CallKind::AllReduce, dtype, option: 0, bytes: Some(total) };
         let carried = Arithmetic::try_from(dtype).and_then(|_| match wire.carries(dtype) {
@@ -36,14 +36,18 @@ impl Communicator {
         if let Err(error) = carried {
             return Err(self.refuse(call, program, error.into()));
         }
-        let mut tensors = Tensors { input: None, output: bytemuck::cast_slice_mut(data) };
+        // What is written has just been read.
+        let stores = Stores::Cached;
+        let mut tensors = Tensors { input: None, output: bytemuck::cast_slice_mut(data), stores };
+        self.rounds.due.clear();
         let mut at = 0;
         loop {
             let len = most.min(total - at);
-            let round = Round { program, at, len, wire, ..Self::empty(dtype) };
-            self.round(call, &round, &mut tensors)?;
+            let more = at + len < total;
+            let program = if self.sums == Sums::Direct && more { Program::Direct { more } } else { program };
+            self.round(call, &Round { program, at, len, wire, ..Self::empty(dtype) }, &mut tensors)?;
             at += len;
-            if at == total {
+            if !more {
                 return Ok(());
             }
         }

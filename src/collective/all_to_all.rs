@@ -140,7 +140,9 @@ impl Communicator {
         let (part, sends) = (std::mem::take(&mut self.counts.part), std::mem::take(&mut self.counts.sends));
         let round = Round { program: Program::AllToAll, sends: &part, ..Self::empty(call.dtype) };
         let length = |to: u32| sends[to as usize].end - sends[to as usize].start;
-        let entered = self.enter(&round, input, |to| call.tag_with(call.bytes.unwrap_or(length(to)), most));
+        let stores = self.stores(input.len() as u64);
+        let tag = |to| call.tag_with(call.bytes.unwrap_or(length(to)), most);
+        let entered = self.enter(&round, input, stores, tag);
         (self.counts.part, self.counts.sends) = (part, sends);
         entered
     }
@@ -155,6 +157,7 @@ impl Communicator {
     ) -> Result<(), Error> {
         let (me, slot) = (self.seat.me as usize, self.seat.staging.slot());
         let bytes = |range: &Range<u64>| range.start as usize..range.end as usize;
+        let stores = self.stores(output.len() as u64);
         output[bytes(&self.counts.receives[me])].copy_from_slice(&input[bytes(&self.counts.sends[me])]);
         for nth in 0..longest.div_ceil(slot).max(1) {
             if nth > 0 {
@@ -165,7 +168,8 @@ impl Communicator {
                 let part = nth_of(&self.counts.receives[from as usize], slot, nth);
                 self.rounds.arrived(&self.seat, self.calls.parity(), from, part);
             }
-            self.carry(Program::AllToAll, &mut Tensors { input: Some(input), output: &mut *output })?;
+            let mut tensors = Tensors { input: Some(input), output: &mut *output, stores };
+            self.carry(Program::AllToAll, &mut tensors)?;
         }
         Ok(())
     }

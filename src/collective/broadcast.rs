@@ -26,8 +26,9 @@ impl Communicator {
             return Err(self.refuse(call, Program::AllToAll, error.into()));
         }
         let shape = if total >= CHAIN && self.seat.nodes.nodes() > 2 { Shape::Chain } else { Shape::Star };
-        let (program, most) = (Program::Broadcast { root, shape }, self.seat.staging.wide_offer());
-        let mut tensors = Tensors { input: None, output: bytemuck::cast_slice_mut(data) };
+        let program = Program::Broadcast { root, shape };
+        let (most, stores) = (self.seat.most(program), self.stores(total));
+        let mut tensors = Tensors { input: None, output: bytemuck::cast_slice_mut(data), stores };
         let mut at = 0;
         loop {
             let len = most.min(total - at);

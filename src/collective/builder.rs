@@ -74,6 +74,7 @@ impl<'g> CommunicatorBuilder<'g> {
             port,
             host: Host::new(Dtype::Bytes, group.shared.recorder.clone()),
             seat: Seat { nodes: lanes.nodes.clone(), me, staging },
+            cache: group.shared.options.config.cache,
             sums: self.sums,
             whole: self.whole.min(staging.slot()),
             programs: Vec::new(),

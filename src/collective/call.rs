@@ -6,9 +6,9 @@ use super::Communicator;
 use crate::dtype::Dtype;
 use crate::error::{CallError, CallKind, Error};
 use crate::lane::Io;
-use crate::rows::Stores;
+use crate::rows::{Rows, Stores};
 use crate::schedule::collective::{Copied, Program, Round, Skeleton, Tensor};
-use crate::schedule::{Flag, Refusal, Tag};
+use crate::schedule::{Flag, Refusal, Tag, WindowId};
 
 /// What a rank calls.
 #[derive(Clone, Copy, Debug)]
@@ -23,7 +23,7 @@ pub(super) struct Call {
 
 impl Call {
     /// What is said on entering.
-    fn tag(&self, refused: bool) -> Tag {
+    pub fn tag(&self, refused: bool) -> Tag {
         Tag {
             kind: self.kind,
             refusal: if refused { Refusal::Input } else { Refusal::None },
@@ -40,6 +40,8 @@ pub(super) struct Tensors<'a> {
     pub input: Option<&'a [u8]>,
     /// What comes in.
     pub output: &'a mut [u8],
+    /// How that is written.
+    pub stores: Stores,
 }
 
 impl Tensors<'_> {
@@ -54,7 +56,7 @@ impl Communicator {
         let sends = std::mem::take(&mut self.counts.none);
         let round = Round { program, sends: &sends, ..Self::empty(call.dtype) };
         let tag = call.tag(true);
-        let told = self.enter(&round, &[], |_| tag);
+        let told = self.enter(&round, &[], Stores::Cached, |_| tag);
         self.counts.none = sends;
         match told.and_then(|()| self.all_alike(call, tag)) {
             Ok(()) => why,
@@ -75,16 +77,18 @@ impl Communicator {
         round: &Round<'_>,
         tensors: &mut Tensors<'_>,
     ) -> Result<(), Error> {
-        self.enter(round, tensors.input(), |_| call.tag(false))?;
+        let staged = self.stores(call.bytes.unwrap_or(round.len));
+        self.enter(round, tensors.input(), staged, |_| call.tag(false))?;
         self.agree(call)?;
         self.carry(round.program, tensors)
     }
 
-    /// The first stage: this rank's puts, its word and tag to each peer, and everybody's.
+    /// The first stage: this rank's puts, stored like this, its word and tag to each peer, and everybody's.
     pub(super) fn enter(
         &mut self,
         round: &Round<'_>,
         input: &[u8],
+        stores: Stores,
         tag: impl Fn(u32) -> Tag,
     ) -> Result<(), Error> {
         self.lanes.health.check()?;
@@ -95,11 +99,12 @@ impl Communicator {
             *said = tag(to);
         }
         let skeleton = self.skeleton(round.program);
-        self.run(&skeleton, 0, &mut Io { input, ..Io::default() })
+        self.run(&skeleton, 0, &mut Io { input, ..Io::default() }, stores)
     }
 
     /// The other stages, and the copies to the caller.
     pub(super) fn carry(&mut self, program: Program, tensors: &mut Tensors<'_>) -> Result<(), Error> {
+        self.copy_all(tensors)?;
         let skeleton = self.skeleton(program);
         let share = self.rounds.share.start as usize..self.rounds.share.end as usize;
         for (step, program) in skeleton.steps.iter().enumerate().skip(1) {
@@ -110,24 +115,50 @@ impl Communicator {
                 Tensor::Share => Io { input: &output[share.clone()], ..Io::default() },
                 Tensor::Sums => Io { output: &mut output[share.clone()], ..Io::default() },
             };
-            self.run(&skeleton, step, &mut io)?;
+            self.run(&skeleton, step, &mut io, Stores::Cached)?;
         }
-        for copied in &self.rounds.copies {
-            self.copy(copied, tensors.output)?;
+        self.rounds.end();
+        if program.ends_in_the_next() { Ok(()) } else { self.copy_all(tensors) }
+    }
+
+    /// Copies what is due to the caller.
+    fn copy_all(&mut self, tensors: &mut Tensors<'_>) -> Result<(), Error> {
+        for copied in &self.rounds.due {
+            self.copy(copied, tensors.output, tensors.stores)?;
+        }
+        self.rounds.due.clear();
+        Ok(())
+    }
+
+    /// Copies bytes to the caller, of whom another thread may read them: so stores that nothing orders end here.
+    pub(super) fn copy(&self, copied: &Copied, output: &mut [u8], stores: Stores) -> Result<(), Error> {
+        let Copied { owner, offset, at, len } = *copied;
+        let to = &mut output[at as usize..(at + len) as usize];
+        self.port.fetch(owner, WindowId::POOL, offset, to, stores)?;
+        if stores == Stores::Streaming {
+            Rows::fence();
         }
         Ok(())
     }
 
-    pub(super) fn copy(&self, copied: &Copied, output: &mut [u8]) -> Result<(), Error> {
-        let Copied { owner, offset, at, len } = *copied;
-        let to = &mut output[at as usize..(at + len) as usize];
-        Ok(self.port.read(owner, crate::schedule::WindowId::POOL, offset, to)?)
+    /// How to write so many bytes, if each neighbour does: to the caller, who reads them when all have come, and to a window, whose lines
+    /// are still in the caches of those who read there last.
+    pub(super) fn stores(&self, bytes: u64) -> Stores {
+        let nodes = &self.seat.nodes;
+        let members = nodes.members(nodes.node_of(self.seat.me)).len() as u64;
+        Stores::of(bytes * members, self.cache)
     }
 
-    fn run(&mut self, skeleton: &Skeleton, step: usize, io: &mut Io<'_>) -> Result<(), Error> {
+    fn run(
+        &mut self,
+        skeleton: &Skeleton,
+        step: usize,
+        io: &mut Io<'_>,
+        stores: Stores,
+    ) -> Result<(), Error> {
         let operands = self.rounds.operands(step, self.calls.value());
         let items = &skeleton.steps[step].stage.items;
-        let result = self.host.run(&self.port, items, &operands, io, Stores::Cached);
+        let result = self.host.run(&self.port, items, &operands, io, stores);
         result.map_err(|error| self.fail(error))
     }
 

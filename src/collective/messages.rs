@@ -153,7 +153,7 @@ impl Communicator {
         let taken = match differs {
             None => {
                 let part = Pair::part(&self.seat, data.len() as u64, nth);
-                self.copy(&pair.received(&self.seat, part), data)
+                self.copy(&pair.received(&self.seat, part), data, Stores::Cached)
             }
             Some((what, mine, theirs)) => {
                 let (kind, rank) = (CallKind::Receive, self.seat.me);

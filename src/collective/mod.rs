@@ -1,14 +1,16 @@
-//! All-reduce, broadcast, all-to-all, and messages between two ranks.
+//! All-reduce, broadcast, all-to-all, all-gather, and messages between two ranks.
 //!
 //! ```text
 //!   all_reduce     [n]                       ->  [n]                 sums over the ranks, on all of them
 //!   broadcast      [n] of the root           ->  [n]                 on all
 //!   all_to_all     [ranks, n]                ->  [ranks, n]          part r of rank s becomes part s of rank r
 //!   all_to_all_v   [sum of counts], counts   ->  [sum], counts       the same, of different lengths
+//!   all_gather     [n]                       ->  [ranks, n]          part s is rank s's
 //!   send, receive, exchange                                          between two ranks, in order
 //! ```
 //!
-//! All-gather and reduce-scatter of rows are [`ep::Collective`](crate::ep::Collective)'s.
+//! Reduce-scatter, and an all-gather of rows of which ranks have different numbers, into memory that experts read in place, are
+//! [`ep::Collective`](crate::ep::Collective)'s.
 //!
 //! A call goes in rounds of a chunk, by the programs of [`schedule::collective`](crate::schedule::collective), which are
 //! proved. Buffers are slices of the caller's; what is staged lies in a window of fixed size, and no call allocates once
@@ -21,9 +23,15 @@
 //! ```
 //!
 //! so five moves of n bytes, of which only the caller's tensor, read once and written once, must come from memory: chunks of
-//! all ranks together fit the last-level cache. Small ones (up to [`CommunicatorBuilder::whole`]) are summed whole by
+//! all ranks together fit the last-level cache. Ranks meet once in a round: the entry to the next one says that the sums of this one have
+//! landed, and only behind the last there is a meeting of its own. Small ones (up to [`CommunicatorBuilder::whole`]) are summed whole by
 //! every rank, which spares a round trip.
+//!
+//! **Stores.** Large tensors are staged, and written to the caller, past the cache ([`Stores::of`](crate::rows::Stores::of)): half the
+//! traffic of ordinary stores, and no wait for lines that other cores still hold. The results of an all-reduce are not: it writes
+//! where it has just read.
 
+mod all_gather;
 mod all_reduce;
 mod all_to_all;
 mod broadcast;
@@ -93,6 +101,8 @@ pub struct Communicator {
     port: Arc<Port>,
     host: Host,
     seat: Seat,
+    /// Bytes of the cache that the ranks of a node share.
+    cache: u64,
     sums: Sums,
     whole: u64,
     /// Skeletons of the programs that were called.

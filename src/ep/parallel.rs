@@ -375,16 +375,10 @@ impl ExpertParallel {
         self.fixed.fail(error)
     }
 
-    /// How to store what this rank writes in a call. Past the cache once the ranks of this node together write a good
-    /// part of it: each line is then written without being read first. Small calls stay in the cache, where the
-    /// experts find them.
+    /// How to store what this rank, and each of its neighbours, writes in a call.
     pub(super) fn stores(&self, bytes: u64) -> Stores {
         let neighbours = self.fixed.paths().locals().count() as u64 + 1;
-        if bytes * neighbours > self.fixed.shared.options.config.cache / 4 {
-            Stores::Streaming
-        } else {
-            Stores::Cached
-        }
+        Stores::of(bytes * neighbours, self.fixed.shared.options.config.cache)
     }
 
     /// Memory of an old handle, or new memory.

@@ -138,6 +138,7 @@ impl Relay {
             | CallKind::AllReduce
             | CallKind::Broadcast
             | CallKind::AllToAll
+            | CallKind::AllGather
             | CallKind::Send
             | CallKind::Receive
             | CallKind::Unknown => {}

@@ -30,6 +30,8 @@ pub enum CallKind {
     Send = 12,
     /// A message from one rank.
     Receive = 13,
+    /// Elements of all ranks for all.
+    AllGather = 14,
     /// Something no call of this version says.
     Unknown = 0,
 }
@@ -51,6 +53,7 @@ impl CallKind {
             CallKind::AllToAll,
             CallKind::Send,
             CallKind::Receive,
+            CallKind::AllGather,
         ]
         .into_iter()
         .find(|&kind| kind as u16 == code)

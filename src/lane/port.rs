@@ -326,6 +326,24 @@ impl Port {
         window.mapped.read(part.member, part.offset + offset, out)
     }
 
+    /// Copies bytes of a window of this node to a caller's. Their writer must have signalled.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`].
+    pub fn fetch(
+        &self,
+        owner: u32,
+        window: WindowId,
+        offset: u64,
+        out: &mut [u8],
+        stores: Stores,
+    ) -> Result<(), MemoryError> {
+        let at = self.window(window)?.at(owner, offset, out.len() as u64)?;
+        // SAFETY: the source was checked; the destination is an exclusive slice of the same length.
+        unsafe { self.lanes.rows.copy(out.as_mut_ptr(), at.as_ptr(), out.len(), stores) };
+        Ok(())
+    }
+
     /// Writes elements to this rank's own window, under the schedule's licence.
     ///
     /// # Errors

@@ -65,6 +65,14 @@ pub enum Stores {
     Streaming,
 }
 
+impl Stores {
+    /// For `bytes` that the ranks of a node write together. Past the cache once they are a good part of it: each line is then
+    /// written without being read first. What is less stays in the cache, where it is read next.
+    pub fn of(bytes: u64, cache: u64) -> Self {
+        if bytes > cache / 4 { Stores::Streaming } else { Stores::Cached }
+    }
+}
+
 /// From so many bytes on a copy is worth the call of a vector loop.
 const SHORT: usize = 4 * vector::LINE;
 

@@ -34,6 +34,8 @@ pub enum Command {
     Rounds(u32),
     /// As [`Command::Rounds`], for ever; reports that it runs, and then what ended it.
     Loop,
+    /// One all-reduce of many rounds after another, for ever, each sum compared; reports as [`Command::Loop`].
+    AllReduceForever,
     /// The first half of a dispatch.
     StartRound,
     /// The rest of the round that was started: reports that it goes on, and then what came of it.

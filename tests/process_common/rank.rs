@@ -8,6 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc;
 
+use sidelane::collective::Communicator;
 use sidelane::plan::Strategy;
 use sidelane::topology::Route;
 use sidelane::{Error, ExpertParallel, World};
@@ -92,6 +93,7 @@ impl Rank {
             report = match self.talk.hear() {
                 Command::Rounds(rounds) => self.rounds(rounds).map_err(Failure::from),
                 Command::Loop => self.run().map_err(Failure::from),
+                Command::AllReduceForever => self.all_reduce().map_err(Failure::from),
                 Command::StartRound => self.in_halves().map_err(Failure::from),
                 Command::FinishRound => Err(Failure::Other("no round was started".into())),
                 Command::LastRound => return self.end_with_a_round(),
@@ -122,6 +124,21 @@ impl Rank {
         for round in 1.. {
             self.round(None)?;
             if round == WARM {
+                self.talk.say(&Report::Running);
+            }
+        }
+        unreachable!("only an error ends the loop")
+    }
+
+    fn all_reduce(&mut self) -> Result<Report, Error> {
+        const ELEMENTS: usize = 1 << 20;
+        let mut communicator = Communicator::builder(&self.world.all()?).chunk(16 << 10).build()?;
+        let sum = (1..=self.world.size()).sum::<u32>() as f32;
+        for call in 1.. {
+            let mut data = vec![1.0 + self.world.rank() as f32; ELEMENTS];
+            communicator.all_reduce(&mut data)?;
+            assert!(data.iter().all(|&element| element == sum), "call {call}");
+            if call == WARM {
                 self.talk.say(&Report::Running);
             }
         }

@@ -18,8 +18,7 @@ pub struct Round<'a> {
     pub parity: u64,
     /// First byte in the caller's tensor.
     pub at: u64,
-    /// Bytes of this round: at most a chunk; of [`Program::Whole`] a slot, of [`Program::Ring`] a [half](super::Staging::half_chunk), of
-    /// [`Program::Broadcast`] [three](super::Staging::wide_offer).
+    /// Bytes of this round: at most [`Seat::most`].
     pub len: u64,
     /// Type of the elements.
     pub dtype: Dtype,
@@ -63,6 +62,8 @@ pub struct Rounds {
     pub share: Range<u64>,
     /// What is copied at the end.
     pub copies: Vec<Copied>,
+    /// What is copied when the next round has been entered: see [`Program::ends_in_the_next`].
+    pub due: Vec<Copied>,
 }
 
 impl Rounds {
@@ -116,11 +117,17 @@ impl Rounds {
         self.share = 0..0;
         match round.program {
             Program::Whole => self.whole(seat, round),
-            Program::Direct => self.direct(seat, round),
+            Program::Direct { .. } => self.direct(seat, round),
             Program::Ring => self.ring(seat, round),
             Program::Broadcast { root, shape } => self.broadcast(seat, round, root, shape.parts()),
             Program::AllToAll => self.all_to_all(seat, round),
+            Program::AllGather => self.all_gather(seat, round),
         }
+    }
+
+    /// The stages of the round are over: what it has left for the caller is due.
+    pub fn end(&mut self) {
+        self.due.append(&mut self.copies);
     }
 
     fn span(
@@ -278,9 +285,24 @@ impl Rounds {
         }
     }
 
+    fn all_gather(&mut self, seat: &Seat, round: &Round<'_>) {
+        self.offer(seat, round);
+        for to in seat.far() {
+            let offer = own(seat, seat.staging.offer(round.parity));
+            self.span(Slots::enter(to), offer, seat.staging.landing(seat.me, round.parity), round.len);
+        }
+    }
+
     /// All-to-all: what has come from a rank in this round, for these bytes of the caller's tensor.
     pub fn arrived(&mut self, seat: &Seat, parity: u64, from: u32, bytes: Range<u64>) {
         self.copied(seat.me, seat.staging.landing(from, parity), (bytes.start, bytes.end - bytes.start));
+    }
+
+    /// All-gather: what a rank has for all in this round, for these bytes of the caller's tensor.
+    pub fn gathered(&mut self, seat: &Seat, parity: u64, from: u32, bytes: Range<u64>) {
+        let at =
+            if seat.near(from) { seat.staging.offer(parity) } else { seat.staging.landing(from, parity) };
+        self.copied(seat.holder(from), at, (bytes.start, bytes.end - bytes.start));
     }
 }
 

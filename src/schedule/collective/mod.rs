@@ -8,15 +8,20 @@
 //!   whole       enter: own vector -> own offer, other nodes' landings      | sum: all vectors                 small ones
 //!   direct      enter: own chunk -> own offer, shares to other nodes       | sum: own share, where it lies
 //!                                                                          | share: -> own result, other nodes' results
+//!                                                                          | meet, unless another round of it follows
 //!   ring        enter: own chunk -> own offer | step: landed partial + own -> outbox -> next ... | sum: own share
 //!                                             | gather: result -> next ...
 //!   broadcast   enter: root's chunk -> its offer | hand on: root's offer -> a leader per node (star), or from leader to leader
 //!                                                in parts (chain)
 //!   all-to-all  enter: to each rank its part -> a landing there
+//!   all-gather  enter: own chunk -> own offer, other nodes' landings
 //! ```
 //!
 //! At the end a rank copies to its caller what it wants ([`Copied`]): from the memory of its neighbours, where these left it,
 //! and from its own, where ranks of other nodes put it.
+//!
+//! Sums of a round of direct that is not the last are copied when the next round has been entered: by then they have landed. They are
+//! written behind an entry, not before one as all else is, so they may be read until the one after the next.
 //!
 //! **Licence.** All places are doubled by the parity of the round, and that is enough: who writes into round n + 2's has heard
 //! everybody enter n + 1, so everybody has read what it wanted of round n. It is the rule of
@@ -54,6 +59,18 @@ impl Seat {
     /// Number of ranks.
     pub fn ranks(&self) -> u32 {
         self.nodes.ranks()
+    }
+
+    /// The most bytes of a round: of what a rank has for all, or for each.
+    pub fn most(&self, program: Program) -> u64 {
+        match program {
+            Program::Whole | Program::AllToAll => self.staging.slot(),
+            // Ranks of other nodes have a slot each.
+            Program::AllGather if self.nodes.nodes() > 1 => self.staging.slot(),
+            Program::Direct { .. } | Program::AllGather => self.staging.chunk(),
+            Program::Ring => self.staging.half_chunk(),
+            Program::Broadcast { .. } => self.staging.wide_offer(),
+        }
     }
 
     /// All others, rotated, so that no rank is everybody's first.

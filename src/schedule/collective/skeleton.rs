@@ -10,7 +10,10 @@ pub enum Program {
     /// All-reduce of what fits a slot: every rank sums everything.
     Whole,
     /// All-reduce: every rank sums its share, and all get the sums.
-    Direct,
+    Direct {
+        /// Another round of it follows, whose entry says that the sums have landed.
+        more: bool,
+    },
     /// All-reduce from rank to rank.
     Ring,
     /// One rank's bytes for all.
@@ -22,16 +25,24 @@ pub enum Program {
     },
     /// Each rank has something for each.
     AllToAll,
+    /// Each rank has something for all.
+    AllGather,
 }
 
 impl Program {
     /// The call that it is a round of.
     pub fn kind(self) -> CallKind {
         match self {
-            Program::Whole | Program::Direct | Program::Ring => CallKind::AllReduce,
+            Program::Whole | Program::Direct { .. } | Program::Ring => CallKind::AllReduce,
             Program::Broadcast { .. } => CallKind::Broadcast,
             Program::AllToAll => CallKind::AllToAll,
+            Program::AllGather => CallKind::AllGather,
         }
+    }
+
+    /// Whether what it leaves for the caller has come only when the next round has been entered.
+    pub fn ends_in_the_next(self) -> bool {
+        self == Program::Direct { more: true }
     }
 }
 
@@ -152,6 +163,10 @@ impl Ops {
         peers.fold(self, add)
     }
 
+    fn share(self) -> Step {
+        self.step("share", Tensor::Share)
+    }
+
     fn step(self, name: &'static str, tensor: Tensor) -> Step {
         Step { stage: Stage { name, items: self.0 }, tensor }
     }
@@ -162,13 +177,17 @@ impl Seat {
     pub fn skeleton(&self, program: Program) -> Skeleton {
         let steps = match program {
             Program::Whole => vec![self.offered(), self.summed()],
-            Program::Direct => vec![self.offered(), self.summed(), self.shared()],
+            Program::Direct { more: true } => vec![self.offered(), self.summed(), self.shared().share()],
+            Program::Direct { more: false } => {
+                vec![self.offered(), self.summed(), self.shared_by_all().share()]
+            }
             Program::Ring => self.ring(),
             Program::Broadcast { root, shape } => self.broadcast(root, shape),
             Program::AllToAll => {
                 let ops = Ops::new().each(self.peers(), |ops, to| ops.put(to, Slots::enter(to)));
                 vec![self.entered(ops)]
             }
+            Program::AllGather => vec![self.offered()],
         };
         Skeleton { steps }
     }
@@ -190,14 +209,17 @@ impl Seat {
         Ops::new().reduce(Slots::sum(0, self.ranks())).step("sum", Tensor::Sums)
     }
 
-    fn shared(&self) -> Step {
-        let (flag, level, ranks) = (Flag::Landed, Level::Call, self.ranks());
-        Ops::new()
-            .put(self.me, Slots::RESULT)
-            .each(self.far(), |ops, to| ops.put(to, Slots::share(to, ranks)))
+    fn shared(&self) -> Ops {
+        let ranks = self.ranks();
+        let own = Ops::new().put(self.me, Slots::RESULT);
+        own.each(self.far(), |ops, to| ops.put(to, Slots::share(to, ranks)))
+    }
+
+    fn shared_by_all(&self) -> Ops {
+        let (flag, level) = (Flag::Landed, Level::Call);
+        self.shared()
             .each(self.peers(), |ops, to| ops.signal((to, self.me), flag, level))
             .each(self.peers(), |ops, from| ops.wait(from, flag, level))
-            .step("share", Tensor::Share)
     }
 
     fn ring(&self) -> Vec<Step> {

@@ -60,7 +60,7 @@ fn element(rank: usize, at: usize) -> f32 {
     ((rank * 7 + at * 3) % 17) as f32 - 8.0
 }
 
-/// Elements of a row of an all-gather: whole pages of those that there are.
+/// Elements of a row of a reduce-scatter: whole pages of those that there are.
 const COLUMNS: usize = 1024;
 
 impl Test {
@@ -70,7 +70,7 @@ impl Test {
         let share = elements / ranks;
         let given = if operation == Operation::AllGather { share } else { elements };
         let rows = match operation {
-            Operation::AllGather | Operation::ReduceScatter => {
+            Operation::ReduceScatter => {
                 let columns = if share.is_multiple_of(COLUMNS) { COLUMNS } else { 4 };
                 let count = (share / columns) as u32;
                 let builder =
@@ -104,11 +104,7 @@ impl Test {
         match (self.operation, &mut self.rows) {
             (Operation::AllReduce, _) => self.communicator.all_reduce(&mut self.output),
             (Operation::Broadcast, _) => self.communicator.broadcast(0, &mut self.output),
-            (Operation::AllGather, Some((collective, shares))) => {
-                let rows = collective.all_gather_along(&self.input, shares)?;
-                self.output.copy_from_slice(rows.rows::<f32>()?);
-                Ok(())
-            }
+            (Operation::AllGather, _) => self.communicator.all_gather(&self.input, &mut self.output),
             (Operation::ReduceScatter, Some((collective, shares))) => {
                 collective.reduce_scatter_into(&self.input[..], shares, &mut self.output)
             }

@@ -57,7 +57,7 @@ pub enum CollectiveCall {
 pub enum CollectiveSlip {
     /// Places are not doubled.
     OneHalf,
-    /// What has come is copied to the caller when the next round has been entered.
+    /// What has come is copied to the caller a round late.
     CopyLate,
     /// Tags are read when the call is over.
     TagsLate,
@@ -113,7 +113,8 @@ pub(super) fn tell(script: &CollectiveScript) -> Result<Story, PlanError> {
     let mut tellers: Vec<Teller> = (0..ranks)
         .map(|me| {
             let seat = Seat { nodes: script.nodes.clone(), me, staging: script.staging };
-            Teller { seat, slip: script.slip, calls: Calls::new(EPOCH), late: Vec::new() }
+            let calls = Calls::new(EPOCH);
+            Teller { seat, slip: script.slip, calls, late: Vec::new(), later: Vec::new() }
         })
         .collect();
     let calls = script.calls.iter().enumerate();
@@ -134,8 +135,9 @@ struct Teller {
     seat: Seat,
     slip: Option<CollectiveSlip>,
     calls: Calls,
-    /// What was not touched when it should have been.
+    /// What is touched when the next round has been entered, and the one behind it.
     late: Vec<Touch>,
+    later: Vec<Touch>,
 }
 
 impl Teller {
@@ -146,13 +148,7 @@ impl Teller {
             CollectiveCall::Mixed { programs, len } => (programs[usize::from(me > 0)], len, 1),
         };
         self.calls.enter();
-        let staging = self.seat.staging;
-        let most = match program {
-            Program::Whole | Program::AllToAll => staging.slot(),
-            Program::Ring => staging.half_chunk(),
-            Program::Direct => staging.chunk(),
-            Program::Broadcast { .. } => staging.wide_offer(),
-        };
+        let most = self.seat.most(program);
         let len = if until == 1 { len.min(most) } else { len };
         if len > most {
             let (parameter, expected) = ("len", "what fits the places of a round");
@@ -164,9 +160,11 @@ impl Teller {
         let round = Round { program, parity, at: 0, len, dtype: DTYPE, wire: Wire::F32, sends: &sends };
         let mut rounds = Rounds::new(self.seat.ranks());
         rounds.fill(&self.seat, &round);
-        if program == Program::AllToAll {
-            for (from, bytes) in (0..).zip(&sends).filter(|&(from, _)| from != me) {
-                rounds.arrived(&self.seat, parity, from, bytes.clone());
+        for (from, bytes) in (0..).zip(&sends) {
+            match program {
+                Program::AllToAll if from != me => rounds.arrived(&self.seat, parity, from, bytes.clone()),
+                Program::AllGather => rounds.gathered(&self.seat, parity, from, bytes.clone()),
+                _ => {}
             }
         }
         let copies: Vec<Touch> = rounds.copies.iter().map(|copied| read(copied, number)).collect();
@@ -179,7 +177,7 @@ impl Teller {
         let steps = self.seat.skeleton(program).steps;
         let mut touches = Vec::new();
         let mut scenes = Vec::new();
-        let mut late = std::mem::take(&mut self.late);
+        let mut late = std::mem::replace(&mut self.late, std::mem::take(&mut self.later));
         for (step, program) in steps.iter().enumerate().take(until) {
             let filled = filled(step);
             let items = program.stage.items.iter();
@@ -203,7 +201,10 @@ impl Teller {
         }
         match self.slip {
             _ if until == 1 => {}
-            Some(CollectiveSlip::CopyLate) => self.late.extend(copies),
+            Some(CollectiveSlip::CopyLate) if program.ends_in_the_next() => self.later.extend(copies),
+            slip if slip == Some(CollectiveSlip::CopyLate) || program.ends_in_the_next() => {
+                self.late.extend(copies)
+            }
             _ => touches.extend(copies),
         }
         scenes.push(Scene { name: "end", first: 0, touches, steps: Vec::new(), filled: filled(0) });

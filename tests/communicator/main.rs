@@ -1,0 +1,11 @@
+//! All-reduce, broadcast, all-to-all, all-gather and messages, against what they mean.
+
+mod case;
+mod faults;
+mod messages;
+mod moves;
+mod refusals;
+mod sums;
+#[path = "../support/mod.rs"]
+mod support;
+mod windows;
