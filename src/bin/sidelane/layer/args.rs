@@ -26,7 +26,7 @@ pub struct LayerArgs {
     pub ranks_per_node: Vec<u32>,
 
     /// Tokens of each rank
-    #[arg(long, value_name = "T", default_value_t = 2048)]
+    #[arg(long, value_name = "T", default_value_t = 4096)]
     pub tokens: u32,
 
     /// Elements of a row, of bf16
