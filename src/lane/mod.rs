@@ -33,6 +33,7 @@ mod rail;
 mod raw;
 mod source;
 mod sum;
+mod turns;
 mod wait;
 mod word;
 
@@ -52,5 +53,5 @@ pub use rail::{Fabric, Settings, SignalMode};
 pub use raw::RAW;
 pub use source::{Io, RowSource};
 pub use sum::Scratch;
-pub use wait::sleep_at_once;
+pub use wait::beside_compute;
 pub use word::COPY_ENGINE;

@@ -7,7 +7,7 @@
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-use super::FlagLine;
+use super::{FlagLine, turns};
 use crate::bootstrap::{Health, interrupted};
 use crate::error::{Cause, Loss};
 
@@ -33,10 +33,16 @@ thread_local! {
     static BESIDE_COMPUTE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// From now on this thread sleeps where it would pause and yield. Beside threads that compute on the same cores, who yields has
-/// its turn again when these have had their time, some milliseconds, and who sleeps when it is woken.
-pub fn sleep_at_once() {
+/// From now on this thread sleeps where it would pause and yield, and cuts in when it is woken. Beside threads that compute on the
+/// same cores, who yields has its turn again when these have had their time, some milliseconds.
+pub fn beside_compute() {
     BESIDE_COMPUTE.set(true);
+    turns::shorten();
+}
+
+/// Whether this thread is one of those.
+pub(super) fn is_beside_compute() -> bool {
+    BESIDE_COMPUTE.get()
 }
 
 /// How long to wait, and what ends it early.

@@ -192,25 +192,20 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
         Ok(Made { of_x, of_weights, experts, shared })
     }
 
-    /// Chunk by chunk; a gradient of combine before that of dispatch of the chunk before it. What trains weights comes last: the
-    /// way home of the rows' gradients is beside it.
+    /// Gradients of combine first, so that no product waits for a way home in front of what it needs. What trains weights comes last, as it
+    /// needs the rows of all chunks: it has what is left of the ways home beside it.
     pub fn graph<'g>(&'g self, mut turns: Rotation) -> Graph<'g, Run> {
         let (compute, transfer) = (Stream::Compute(0), Stream::Transfer(0));
         let work = |name, chunk: usize| Work { name, chunk: chunk as u32 };
         let mut graph = Graph::new();
-        let combine = |graph: &mut Graph<'g, Run>, chunk: usize| {
+        let combine = |chunk| {
             graph.add(transfer, work("gradient of combine", chunk), &[], move |_| self.combine(chunk))
         };
-        let last = self.chunks.len() - 1;
-        let mut landing = combine(&mut graph, 0);
+        let landing: Vec<_> = (0..self.chunks.len()).map(combine).collect();
         let mut before_weights =
             vec![graph.add(transfer, work("counts of sources", 0), &[], |_| self.sources())];
         let beside = graph.add(compute, work("gradient of shared rows", 0), &[], |_| self.shared());
-        for chunk in 0..=last {
-            let landed = landing;
-            if chunk < last {
-                landing = combine(&mut graph, chunk + 1);
-            }
+        for (chunk, landed) in landing.into_iter().enumerate() {
             let name = "gradient of rows";
             let made = turns.add(&mut graph, work(name, chunk), &[landed], move |_| self.experts(chunk));
             before_weights.push(made);

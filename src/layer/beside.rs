@@ -65,11 +65,9 @@ fn work_of<'g, E: Element>(
         (Pass::Forward, Part::Experts) => Box::new(move |_| all(chunks, |chunk| ahead.experts(chunk))),
         (Pass::Forward, Part::Combine) => Box::new(move |_| all(chunks, |chunk| ahead.combine(chunk))),
         (Pass::Backward, Part::Combine) => Box::new(move |_| {
-            all(chunks, |chunk| {
-                back.combine(chunk)?;
-                // As backward alone does it: two objects called in two orders would wait for each other, where one names the difference.
-                if chunk == 0 { back.sources() } else { Ok(()) }
-            })
+            all(chunks, |chunk| back.combine(chunk))?;
+            // As backward alone does it: two objects called in two orders would wait for each other, where one names the difference.
+            back.sources()
         }),
         (Pass::Backward, Part::Experts) => Box::new(move |_| all(chunks, |chunk| back.experts(chunk))),
         (Pass::Backward, Part::Dispatch) => Box::new(move |_| all(chunks, |chunk| back.dispatch(chunk))),

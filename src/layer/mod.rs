@@ -12,14 +12,15 @@
 //! The same work is one [graph](crate::overlap) forward and one backward, whether it is overlapped or not:
 //!
 //! ```text
-//!   forward    transfer   |d0| |d1| |c0| |d2| |c1| |c2|             d dispatch, c combine of chunks 0, 1, 2
-//!              compute    |sh| |g0| |g1| |o0| |g2| |o1| |o2|        sh shared expert, g experts, o sums to the output
+//!   forward    transfer   |d0| |d1| |d2| |c0| |c1| |c2|             d dispatch, c combine of chunks 0, 1, 2
+//!              compute    |sh| |g0| |g1| |g2| |o0| |o1| |o2|        sh shared expert, g experts, o sums to the output
 //!
-//!   backward   transfer   |c0'| |n| |c1'| |d0'| |c2'| |d1'| |d2'|   c' gradient of combine, d' of dispatch; n counts of sources
-//!              compute    |sh'|  |g0'| |g1'| |g2'| |w|              g' gradients of rows, w of weights: under the last d'
+//!   backward   transfer   |c0'| |c1'| |c2'| |n| |d0'| |d1'| |d2'|   c' gradient of combine, d' of dispatch; n counts of sources
+//!              compute    |sh'| |g0'| |g1'| |g2'| |w|               g' gradients of rows, w of weights: beside what is left of d'
 //! ```
 //!
-//! All ranks issue transfers in this order. [`MoeLayer::forward_beside_backward`] puts both passes, of two microbatches, into one graph.
+//! Forward, four dispatches are in front of a combine; backward, all gradients of combine come first: their rows are kept for the gradients of
+//! weights anyhow. All ranks issue transfers in this order. [`MoeLayer::forward_beside_backward`] puts both passes, of two microbatches, into one graph.
 //!
 //! **Bits** do not depend on chunks, streams, or overlap: rows of experts and of
 //! combine know nothing of each other, and weight gradients are summed in [one order](RowOrder). Sums are f32:

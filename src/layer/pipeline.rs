@@ -1,7 +1,9 @@
 //! The order of a forward pass: one for the step that is carried out and for the one that is only timed.
 
+use std::collections::VecDeque;
+
 use crate::error::{Error, Stream, Work};
-use crate::overlap::{Forecast, Graph, Node, Rotation};
+use crate::overlap::{Forecast, Graph, Rotation};
 
 /// What the nodes of a forward pass do to a chunk.
 pub(super) trait Forward: Sync {
@@ -12,8 +14,11 @@ pub(super) trait Forward: Sync {
     fn sum(&self, chunk: usize) -> Result<(), Error>;
 }
 
-/// Chunk by chunk; a dispatch before the combine of the chunk before it, so that it lands while experts are at that, and sums
-/// where they hold up no experts.
+/// How many dispatches are in front of the combine of the chunk that experts are at. Where transfers take as long as experts, a combine
+/// that is late holds up what is behind it on the link: this much may be late before experts have nothing to do.
+const AHEAD: usize = 4;
+
+/// Chunk by chunk, dispatches ahead. Sums come last, where they hold up no experts: all but the last are beside the last combine.
 pub(super) fn forward<'g, G, W: Forward>(step: &'g W, chunks: usize, mut turns: Rotation) -> Graph<'g, G> {
     let (compute, transfer) = (Stream::Compute(0), Stream::Transfer(0));
     let work = |name, chunk: usize| Work { name, chunk: chunk as u32 };
@@ -21,22 +26,22 @@ pub(super) fn forward<'g, G, W: Forward>(step: &'g W, chunks: usize, mut turns: 
     let dispatch = |graph: &mut Graph<'g, G>, chunk: usize| {
         graph.add(transfer, work("dispatch", chunk), &[], move |_| step.dispatch(chunk))
     };
-    let mut landing = (chunks > 0).then(|| dispatch(&mut graph, 0));
+    let mut landing = VecDeque::with_capacity(1 + AHEAD);
+    landing.extend((0..chunks.min(AHEAD)).map(|chunk| dispatch(&mut graph, chunk)));
     let beside = graph.add(compute, work("shared expert", 0), &[], |_| step.shared());
-    let sum = |graph: &mut Graph<'g, G>, (chunk, home): (usize, Node)| {
-        graph.add(compute, work("sum", chunk), &[home, beside], move |_| step.sum(chunk))
-    };
-    let mut home = None;
+    let mut home = Vec::with_capacity(chunks);
     for chunk in 0..chunks {
-        let landed = landing.take();
-        landing = (chunk + 1 < chunks).then(|| dispatch(&mut graph, chunk + 1));
-        let after: &[Node] = landed.as_slice();
+        if chunk + AHEAD < chunks {
+            landing.push_back(dispatch(&mut graph, chunk + AHEAD));
+        }
+        let landed = landing.pop_front();
+        let after = landed.as_slice();
         let made = turns.add(&mut graph, work("experts", chunk), after, move |_| step.experts(chunk));
-        home.map(|before| sum(&mut graph, before));
-        let combine = graph.add(transfer, work("combine", chunk), &[made], move |_| step.combine(chunk));
-        home = Some((chunk, combine));
+        home.push(graph.add(transfer, work("combine", chunk), &[made], move |_| step.combine(chunk)));
     }
-    home.map(|last| sum(&mut graph, last));
+    for (chunk, combine) in home.into_iter().enumerate() {
+        graph.add(compute, work("sum", chunk), &[combine, beside], move |_| step.sum(chunk));
+    }
     graph
 }
 

@@ -30,6 +30,7 @@ mod simulate;
 mod stats;
 mod svg;
 mod table;
+mod timeline;
 mod trace;
 
 use std::process::ExitCode;

@@ -13,6 +13,7 @@ use rustix::io::Errno;
 use super::{Counters, Rail, Regions, system};
 use crate::bootstrap::Health;
 use crate::error::{Cause, LaneError};
+use crate::lane::{turns, wait};
 
 /// The thread that receives for a rank, and sends what still waits for credit, while the rank does other things. A rank
 /// that waits attends to its wires by itself.
@@ -31,6 +32,8 @@ struct Shared {
     /// The bell, and those of rails that have their own.
     bells: OwnedFd,
     stop: AtomicBool,
+    /// Threads that wait for what comes here share their cores with threads that compute.
+    beside_compute: AtomicBool,
     idle_rounds: u32,
 }
 
@@ -60,6 +63,7 @@ impl Card {
             bell,
             bells,
             stop: AtomicBool::new(false),
+            beside_compute: AtomicBool::new(false),
             idle_rounds: if crowded { IDLE_ROUNDS_IN_A_CROWD } else { IDLE_ROUNDS },
         });
         let receiver = Arc::clone(&shared);
@@ -102,8 +106,12 @@ impl Card {
         self.shared.rails().iter().find(|rail| rail.peer() == peer).cloned()
     }
 
-    /// Takes what has come over all rails.
+    /// Takes what has come over all rails. A thread beside compute will sleep when there is nothing, until the card has news for it:
+    /// from now on the card cuts in as it does.
     pub fn progress(&self) {
+        if wait::is_beside_compute() {
+            self.shared.beside_compute.store(true, Ordering::Relaxed);
+        }
         self.shared.progress();
     }
 
@@ -140,8 +148,12 @@ impl Drop for Card {
 
 impl Shared {
     fn run(&self) {
-        let mut idle = 0;
+        let (mut idle, mut alone) = (0, true);
         while !self.stop.load(Ordering::Acquire) && self.health.check().is_ok() {
+            if alone && self.beside_compute.load(Ordering::Relaxed) {
+                turns::shorten();
+                alone = false;
+            }
             if self.progress() {
                 idle = 0;
             } else if idle < self.idle_rounds {

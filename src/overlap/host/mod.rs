@@ -23,7 +23,7 @@ use super::graph::Entry;
 use super::{Executor, Graph, Stream, outcome};
 use crate::error::OverlapError;
 use crate::exec::Recorder;
-use crate::lane::sleep_at_once;
+use crate::lane::beside_compute;
 
 /// The run that a node of the host belongs to.
 #[derive(Debug, Default)]
@@ -125,7 +125,7 @@ impl Executor for HostExecutor<'_> {
                 started = started.and_then(|()| {
                     spawn(scope, thread_name(stream), move || {
                         if matches!(stream, Stream::Transfer(_)) {
-                            sleep_at_once();
+                            beside_compute();
                         }
                         work_off(ledger, queue, leaving);
                     })

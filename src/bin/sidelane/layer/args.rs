@@ -26,7 +26,7 @@ pub struct LayerArgs {
     pub ranks_per_node: Vec<u32>,
 
     /// Tokens of each rank
-    #[arg(long, value_name = "T", default_value_t = 1024)]
+    #[arg(long, value_name = "T", default_value_t = 4096)]
     pub tokens: u32,
 
     /// Elements of a row, of bf16
@@ -46,7 +46,7 @@ pub struct LayerArgs {
     pub top_k: u32,
 
     /// Into how many chunks tokens are cut
-    #[arg(long, value_name = "N", default_value_t = 16)]
+    #[arg(long, value_name = "N", default_value_t = 32)]
     pub chunks: u32,
 
     /// The link between nodes of one machine: `even` (as fast as the experts), `none` (copies), or bytes per second, a slash
@@ -59,7 +59,7 @@ pub struct LayerArgs {
     pub backward: bool,
 
     /// Rounds to time
-    #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     pub rounds: u32,
 
     /// Draws tokens and weights
@@ -73,6 +73,10 @@ pub struct LayerArgs {
     /// Write one overlapped step as a Chrome trace, on the machine of rank 0
     #[arg(long, value_name = "FILE")]
     pub trace_out: Option<PathBuf>,
+
+    /// Draw one overlapped step as a picture, on the machine of rank 0
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
 
     #[command(flatten)]
     pub machines: MachineArgs,

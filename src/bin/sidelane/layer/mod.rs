@@ -7,11 +7,12 @@
 //! ```text
 //!   layer --> Task --launch--> rank 0 .. n-1:  check | rounds: transfers alone, in turn, overlapped, ... | trace
 //!                                 |
-//!                               rank 0: table, JSON, trace
+//!                               rank 0: table, JSON, trace, picture
 //! ```
 
 mod args;
 mod pace;
+mod picture;
 mod rank;
 mod report;
 mod task;

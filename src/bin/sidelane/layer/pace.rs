@@ -58,19 +58,22 @@ impl PaceArg {
     }
 }
 
-/// How long the experts of a rank take for a balanced step, of all ranks of this machine at once.
+/// How long the experts of a rank take for a balanced step, chunk by chunk, of all ranks of this machine at once.
 fn experts_alone(shape: &Shape) -> Duration {
     let ranks: u32 = shape.ranks_per_node.iter().sum();
     let (hidden, ffn) = (shape.hidden as usize, shape.ffn as usize);
     let local = shape.experts.div_ceil(ranks) as usize;
-    let rows = (u64::from(shape.tokens) * u64::from(shape.top_k)) as usize / local;
+    let chunks = shape.chunks as usize;
+    let rows = (u64::from(shape.tokens) * u64::from(shape.top_k)) as usize / local / chunks;
     let weights = vec![0.01; GroupedSwiGlu::values(local, hidden, ffn)];
     let Ok(experts) = GroupedSwiGlu::new(local, hidden, ffn, weights) else { return Duration::ZERO };
     let (x, counts) = (vec![0.5; rows * local * hidden], vec![rows as i64; local]);
     let one = || {
         let begin = Instant::now();
-        let done = experts.forward(Segments { rows: &x, hidden, counts: &counts, padded: &counts });
-        std::hint::black_box(done.map_or(0, |(y, _)| y.len()));
+        for _ in 0..chunks {
+            let done = experts.forward(Segments { rows: &x, hidden, counts: &counts, padded: &counts });
+            std::hint::black_box(done.map_or(0, |(y, _)| y.len()));
+        }
         begin.elapsed()
     };
     let all = || {

@@ -12,6 +12,7 @@ use sidelane::layer::{GroupedSwiGlu, Input, MoeLayer};
 use sidelane::plan::ExpertMap;
 use sidelane::{Error, Group, World};
 
+use super::picture;
 use super::report::{Pass, Report};
 use super::task::{Shape, Task};
 use super::watched::{Watch, Watched};
@@ -46,17 +47,20 @@ struct Taken {
 
 /// Runs this rank's part.
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {
-    let record = if task.trace_out.is_some() { EVENTS } else { 0 };
+    let record = if task.records() { EVENTS } else { 0 };
     let world = ranks::join(task.shape.sizes(), task.conditions(), record)?;
     let group = world.all()?;
     let mut rank = Rank::new(task, &world, &group)?;
     let verified = rank.same_bits()?;
     let taken = rank.time()?;
     let passes = taken.iter().map(|taken| rank.pass(taken)).collect::<Result<Vec<_>, _>>()?;
-    if let Some(path) = &task.trace_out {
+    if task.records() {
         let timelines = rank.record()?;
-        if world.rank() == 0 {
+        if let Some(path) = task.trace_out.as_ref().filter(|_| world.rank() == 0) {
             write_trace(path, world.nodes(), &timelines)?;
+        }
+        if let Some(path) = task.svg.as_ref().filter(|_| world.rank() == 0) {
+            output::write(path, &picture::draw(&task.shape, &timelines))?;
         }
     }
     let verified = verified && rank.same_bits()?;

@@ -86,7 +86,6 @@ impl Report {
     /// Conditions, and a line for each direction.
     pub fn text(&self) -> String {
         let Conditions { shape, rounds, lane, pace, cores } = &self.config;
-        let Shape { ranks_per_node, tokens, hidden, ffn, experts, top_k, chunks, .. } = shape;
         let link = match pace {
             Some(Link { bytes_per_second, latency_us }) => {
                 format!(", at {} a second and {latency_us} us", table::volume(*bytes_per_second))
@@ -104,9 +103,9 @@ impl Report {
         }
         let bits = if self.verified { "the same bits in turn and overlapped" } else { "DIFFERENT BITS" };
         format!(
-            "ranks     {}, on {cores} cores\nlayer     {tokens} tokens a rank in {chunks} chunks, rows of {hidden} x bf16, {experts} experts of \
-             {ffn}, top-{top_k}\nlane      {lane}{link}\nchecked   {bits}; medians of {rounds} rounds\n\n{}\n\n{NOTES}",
-            ranks_words(ranks_per_node),
+            "ranks     {}, on {cores} cores\nlayer     {}\nlane      {lane}{link}\nchecked   {bits}; medians of {rounds} rounds\n\n{}\n\n{NOTES}",
+            ranks_words(&shape.ranks_per_node),
+            shape.words(),
             table.trim_fmt(),
         )
     }
@@ -130,16 +129,7 @@ mod tests {
     use crate::json_keys::{documented, written};
 
     fn sample() -> Report {
-        let shape = Shape {
-            ranks_per_node: vec![1, 1],
-            tokens: 64,
-            hidden: 32,
-            ffn: 16,
-            experts: 8,
-            top_k: 2,
-            chunks: 4,
-            seed: 0,
-        };
+        let shape = super::super::task::sample();
         let pace = Some(Link { bytes_per_second: 1 << 30, latency_us: 10 });
         let config = Conditions { shape, rounds: 3, lane: Some("paced".into()), pace, cores: 2 };
         let forward = Pass::of_rounds(&[90.0, 100.0, 110.0], &[120.0; 3], &[240.0; 3], &[150.0; 3]);

@@ -59,6 +59,7 @@ pub struct Task {
     pub rounds: u32,
     pub json: Option<PathBuf>,
     pub trace_out: Option<PathBuf>,
+    pub svg: Option<PathBuf>,
 }
 
 /// Values of one tensor: 8 GB in f32.
@@ -68,6 +69,14 @@ impl Shape {
     /// Number of ranks.
     pub fn ranks(&self) -> u32 {
         self.ranks_per_node.iter().sum()
+    }
+
+    /// What it is, in words.
+    pub fn words(&self) -> String {
+        let Shape { tokens, hidden, ffn, experts, top_k, chunks, .. } = self;
+        format!(
+            "{tokens} tokens a rank in {chunks} chunks, rows of {hidden} x bf16, {experts} experts of {ffn}, top-{top_k}"
+        )
     }
 
     /// Bytes of a row.
@@ -139,8 +148,8 @@ impl Task {
             pace if wires => pace.resolve(&shape),
             _ => None,
         };
-        let (json, trace_out) = (args.json.clone(), args.trace_out.clone());
-        Ok(Task { shape, pace, backward: args.backward, rounds: args.rounds, json, trace_out })
+        let (json, trace_out, svg) = (args.json.clone(), args.trace_out.clone(), args.svg.clone());
+        Ok(Task { shape, pace, backward: args.backward, rounds: args.rounds, json, trace_out, svg })
     }
 
     /// What ranks find in their environment, whatever is in that of the caller.
@@ -149,16 +158,28 @@ impl Task {
         vec![("SIDELANE_PACE".to_owned(), self.pace.map_or(String::new(), words).into())]
     }
 
+    /// Whether a step is kept, to be written or drawn.
+    pub fn records(&self) -> bool {
+        self.trace_out.is_some() || self.svg.is_some()
+    }
+
     /// What all ranks must have in common. Only rank 0 writes files, but all record what it writes.
     pub fn conditions(&self) -> String {
-        let Task { shape, pace, backward, rounds, trace_out, .. } = self;
+        let Task { shape, pace, backward, rounds, .. } = self;
         conditions::words(
             "layer",
             &serde_json::json!({
-                "shape": shape, "pace": pace, "backward": backward, "rounds": rounds, "trace_out": trace_out.is_some(),
+                "shape": shape, "pace": pace, "backward": backward, "rounds": rounds, "records": self.records(),
             }),
         )
     }
+}
+
+/// A small one.
+#[cfg(test)]
+pub fn sample() -> Shape {
+    let ranks_per_node = vec![1, 1];
+    Shape { ranks_per_node, tokens: 64, hidden: 32, ffn: 16, experts: 8, top_k: 2, chunks: 4, seed: 0 }
 }
 
 #[cfg(test)]

@@ -17,13 +17,10 @@ use sidelane::exec::{Event, Kind, Timeline};
 use sidelane::topology::NodeMap;
 
 use crate::bench::{Config, Words};
-use crate::svg::{self, Attribute, Style, Svg, round};
+use crate::svg::{self, Style, Svg};
 use crate::table::{time, volume};
+use crate::timeline::{LEFT, NARROW, Scale, WIDTH, legend, rect};
 
-const WIDTH: f64 = 900.0;
-/// Where time begins and ends.
-const LEFT: f64 = 112.0;
-const RIGHT: f64 = 884.0;
 const TOP: f64 = 82.0;
 /// Height of a line of calls, and of one of operations.
 const CALLS: f64 = 13.0;
@@ -31,8 +28,6 @@ const BOXES: f64 = 18.0;
 /// Between ranks, and between nodes in addition.
 const GAP: f64 = 9.0;
 const NODES: f64 = 8.0;
-/// Boxes are drawn at least as wide as this; narrower neighbours of one kind are drawn as one.
-const NARROW: f64 = 0.7;
 
 const STYLE: Style = Style {
     light: "\
@@ -52,17 +47,18 @@ const STYLE: Style = Style {
 
 /// The picture of one round.
 pub fn draw(config: &Config, nodes: &NodeMap, timelines: &[Timeline]) -> String {
-    let scale = Scale::of(timelines);
+    let calls = timelines.iter().flat_map(|timeline| &timeline.calls);
+    let scale = Scale::of(calls.map(|call| (call.start_ns, call.nanos)));
     let rows = rows(nodes, timelines);
     let bottom = rows.last().map_or(TOP, |row| row.y + row.height());
     let height = bottom + 72.0;
     svg::picture((WIDTH, height), "One dispatch and combine, operation by operation", STYLE, |svg| {
         head(svg, config);
-        axis(svg, &scale, bottom);
+        scale.axis(svg, (TOP, bottom));
         for row in &rows {
             row.draw(svg, &scale);
         }
-        legend(svg, timelines, bottom + 50.0);
+        legend(svg, bottom + 50.0, kinds(timelines));
     })
 }
 
@@ -70,52 +66,6 @@ fn head(svg: &mut Svg, config: &Config) {
     let Words { ranks, rows, routing, schedule } = Words::of(config);
     svg.label("quiet", 16.0, 43.0, &format!("ranks: {ranks} · {rows}"));
     svg.label("quiet", 16.0, 59.0, &format!("{routing} · {schedule}"));
-}
-
-/// Which time lies where.
-struct Scale {
-    begin_ns: u64,
-    span_ns: u64,
-}
-
-impl Scale {
-    fn of(timelines: &[Timeline]) -> Self {
-        let calls = || timelines.iter().flat_map(|timeline| &timeline.calls);
-        let begin_ns = calls().map(|call| call.start_ns).min().unwrap_or(0);
-        let end_ns = calls().map(|call| call.start_ns + call.nanos).max().unwrap_or(0);
-        Scale { begin_ns, span_ns: (end_ns - begin_ns).max(1) }
-    }
-
-    fn x(&self, ns: u64) -> f64 {
-        LEFT + ns.saturating_sub(self.begin_ns) as f64 / self.span_ns as f64 * (RIGHT - LEFT)
-    }
-
-    /// Distance of marks: 1, 2 or 5 times a power of ten, so that there are between four and ten.
-    fn step_ns(&self) -> u64 {
-        let power = 10u64.pow((self.span_ns / 4).max(1).ilog10());
-        let steps = [5, 2, 1].map(|digit| digit * power);
-        steps.into_iter().find(|step| self.span_ns / step >= 4).unwrap_or(power)
-    }
-}
-
-fn axis(svg: &mut Svg, scale: &Scale, bottom: f64) {
-    let step = scale.step_ns();
-    for mark in 0..=scale.span_ns / step {
-        let x = scale.x(scale.begin_ns + mark * step);
-        let (top, bottom) = (TOP - 4.0, bottom + 4.0);
-        svg.line("line", (x, top), (x, bottom));
-        svg.label("quiet middle", x, bottom + 14.0, &mark_text(mark * step, step));
-    }
-}
-
-/// As few digits as tell marks apart.
-fn mark_text(ns: u64, step: u64) -> String {
-    if ns == 0 {
-        return "0".into();
-    }
-    let (unit, name) = if step >= 100_000 { (1_000_000, "ms") } else { (1000, "us") };
-    let digits = usize::from(!step.is_multiple_of(unit));
-    format!("{:.digits$} {name}", ns as f64 / unit as f64)
 }
 
 /// A rank's place in the picture.
@@ -195,7 +145,7 @@ impl Row<'_> {
     }
 }
 
-/// One operation, or several of one kind that are too narrow to be told apart.
+/// One operation, or several neighbours of one kind that are too narrow to be told apart.
 struct Drawn<'a> {
     event: &'a Event,
     count: u32,
@@ -244,37 +194,24 @@ impl Drawn<'_> {
 }
 
 /// The kinds that occur.
-fn legend(svg: &mut Svg, timelines: &[Timeline], y: f64) {
-    const SIDE: f64 = 11.0;
-    let mut x = LEFT;
-    for kind in Kind::ALL {
-        if !timelines.iter().flat_map(|timeline| &timeline.events).any(|event| event.kind == kind) {
-            continue;
-        }
+fn kinds(timelines: &[Timeline]) -> impl Iterator<Item = (String, &'static str)> {
+    let occurs =
+        |kind: &Kind| timelines.iter().flat_map(|timeline| &timeline.events).any(|event| event.kind == *kind);
+    Kind::ALL.into_iter().filter(occurs).map(|kind| {
         let said = match kind {
             Kind::Put => "put (to rank)",
             Kind::PutRows => "put rows (to rank)",
             Kind::Reduce => "reduce: read and sum",
             Kind::Signal | Kind::Wait => kind.name(),
         };
-        rect(svg, &class(kind, SIDE), (x, y - 9.0, SIDE, SIDE), kind.name());
-        svg.label("quiet", x + 16.0, y, said);
-        x += 38.0 + 6.0 * said.len() as f64;
-    }
+        (class(kind, WIDTH), said)
+    })
 }
 
 /// Wide boxes are set off from their neighbours.
 fn class(kind: Kind, width: f64) -> String {
     let name = kind.name().replace(' ', "-");
     if width < 4.0 { name } else { format!("wide {name}") }
-}
-
-/// A rectangle (x, y, width, height) that says what it is when the mouse is over it.
-fn rect(svg: &mut Svg, class: &str, (x, y, width, height): (f64, f64, f64, f64), said: &str) {
-    let (x, width) = (round(x), round(width));
-    let place: [Attribute<'_>; 5] =
-        [("class", &class), ("x", &x), ("y", &y), ("width", &width), ("height", &height)];
-    svg.element("rect", &place, |svg| svg.element("title", &[], |svg| svg.text(said)));
 }
 
 #[cfg(test)]
