@@ -137,8 +137,9 @@ impl Port {
         };
         let size = tensor.len() as u64;
         let len = len.unwrap_or(size.saturating_sub(offset));
-        let end = offset.checked_add(len).filter(|&end| end <= size);
-        let end = end.ok_or_else(|| LaneError::SourceBounds { offset, len, size })?;
+        let Some(end) = offset.checked_add(len).filter(|&end| end <= size) else {
+            return Err(LaneError::SourceBounds { offset, len, size }.into());
+        };
         Ok(&tensor[offset as usize..end as usize])
     }
 
