@@ -4,8 +4,7 @@ use super::call::{Call, Tensors};
 use super::{Communicator, Sums};
 use crate::dtype::{Element, Wire};
 use crate::error::{CallKind, Error, PlanError};
-use crate::rows::Arithmetic;
-use crate::rows::Stores;
+use crate::rows::{Arithmetic, Stores};
 use crate::schedule::collective::{Program, Round};
 
 impl Communicator {
@@ -39,7 +38,6 @@ impl Communicator {
         // What is written has just been read.
         let stores = Stores::Cached;
         let mut tensors = Tensors { input: None, output: bytemuck::cast_slice_mut(data), stores };
-        self.rounds.due.clear();
         let mut at = 0;
         loop {
             let len = most.min(total - at);

@@ -92,6 +92,10 @@ impl Communicator {
         tag: impl Fn(u32) -> Tag,
     ) -> Result<(), Error> {
         self.lanes.health.check()?;
+        if round.at == 0 {
+            // A call that failed may have left some.
+            self.rounds.due.clear();
+        }
         self.calls.enter();
         self.host.retype(round.dtype);
         self.rounds.fill(&self.seat, &Round { parity: self.calls.parity(), ..*round });
