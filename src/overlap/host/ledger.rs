@@ -30,6 +30,8 @@ struct State {
     begun: usize,
     /// Nodes that are at it, since when.
     at_it: Vec<(usize, Instant)>,
+    /// Those that were named while they were at it: what comes of having been late is not said again.
+    named: Vec<usize>,
     /// Streams that have not left.
     streams: usize,
     trouble: Option<Trouble>,
@@ -60,8 +62,8 @@ impl<'h> Ledger<'h> {
     pub fn new(places: Vec<Place>, executor: &HostExecutor<'h>) -> Self {
         let HostExecutor { limit, hook, recorder, .. } = *executor;
         let ended = vec![false; places.len()];
-        let (begun, at_it, streams, trouble) = (0, Vec::new(), 0, None);
-        let state = State { ended, begun, at_it, streams, trouble, telling: false, over: false };
+        let (begun, at_it, named, streams, trouble) = (0, Vec::new(), Vec::new(), 0, None);
+        let state = State { ended, begun, at_it, named, streams, trouble, telling: false, over: false };
         let (state, changed) = (Mutex::new(state), Condvar::new());
         Ledger { run: Run::default(), places, limit, hook, recorder, state, changed }
     }
@@ -118,11 +120,13 @@ impl<'h> Ledger<'h> {
         let mut state = self.told(state);
         state.at_it.retain(|(at_it, _)| *at_it != node);
         state.ended[node] = true;
-        if let Some(Trouble { error: OverlapError::Overran { took: late_for, .. }, late }) =
-            &mut state.trouble
-            && *late == Some(node)
-        {
-            (*late_for, *late) = (took, None);
+        if state.named.contains(&node) {
+            if let Some(Trouble { error: OverlapError::Overran { took: late_for, .. }, late }) =
+                &mut state.trouble
+                && *late == Some(node)
+            {
+                (*late_for, *late) = (took, None);
+            }
             return self.changed.notify_all();
         }
         let error = match outcome {
@@ -146,19 +150,18 @@ impl<'h> Ledger<'h> {
     /// Looks whether nodes take too long, until it is over for others too, or there is nothing more to look at.
     pub fn watch(&self) {
         let Some(limit) = self.limit else { return };
-        let mut named = Vec::new();
         let mut state = self.state();
         while state.streams > 0 && !state.over {
             if state.telling {
                 state = self.told(state);
                 continue;
             }
-            let unnamed = state.at_it.iter().filter(|(node, _)| !named.contains(node));
+            let unnamed = state.at_it.iter().filter(|(node, _)| !state.named.contains(node));
             let oldest = unnamed.min_by_key(|(_, since)| *since);
             let oldest = oldest.map(|&(node, since)| (node, since.elapsed()));
             if let Some((node, took)) = oldest.filter(|(_, took)| *took >= limit) {
                 let error = self.overran(&state, node, took, limit);
-                named.push(node);
+                state.named.push(node);
                 self.trouble(state, error, Some(node));
                 state = self.state();
                 continue;

@@ -2,8 +2,9 @@
 //!
 //! ```text
 //!   title, conditions
-//!   rank 0   compute 0     [0][1][2] ..  [weights]      chunks, in the colour of what is done to them
-//!            transfer 0  [0][1][0][2] ..
+//!   rank 0
+//!       compute 0     [0][1][2] ..  [weights]      chunks, in the colour of what is done to them
+//!       transfer 0  [0][1][0][2] ..
 //!   rank 1   ..
 //!                        0       1       2 ms
 //!            legend
@@ -19,7 +20,7 @@ use crate::timeline::{LEFT, NARROW, Scale, WIDTH, legend, rect};
 const TOP: f64 = 74.0;
 /// Height of a stream, and what is between ranks.
 const STREAM: f64 = 22.0;
-const GAP: f64 = 12.0;
+const GAP: f64 = 22.0;
 
 const STYLE: Style = Style {
     light: "\
@@ -91,7 +92,7 @@ pub fn draw(shape: &Shape, timelines: &[Timeline]) -> String {
         scale.axis(svg, (TOP, bottom));
         let mut y = TOP;
         for (rank, streams) in ranks.iter().enumerate() {
-            svg.label("quiet", 16.0, y + STREAM / 2.0 + 4.0, &format!("rank {rank}"));
+            svg.label("quiet", 16.0, y - 5.0, &format!("rank {rank}"));
             for (stream, spans) in streams {
                 svg.label("end", LEFT - 8.0, y + STREAM / 2.0 + 4.0, stream);
                 spans.iter().for_each(|span| draw_span(svg, &scale, y, span));
