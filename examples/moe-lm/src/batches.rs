@@ -48,7 +48,7 @@ impl Batches {
         let (batch, seen) = (settings.batch, tokens.len());
         let held = window.checked_mul(batch).and_then(|batch| HELD.checked_next_multiple_of(batch));
         let needed = held.and_then(|held| held.checked_add(window.checked_mul(2)?.checked_add(3)?));
-        let (Some(held), Some(needed)) = (held, needed.filter(|&needed| needed <= seen)) else {
+        let (Some(held), Some(_)) = (held, needed.filter(|&needed| needed <= seen)) else {
             return Err(Error::TooShort { seen, needed: needed.unwrap_or(usize::MAX) });
         };
         let first = (tokens.len() - held) / 2;
