@@ -6,78 +6,21 @@
 
 use std::sync::Arc;
 
+use super::near::Near;
 use super::rail::{Local, Rail, Target};
 use super::source::Checked;
-use super::{FlagLine, Io, Lanes, Reach, RowSource};
+use super::{FlagLine, Io, Lanes, Part, Reach, RowSource, Window};
 use crate::error::{Error, LaneError, MemoryError};
-use crate::memory::Mapped;
 use crate::plan::RowRun;
 use crate::rows::Stores;
-use crate::schedule::{Control, Flag, Place, SpanCopy, Tag, WindowId};
-
-/// A window: one range of bytes at each rank of the group.
-#[derive(Clone, Debug)]
-pub struct Window {
-    /// The mapping in which the windows of this node lie; one of nobody's, where they are memory of devices.
-    pub mapped: Arc<Mapped>,
-    /// Per rank of the group: where its part is.
-    pub parts: Vec<Part>,
-    /// It is memory of devices: cards read and write it, the processor does not.
-    pub of_devices: bool,
-}
-
-/// One rank's part of a window.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Part {
-    /// Its member of the mapping.
-    pub member: u32,
-    /// Number of the region at its owner, for partners that have it not mapped.
-    pub region: u32,
-    /// First byte in the member or region.
-    pub offset: u64,
-    /// Bytes.
-    pub len: u64,
-}
-
-impl Window {
-    /// Address of bytes in the part of a rank whose memory is mapped here.
-    #[inline]
-    fn at(&self, rank: u32, offset: u64, len: u64) -> Result<std::ptr::NonNull<u8>, MemoryError> {
-        let part = self.part(rank, offset, len)?;
-        self.mapped.at(part.member, part.offset + offset, len)
-    }
-
-    /// All bytes of the part of a rank of this node.
-    pub(super) fn bytes(&self, rank: u32) -> Result<&[u8], MemoryError> {
-        let len = self.part(rank, 0, 0)?.len;
-        let at = self.at(rank, 0, len)?;
-        // SAFETY: mapped and checked; as of `Port::source`.
-        Ok(unsafe { std::slice::from_raw_parts(at.as_ptr(), len as usize) })
-    }
-
-    /// What a rail needs to know to reach bytes in the part of a rank.
-    pub(super) fn target(&self, rank: u32, offset: u64, len: u64) -> Result<Target, MemoryError> {
-        let part = self.part(rank, offset, len)?;
-        Ok(Target { region: part.region, offset: part.offset + offset })
-    }
-
-    /// The part of a rank, if the bytes lie inside it.
-    #[inline]
-    fn part(&self, rank: u32, offset: u64, len: u64) -> Result<&Part, MemoryError> {
-        let part = self.parts.get(rank as usize);
-        let size = part.map_or(0, |p| p.len);
-        match part {
-            Some(part) if offset.checked_add(len).is_some_and(|end| end <= size) => Ok(part),
-            _ => Err(MemoryError::OutOfBounds { peer: rank, offset, len, size }),
-        }
-    }
-}
+use crate::schedule::{Control, Flag, LINE, Place, SpanCopy, Tag, WindowId};
 
 /// The windows of one owner, and the lanes to reach them.
 #[derive(Debug)]
 pub struct Port {
     pub(super) lanes: Arc<Lanes>,
     windows: Vec<Window>,
+    near: Near,
     /// The window whose first bytes are the owner's flags.
     flags: WindowId,
 }
@@ -85,7 +28,8 @@ pub struct Port {
 impl Port {
     /// A port to `windows`; `flags` names the one that begins with the flag lines.
     pub fn new(lanes: Arc<Lanes>, windows: Vec<Window>, flags: WindowId) -> Self {
-        Port { lanes, windows, flags }
+        let near = Near::new(&lanes, &windows);
+        Port { lanes, windows, near, flags }
     }
 
     pub(super) fn shared_lanes(&self) -> Arc<Lanes> {
@@ -126,10 +70,9 @@ impl Port {
             Place::Input => io.input,
             Place::Notes => io.notes,
             Place::Window { owner, window } => {
-                let window = self.window(window)?;
-                let size = window.part(owner, 0, 0)?.len;
-                let len = len.unwrap_or(size.saturating_sub(offset));
-                let at = window.at(owner, offset, len)?;
+                let rest = |part: &Part| part.len.saturating_sub(offset);
+                let len = len.map_or_else(|| self.window(window)?.part(owner, 0, 0).map(rest), Ok)?;
+                let at = self.at(window, owner, offset, len)?;
                 // SAFETY: mapped and checked; whoever writes here has signalled, and writes again only with a licence
                 // that this rank gives after it has read.
                 return Ok(unsafe { std::slice::from_raw_parts(at.as_ptr(), len as usize) });
@@ -180,36 +123,31 @@ impl Port {
         self.window(window)?.part(to, offset, len.saturating_add(pad))?;
         match source.checked(run)? {
             Checked::Straight(bytes) => self.put_bytes(to, (window, offset), bytes, stores)?,
-            Checked::Listed(index) => match self.reach(to)? {
-                Reach::Own | Reach::Load => {
-                    let at = self.window(window)?.at(to, offset, len)?.as_ptr();
-                    // SAFETY: the target was checked for all rows, each source row by `checked`.
-                    unsafe { self.lanes.rows.gather(at, bytes.as_ptr(), row_bytes as usize, index, stores) };
+            Checked::Listed(index) => match self.near.at(window, to, offset, len) {
+                // SAFETY: the target was checked for all rows, each source row by `checked`.
+                Some(at) => unsafe {
+                    let (at, from) = (at.as_ptr(), bytes.as_ptr());
+                    self.lanes.rows.gather(at, from, row_bytes as usize, index, stores);
+                },
+                None => {
+                    let (rail, target) = self.rail(to, (window, offset, len))?;
+                    let put = rail.put_rows(target, index, source, self.lanes.patience(to));
+                    put.map_err(|e| self.stuck(rail, to, e))?;
                 }
-                Reach::Rail(rail) => {
-                    let target = self.window(window)?.target(to, offset, len)?;
-                    rail.put_rows(target, index, source, self.lanes.patience(to))
-                        .map_err(|e| self.stuck(rail.as_ref(), to, e))?;
-                }
-                Reach::Relayed => return Err(self.no_wire(to).into()),
             },
         }
         if pad == 0 {
             return Ok(());
         }
-        match self.reach(to)? {
-            Reach::Own | Reach::Load => {
-                let at = self.window(window)?.at(to, behind, pad)?.as_ptr();
-                // SAFETY: the target was checked for all zeros.
-                unsafe { self.lanes.rows.zero(at, pad as usize, stores) };
-                Ok(())
+        match self.near.at(window, to, behind, pad) {
+            // SAFETY: the target was checked for all zeros.
+            Some(at) => unsafe { self.lanes.rows.zero(at.as_ptr(), pad as usize, stores) },
+            None => {
+                let (rail, target) = self.rail(to, (window, behind, pad))?;
+                rail.zero(target, pad, self.lanes.patience(to)).map_err(|e| self.stuck(rail, to, e))?;
             }
-            Reach::Rail(rail) => {
-                let target = self.window(window)?.target(to, behind, pad)?;
-                rail.zero(target, pad, self.lanes.patience(to)).map_err(|e| self.stuck(rail.as_ref(), to, e))
-            }
-            Reach::Relayed => Err(self.no_wire(to).into()),
         }
+        Ok(())
     }
 
     /// From memory of a device of this node to another node.
@@ -235,28 +173,33 @@ impl Port {
         bytes: &[u8],
         stores: Stores,
     ) -> Result<(), Error> {
-        let len = bytes.len() as u64;
-        match self.reach(to)? {
-            Reach::Own | Reach::Load => {
-                let at = self.window(window)?.at(to, offset, len)?;
-                // SAFETY: both ends were checked; the schedule's licences keep others away from them.
-                unsafe { self.lanes.rows.copy(at.as_ptr(), bytes.as_ptr(), bytes.len(), stores) };
-                Ok(())
-            }
-            Reach::Rail(rail) => self.send(rail.as_ref(), to, (window, offset), bytes),
-            Reach::Relayed => Err(self.no_wire(to).into()),
-        }
+        let Some(at) = self.near.at(window, to, offset, bytes.len() as u64) else {
+            return self.send(to, (window, offset), bytes);
+        };
+        // SAFETY: both ends were checked; the schedule's licences keep others away from them.
+        unsafe { self.lanes.rows.copy(at.as_ptr(), bytes.as_ptr(), bytes.len(), stores) };
+        Ok(())
     }
 
-    fn send(
-        &self,
-        rail: &dyn Rail,
-        to: u32,
-        (window, offset): (WindowId, u64),
-        bytes: &[u8],
-    ) -> Result<(), Error> {
-        let target = self.window(window)?.target(to, offset, bytes.len() as u64)?;
+    fn send(&self, to: u32, (window, offset): (WindowId, u64), bytes: &[u8]) -> Result<(), Error> {
+        let (rail, target) = self.rail(to, (window, offset, bytes.len() as u64))?;
         rail.put(target, bytes, self.lanes.patience(to)).map_err(|e| self.stuck(rail, to, e))
+    }
+
+    /// The rail to bytes that are not near, and where they lie for it.
+    ///
+    /// # Errors
+    /// Why there is none: they are out of bounds, or their rank is reached by a relay.
+    fn rail(
+        &self,
+        to: u32,
+        (window, offset, len): (WindowId, u64, u64),
+    ) -> Result<(&dyn Rail, Target), Error> {
+        match self.reach(to)? {
+            Reach::Rail(rail) => Ok((rail.as_ref(), self.window(window)?.target(to, offset, len)?)),
+            Reach::Own | Reach::Load => Err(self.outside(window, to, offset, len).into()),
+            Reach::Relayed => Err(self.no_wire(to).into()),
+        }
     }
 
     /// Raises the flag at `to` that speaks of rank `of`, after all earlier puts and reads of this rank. Puts with streaming
@@ -273,27 +216,17 @@ impl Port {
         value: u64,
         tag: Option<&Tag>,
     ) -> Result<(), Error> {
-        let offset = Control::flag(of, flag, self.lanes.ranks());
-        let window = self.window(self.flags)?;
-        match self.reach(to)? {
-            Reach::Own | Reach::Load => {
-                // SAFETY: a flag line of the owner's window, checked; windows are aligned to cache lines.
-                unsafe { FlagLine::new(window.at(to, offset, 64)?) }.raise(value, tag);
-                Ok(())
-            }
-            Reach::Rail(rail) => self.send_signal(rail.as_ref(), to, offset, (value, tag)),
-            Reach::Relayed => Err(self.no_wire(to).into()),
-        }
+        let offset = Control::flag(of, flag, self.near.ranks());
+        let Some(at) = self.near.at(self.flags, to, offset, LINE) else {
+            return self.send_signal(to, offset, (value, tag));
+        };
+        // SAFETY: a flag line of the owner's window, checked; windows are aligned to cache lines.
+        unsafe { FlagLine::new(at) }.raise(value, tag);
+        Ok(())
     }
 
-    fn send_signal(
-        &self,
-        rail: &dyn Rail,
-        to: u32,
-        offset: u64,
-        (value, tag): (u64, Option<&Tag>),
-    ) -> Result<(), Error> {
-        let target = self.window(self.flags)?.target(to, offset, 64)?;
+    fn send_signal(&self, to: u32, offset: u64, (value, tag): (u64, Option<&Tag>)) -> Result<(), Error> {
+        let (rail, target) = self.rail(to, (self.flags, offset, LINE))?;
         rail.signal(target, value, tag.copied(), self.lanes.patience(to)).map_err(|e| self.stuck(rail, to, e))
     }
 
@@ -303,12 +236,12 @@ impl Port {
     /// [`MemoryError::OutOfBounds`] if there is no such rank.
     #[inline]
     pub fn flag(&self, from: u32, flag: Flag) -> Result<FlagLine<'_>, MemoryError> {
-        if from >= self.lanes.ranks() {
-            return Err(MemoryError::OutOfBounds { peer: from, offset: 0, len: 64, size: 0 });
+        if from >= self.near.ranks() {
+            return Err(MemoryError::OutOfBounds { peer: from, offset: 0, len: LINE, size: 0 });
         }
-        let offset = Control::flag(from, flag, self.lanes.ranks());
+        let offset = Control::flag(from, flag, self.near.ranks());
         // SAFETY: a flag line of this rank's window, checked; the window keeps its mapping alive.
-        Ok(unsafe { FlagLine::new(self.window(self.flags)?.at(self.lanes.rank, offset, 64)?) })
+        Ok(unsafe { FlagLine::new(self.at(self.flags, self.lanes.rank, offset, LINE)?) })
     }
 
     /// Reads elements of a window of this node. Its writer must have signalled.
@@ -339,7 +272,7 @@ impl Port {
         out: &mut [u8],
         stores: Stores,
     ) -> Result<(), MemoryError> {
-        let at = self.window(window)?.at(owner, offset, out.len() as u64)?;
+        let at = self.at(window, owner, offset, out.len() as u64)?;
         // SAFETY: the source was checked; the destination is an exclusive slice of the same length.
         unsafe { self.lanes.rows.copy(out.as_mut_ptr(), at.as_ptr(), out.len(), stores) };
         Ok(())
@@ -368,7 +301,29 @@ impl Port {
         offset: u64,
         len: u64,
     ) -> Result<*const u8, MemoryError> {
-        Ok(self.window(window)?.at(owner, offset, len)?.as_ptr().cast_const())
+        Ok(self.at(window, owner, offset, len)?.as_ptr().cast_const())
+    }
+
+    /// Address of bytes that this rank reads and writes itself.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`].
+    #[inline]
+    fn at(
+        &self,
+        window: WindowId,
+        rank: u32,
+        offset: u64,
+        len: u64,
+    ) -> Result<std::ptr::NonNull<u8>, MemoryError> {
+        self.near.at(window, rank, offset, len).ok_or_else(|| self.outside(window, rank, offset, len))
+    }
+
+    #[cold]
+    fn outside(&self, window: WindowId, peer: u32, offset: u64, len: u64) -> MemoryError {
+        let part = |window: &Window| window.parts.get(peer as usize).map_or(0, |part| part.len);
+        let size = self.window(window).map_or(0, part);
+        MemoryError::OutOfBounds { peer, offset, len, size }
     }
 
     fn no_wire(&self, to: u32) -> LaneError {

@@ -1,0 +1,62 @@
+//! Where the windows of neighbours lie: one look-up from (window, rank) to an address.
+//!
+//! A put of a few bytes takes less time than a cache line from core to core, so on its way there is nothing but this table,
+//! made once, in place of those of the group, the window and its mapping.
+
+use std::ptr::NonNull;
+
+use super::{Lanes, Reach, Window};
+use crate::schedule::WindowId;
+
+/// The parts of windows that this rank reads and writes by loads and stores: its own, and its neighbours'.
+#[derive(Debug)]
+pub(super) struct Near {
+    ranks: u32,
+    /// Per window and rank: its part, unless that is out of reach.
+    parts: Vec<Option<Reached>>,
+}
+
+/// Bytes that are mapped here.
+#[derive(Clone, Copy, Debug)]
+struct Reached {
+    first: NonNull<u8>,
+    len: u64,
+}
+
+// SAFETY: addresses of plain shared memory, which belongs to no thread; whoever reads or writes there answers for the order.
+unsafe impl Send for Near {}
+// SAFETY: as above: a shared reference only hands out addresses.
+unsafe impl Sync for Near {}
+
+impl Near {
+    /// Addresses in the mappings of these windows, good for as long as those live.
+    pub fn new(lanes: &Lanes, windows: &[Window]) -> Self {
+        let mut parts = Vec::new();
+        for window in windows {
+            parts.extend((0..).zip(&lanes.reach).map(|(rank, reach)| match reach {
+                Reach::Own | Reach::Load => {
+                    let len = window.parts.get(rank as usize)?.len;
+                    Some(Reached { first: window.at(rank, 0, len).ok()?, len })
+                }
+                Reach::Rail(_) | Reach::Relayed => None,
+            }));
+        }
+        Near { ranks: lanes.ranks(), parts }
+    }
+
+    /// Number of ranks.
+    #[inline(always)]
+    pub fn ranks(&self) -> u32 {
+        self.ranks
+    }
+
+    /// Address of bytes in a rank's part of a window, if they lie inside it and it is reached by loads and stores.
+    #[inline(always)]
+    pub fn at(&self, window: WindowId, rank: u32, offset: u64, len: u64) -> Option<NonNull<u8>> {
+        let nth = window.0 as usize * self.ranks as usize + rank as usize;
+        let part = (*self.parts.get(nth)?).filter(|_| rank < self.ranks)?;
+        let inside = offset.checked_add(len).is_some_and(|end| end <= part.len);
+        // SAFETY: within the part, whose bytes the mapping has.
+        inside.then(|| unsafe { part.first.add(offset as usize) })
+    }
+}
