@@ -60,6 +60,14 @@ fn nodes_may_differ_in_size() {
 }
 
 #[test]
+fn ranks_may_be_left_to_run_anywhere() {
+    let script = "grep Cpus_allowed_list /proc/self/status";
+    let here = Command::new("sh").args(["-c", script]).output().unwrap();
+    let output = run(&["--ranks-per-node", "2", "--bind", "none"], script);
+    assert_eq!(lines(&output.stdout), lines(&here.stdout));
+}
+
+#[test]
 fn ranks_of_a_job_share_one_secret_and_two_ports_that_the_next_job_does_not() {
     let script = "echo $SIDELANE_SECRET $TORCHELASTIC_RUN_ID $((MASTER_PORT != SIDELANE_PORT))";
     let jobs = [(); 2].map(|()| lines(&run(&["--ranks-per-node", "3"], script).stdout));

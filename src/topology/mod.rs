@@ -5,7 +5,9 @@
 //! numbers: jobs interleave, nodes differ in size, and one machine may hold several load domains.
 
 mod nodes;
+mod numa;
 mod paths;
 
 pub use nodes::NodeMap;
+pub use numa::Numa;
 pub use paths::{Paths, Route};

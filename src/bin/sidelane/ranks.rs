@@ -44,6 +44,7 @@ pub fn start_with(
         part: machines.part(ranks_per_node)?,
         command: vec![program.into(), subcommand.into(), json.into()],
         env: [machines.variables(), variables].concat(),
+        bind: machines.bind,
         grace: Duration::from_secs(5),
         tag: false,
     };

@@ -61,7 +61,8 @@ impl LaunchArgs {
     pub fn job(self) -> Result<Job, CliError> {
         let nodes = node_sizes(self.nodes, &self.ranks_per_node)?;
         let (part, env) = (self.machines.part(&nodes)?, self.machines.variables());
-        Ok(Job { nodes, part, command: self.command, env, grace: self.grace, tag: self.tag })
+        let (bind, grace, tag) = (self.machines.bind, self.grace, self.tag);
+        Ok(Job { nodes, part, command: self.command, env, bind, grace, tag })
     }
 }
 

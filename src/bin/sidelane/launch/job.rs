@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
+use super::bind::Bind;
 use super::environment::{Meeting, Place, places};
 use super::lifeline::Lifeline;
 use super::machines::Part;
@@ -23,6 +24,8 @@ pub struct Job {
     pub command: Vec<OsString>,
     /// Variables beside those that the launcher sets; they win.
     pub env: Vec<(String, OsString)>,
+    /// Which processors ranks get.
+    pub bind: Bind,
     /// How long the others may take to end after a failure or a signal.
     pub grace: Duration,
     /// Whether lines of output begin with the rank.
@@ -57,7 +60,7 @@ impl Job {
         let lifeline = Lifeline::new().map_err(prepare("open a pipe to the ranks"))?;
         let (meeting, places) = self.meeting(&lifeline)?;
         let taggers = self.tag.then(Taggers::new);
-        let ranks = Ranks::start(&places, &meeting, &self.command, &self.env, taggers.as_ref())?;
+        let ranks = Ranks::start(&places, &meeting, self, taggers.as_ref())?;
         let outcome = self.watch(ranks, &inbox);
         if let Some(taggers) = taggers {
             taggers.finish(self.grace);

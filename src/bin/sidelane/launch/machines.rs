@@ -12,11 +12,14 @@
 
 use std::ffi::OsString;
 use std::fmt;
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
 
-use super::ShapeError;
+use super::{Bind, ShapeError};
+use crate::error::CliError;
+use crate::output;
 
 /// Where torchrun's rendezvous is by default, too.
 const PORT: u16 = 29500;
@@ -36,6 +39,10 @@ pub struct MachineArgs {
     /// The lane between nodes: sets SIDELANE_RAIL [default: what the environment says]
     #[arg(long, value_enum, help_heading = "Machines")]
     pub rail: Option<Rail>,
+
+    /// Processors of each rank
+    #[arg(long, value_enum, default_value_t, help_heading = "Machines")]
+    pub bind: Bind,
 }
 
 /// What `--rail` names.
@@ -75,6 +82,11 @@ impl MachineArgs {
             return Err(ShapeError::NoSuchNode { node, nodes: nodes.len() });
         }
         Ok(Some(Part { node, master: master.clone() }))
+    }
+
+    /// Finds out whether rank 0 can write its reports, if this machine runs it.
+    pub fn claim<'p>(&self, paths: impl IntoIterator<Item = &'p PathBuf>) -> Result<(), CliError> {
+        if self.node_rank.unwrap_or(0) == 0 { output::claim(paths) } else { Ok(()) }
     }
 
     /// What the ranks find in their environment.
@@ -142,7 +154,7 @@ mod tests {
     #[test]
     fn a_part_is_a_node_of_the_job() {
         let master: Option<Master> = Some("a".parse().unwrap());
-        let args = MachineArgs { node_rank: Some(1), master, rail: None };
+        let args = MachineArgs { node_rank: Some(1), master, ..MachineArgs::default() };
         assert_eq!(args.part(&[4, 4]).unwrap().unwrap().node, 1);
         assert_eq!(args.part(&[4]), Err(ShapeError::NoSuchNode { node: 1, nodes: 1 }));
         assert_eq!(MachineArgs::default().part(&[4]), Ok(None));

@@ -6,6 +6,7 @@
 //! that itself. A parent-death signal would take a rank's chance to say why it ended.
 
 mod args;
+mod bind;
 mod environment;
 mod job;
 mod lifeline;
@@ -16,6 +17,7 @@ mod signals;
 mod tag;
 
 pub use args::LaunchArgs;
+pub use bind::Bind;
 pub use job::{Job, Outcome};
 pub use machines::MachineArgs;
 pub use shape::{ShapeError, node_labels, node_sizes_or, shape_words};

@@ -1,6 +1,5 @@
 //! The running ranks: start, look, signal, and never leave one behind.
 
-use std::ffi::OsString;
 use std::fmt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -8,6 +7,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::environment::{Meeting, Place};
+use super::job::Job;
 use super::tag::Taggers;
 use crate::error::CliError;
 
@@ -50,26 +50,28 @@ impl Ranks {
     pub fn start(
         places: &[Place],
         meeting: &Meeting,
-        command: &[OsString],
-        env: &[(String, OsString)],
+        Job { command, env, bind, .. }: &Job,
         taggers: Option<&Taggers>,
     ) -> Result<Self, CliError> {
         let mut ranks = Ranks { running: Vec::with_capacity(places.len()) };
-        for &place in places {
-            let mut child = Command::new(&command[0])
-                .args(&command[1..])
+        let (binder, here) = (bind.binder(), places.len() as u32);
+        for (nth, &place) in (0..).zip(places) {
+            let mut rank = Command::new(&command[0]);
+            rank.args(&command[1..])
                 .envs(meeting.variables(place))
                 .envs(env.iter().map(|(name, value)| (name, value)))
                 .stdin(Stdio::null())
                 .stdout(if taggers.is_some() { Stdio::piped() } else { Stdio::inherit() })
                 .stderr(if taggers.is_some() { Stdio::piped() } else { Stdio::inherit() })
-                .process_group(0)
-                .spawn()
-                .map_err(|source| CliError::Spawn {
-                    rank: place.rank,
-                    program: command[0].clone(),
-                    source,
-                })?;
+                .process_group(0);
+            let spawned = match &binder {
+                Some(binder) => binder.start(nth, here, || rank.spawn()),
+                None => rank.spawn(),
+            };
+            let mut child = spawned.map_err(|source| {
+                let program = command[0].clone();
+                CliError::Spawn { rank: place.rank, program, source }
+            })?;
             if let Some(taggers) = taggers {
                 taggers.follow(place.rank, &mut child);
             }

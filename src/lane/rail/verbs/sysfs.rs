@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use rustix::thread::{CpuSet, sched_getaffinity};
 
 use super::gid::{Gid, GidType};
+use crate::topology::Numa;
 
 /// The tree below a root: `/sys`, or one that a test laid out. What is not there or not readable is simply not known.
 #[derive(Clone, Debug)]
@@ -67,20 +68,11 @@ impl Sysfs {
         distances.split_ascii_whitespace().nth(at)?.parse().ok()
     }
 
-    /// The NUMA node of these processors, if all belong to one.
-    pub fn node_of(&self, processors: impl Fn(u32) -> bool) -> Option<u32> {
-        let has_some = |&node: &u32| {
-            let list = read(&self.nodes().join(format!("node{node}/cpulist")));
-            list.is_some_and(|list| cpus(&list).any(&processors))
-        };
-        let mut nodes = numbered(&self.nodes(), "node").into_iter().filter(has_some);
-        nodes.next().filter(|_| nodes.next().is_none())
-    }
-
     /// The NUMA node that this thread is bound to, if it is.
     pub fn own_node(&self) -> Option<u32> {
         let set = sched_getaffinity(None).ok()?;
-        self.node_of(|cpu| (cpu as usize) < CpuSet::MAX_CPU && set.is_set(cpu as usize))
+        let allowed = |cpu: u32| (cpu as usize) < CpuSet::MAX_CPU && set.is_set(cpu as usize);
+        Numa::below(self.nodes()).node_of(allowed)
     }
 
     fn card(&self, card: &str) -> PathBuf {
@@ -103,15 +95,6 @@ fn numbered<N: std::str::FromStr + Ord>(dir: &Path, prefix: &str) -> Vec<N> {
     let mut numbers: Vec<N> = names.filter_map(|name| name.strip_prefix(prefix)?.parse().ok()).collect();
     numbers.sort_unstable();
     numbers
-}
-
-/// The processors of a list like `0-3,8`.
-fn cpus(list: &str) -> impl Iterator<Item = u32> + '_ {
-    let ranges = list.split(',').filter_map(|range| {
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        Some(first.parse::<u32>().ok()?..=last.parse().ok()?)
-    });
-    ranges.flatten()
 }
 
 #[cfg(test)]
@@ -160,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_on_a_node_only_if_all_its_processors_are() {
+    fn distances_are_those_between_nodes_that_are_there() {
         let tree = Tree::new();
         // Node 1 is offline: distances are listed for those that are there.
         tree.write("devices/system/node/node0/cpulist", "0-3,8");
@@ -168,10 +151,6 @@ mod tests {
         tree.write("devices/system/node/node2/cpulist", "4-7,9-11");
         tree.write("devices/system/node/node2/distance", "20 10");
         let sysfs = tree.sysfs();
-        assert_eq!(sysfs.node_of(|cpu| cpu == 8 || cpu == 1), Some(0));
-        assert_eq!(sysfs.node_of(|cpu| (9..=10).contains(&cpu)), Some(2));
-        assert_eq!(sysfs.node_of(|cpu| cpu == 3 || cpu == 4), None);
-        assert_eq!(sysfs.node_of(|_| false), None);
         assert_eq!(sysfs.numa_distance(0, 2), Some(21));
         assert_eq!(sysfs.numa_distance(2, 0), Some(20));
         assert_eq!(sysfs.numa_distance(0, 1), None);

@@ -19,7 +19,7 @@ use super::check::{About, Checks};
 use super::error::CheckError;
 use super::row::State;
 use super::task::{Part, Task};
-use crate::launch::Job;
+use crate::launch::{Bind, Job};
 
 const ONE_GPU: &str = "the same between GPUs, over NVLink";
 
@@ -77,6 +77,7 @@ pub fn processes(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
             part: None,
             command: vec![super::program()?.into(), "gpu-check-part".into(), json.into()],
             env: Vec::new(),
+            bind: Bind::None,
             grace: Duration::from_secs(5),
             tag: false,
         };
