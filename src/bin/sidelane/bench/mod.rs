@@ -55,6 +55,7 @@ use task::Task;
 /// Starts the ranks of a measurement and waits for rank 0's report.
 pub fn main(args: &BenchArgs) -> Result<ExitCode, CliError> {
     let mut task = Task::resolve(args)?;
+    args.conditions.machines.claim(args.json.iter().chain(&args.trace_out))?;
     // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
     let folder = args.peers.then(Folder::make).transpose()?;
     task.peers = folder.as_ref().map(|folder| folder.path().to_owned());

@@ -27,6 +27,7 @@ use task::Task;
 /// Starts the ranks and waits for what rank 0 reports.
 pub fn main(args: &CollectivesArgs) -> Result<ExitCode, CliError> {
     let mut task = Task::resolve(args)?;
+    args.machines.claim(&args.json)?;
     // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
     let folder = args.peers.then(Folder::make).transpose()?;
     task.peers = folder.as_ref().map(|folder| folder.path().to_owned());

@@ -25,6 +25,7 @@ use task::Task;
 
 /// Counts, and says what it counted.
 pub fn main(args: &EnginesArgs) -> Result<ExitCode, CliError> {
+    output::claim(&args.json)?;
     let report = Report::new(&Task::resolve(args)?)?;
     output::print(&report.text())?;
     if let Some(path) = &args.json {

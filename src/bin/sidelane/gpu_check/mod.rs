@@ -58,6 +58,7 @@ use task::{Part, Task};
 
 /// Runs all parts, and prints what they found.
 pub fn main(args: &GpuCheckArgs) -> Result<ExitCode, CliError> {
+    output::claim(&args.json)?;
     let probe = probe(args.device).map_err(sidelane::Error::from)?;
     let rows = parts::run(&Task::of(args))?;
     let report = Report::new(args, &probe, rows);

@@ -30,6 +30,7 @@ use task::Task;
 /// Starts the ranks and waits for what rank 0 reports.
 pub fn main(args: &LayerArgs) -> Result<ExitCode, CliError> {
     let task = Task::resolve(args)?;
+    args.machines.claim(args.json.iter().chain(&args.trace_out).chain(&args.svg))?;
     ranks::start_with("layer-rank", &task.shape.ranks_per_node, &args.machines, &task, task.variables())
 }
 

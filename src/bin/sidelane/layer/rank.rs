@@ -54,15 +54,7 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     let verified = rank.same_bits()?;
     let taken = rank.time()?;
     let passes = taken.iter().map(|taken| rank.pass(taken)).collect::<Result<Vec<_>, _>>()?;
-    if task.records() {
-        let timelines = rank.record()?;
-        if let Some(path) = task.trace_out.as_ref().filter(|_| world.rank() == 0) {
-            write_trace(path, world.nodes(), &timelines)?;
-        }
-        if let Some(path) = task.svg.as_ref().filter(|_| world.rank() == 0) {
-            output::write(path, &picture::draw(&task.shape, &timelines))?;
-        }
-    }
+    let timelines = if task.records() { rank.record()? } else { Vec::new() };
     let verified = verified && rank.same_bits()?;
     if world.rank() != 0 {
         return Ok(ExitCode::SUCCESS);
@@ -73,6 +65,12 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     output::print(&report.text())?;
     if let Some(path) = &task.json {
         output::write(path, &(report.json() + "\n"))?;
+    }
+    if let Some(path) = &task.trace_out {
+        write_trace(path, world.nodes(), &timelines)?;
+    }
+    if let Some(path) = &task.svg {
+        output::write(path, &picture::draw(&task.shape, &timelines))?;
     }
     Ok(if verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -34,6 +34,7 @@ use task::Task;
 /// Starts the ranks and waits for what rank 0 reports.
 pub fn main(args: &PerfArgs) -> Result<ExitCode, CliError> {
     let task = Task::resolve(args)?;
+    args.machines.claim(args.json.iter().chain(&args.svg))?;
     ranks::start("perf-rank", &task.ranks_per_node, &args.machines, &task)
 }
 

@@ -71,6 +71,7 @@ struct Row {
 
 /// Measures, and says what it cost.
 pub fn main(args: &PlanningArgs) -> Result<ExitCode, CliError> {
+    output::claim(&args.svg)?;
     let rows = rows(args)?;
     output::print(&text(args, &rows))?;
     if let Some(path) = &args.svg {

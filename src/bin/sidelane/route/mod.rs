@@ -28,6 +28,7 @@ use task::Task;
 /// Looks at the routing and says what it sees.
 pub fn main(args: &RouteArgs) -> Result<ExitCode, CliError> {
     let task = Task::resolve(args)?;
+    output::claim(args.json.iter().chain(&args.svg))?;
     let report = Report::new(&task)?;
     output::print(&report.text())?;
     if let Some(path) = &args.json {

@@ -25,6 +25,8 @@ use args::Task;
 /// Starts the ranks and waits for what rank 0 writes.
 pub fn main(args: &TraceArgs) -> Result<ExitCode, CliError> {
     let task = Task::resolve(args)?;
+    let files = [&args.out].into_iter().chain(&args.svg).chain(&args.json);
+    args.conditions.machines.claim(files)?;
     ranks::start("trace-rank", &task.config.ranks_per_node, &args.conditions.machines, &task)
 }
 
