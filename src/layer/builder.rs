@@ -154,7 +154,8 @@ impl<'g> MoeLayerBuilder<'g> {
     }
 
     /// How long experts may take for a chunk, or a transfer for one. Default: a little longer than the deadline of the world, by
-    /// which transfers name whom they wait for.
+    /// which transfers name whom they wait for. The world ends when it has passed; experts that are at it still are waited for, as no
+    /// thread can be ended from outside.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.plan.deadline = deadline;
         self

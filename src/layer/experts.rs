@@ -28,6 +28,14 @@ impl Segments<'_> {
         self.rows.is_empty()
     }
 
+    /// Number of rows that the segments add up to, if each has room for its expert's.
+    pub(super) fn total(&self) -> Option<usize> {
+        self.counts.iter().zip(self.padded).try_fold(0usize, |total, (&count, &padded)| {
+            let fits = (0..=padded).contains(&count);
+            total.checked_add(usize::try_from(padded).ok().filter(|_| fits)?)
+        })
+    }
+
     /// Per expert, where its rows are among all: pads left out.
     pub fn ranges(&self) -> impl Iterator<Item = std::ops::Range<usize>> + '_ {
         self.counts.iter().zip(self.padded).scan(0, |first, (&count, &padded)| {

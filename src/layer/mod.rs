@@ -19,7 +19,7 @@
 //!              compute    |sh'| |g0'| |g1'| |g2'| |w|               g' gradients of rows, w of weights: beside what is left of d'
 //! ```
 //!
-//! Forward, four dispatches are in front of a combine; backward, all gradients of combine come first: their rows are kept for the gradients of
+//! Forward, dispatches are four chunks ahead of the combine that comes next (five are in front of the first); backward, all gradients of combine come first: their rows are kept for the gradients of
 //! weights anyhow. All ranks issue transfers in this order. [`MoeLayer::forward_beside_backward`] puts both passes, of two microbatches, into one graph.
 //!
 //! **Bits** do not depend on chunks, streams, or overlap: rows of experts and of
@@ -40,7 +40,8 @@
 //!
 //! **Faults.** Input that one rank refuses is an error on every rank, nothing moves, and the next call works. Experts that fail,
 //! panic, give rows of another shape or exceed the deadline, and lost peers, end the world: every rank has a typed error, no thread
-//! is left behind, and after [`World::rebuild`](crate::World::rebuild) a new layer goes on.
+//! is left behind, and after [`World::rebuild`](crate::World::rebuild) a new layer goes on. A thread cannot be ended from outside: experts that
+//! never return hold up their own rank, whose peers have their error at the deadline; its own comes when the experts have returned.
 
 mod backward;
 mod beside;

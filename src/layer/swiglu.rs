@@ -87,10 +87,18 @@ impl GroupedSwiGlu {
 
     fn check(&self, rows: &Segments<'_>) -> Result<(), Error> {
         let (seen, columns) = (rows.rows.len(), self.hidden);
-        if rows.hidden == columns {
-            return Ok(());
+        for counts in [rows.counts, rows.padded] {
+            if counts.len() != self.experts {
+                let (what, seen, rows) = ("counts of experts", counts.len(), self.experts);
+                return Err(PlanError::WrongShape { what, seen, rows, columns: 1 }.into());
+            }
         }
-        Err(PlanError::WrongShape { what: "rows of experts", seen, rows: rows.len(), columns }.into())
+        let total = rows.total().unwrap_or(usize::MAX);
+        if rows.hidden != columns || total.checked_mul(columns) != Some(seen) {
+            let what = "rows of experts";
+            return Err(PlanError::WrongShape { what, seen, rows: total, columns }.into());
+        }
+        Ok(())
     }
 
     /// Per expert: its number, its rows, and how many there are.

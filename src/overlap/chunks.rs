@@ -37,7 +37,8 @@ pub struct Load {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SliceRule {
-    /// What a call costs however small it is, as bytes that would be sent meanwhile: `sidelane bench` tells both.
+    /// What a call costs however small it is, as bytes that would be sent meanwhile: `sidelane bench` tells what a small call
+    /// takes, and how many bytes a second a large one moves.
     pub call_bytes: u64,
     /// Rows below which an expert's product is not done sooner for having fewer of them.
     pub gemm_rows: u32,

@@ -2,7 +2,7 @@
 
 use sidelane::error::{CallError, GateError, LayerError, OverlapError, PlanError};
 use sidelane::gate::{GateConfig, Noise, Score};
-use sidelane::layer::{GroupedSwiGlu, Input, MoeLayer, MoeLayerBuilder};
+use sidelane::layer::{Experts, GroupedSwiGlu, Input, MoeLayer, MoeLayerBuilder, Segments};
 use sidelane::overlap::SliceRule;
 use sidelane::{Dtype, Error};
 
@@ -104,6 +104,27 @@ fn wide(experts: usize) -> GroupedSwiGlu {
 fn weights_that_cannot_be_counted_are_not_those_of_any_experts() {
     let refused = GroupedSwiGlu::new(1, 1 << 32, 1 << 32, Vec::new()).unwrap_err();
     assert!(matches!(refused, PlanError::WrongShape { seen: 0, .. }), "{refused}");
+}
+
+#[test]
+fn segments_that_do_not_add_up_to_their_rows_are_refused_by_grouped_experts() {
+    let experts = GroupedSwiGlu::new(2, 4, 3, vec![1.0; GroupedSwiGlu::values(2, 4, 3)]).unwrap();
+    let rows = [0.0; 8];
+    let refused = |hidden, counts: &[i64], padded: &[i64]| {
+        let refused = experts.forward(Segments { rows: &rows, hidden, counts, padded }).err().unwrap();
+        assert!(
+            matches!(refused.downcast_ref(), Some(Error::Plan(PlanError::WrongShape { .. }))),
+            "{refused}"
+        );
+    };
+    refused(4, &[2], &[2]);
+    refused(4, &[1, 1, 0], &[1, 1, 0]);
+    refused(4, &[1, 1], &[1, 0]);
+    refused(4, &[2, 1], &[2, 1]);
+    refused(4, &[-1, 1], &[1, 1]);
+    refused(4, &[0, 0], &[i64::MAX, i64::MAX]);
+    refused(2, &[2, 2], &[2, 2]);
+    assert!(experts.forward(Segments { rows: &rows, hidden: 4, counts: &[0, 1], padded: &[1, 1] }).is_ok());
 }
 
 #[test]

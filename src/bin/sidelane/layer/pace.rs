@@ -64,10 +64,12 @@ fn experts_alone(shape: &Shape) -> Duration {
     let (hidden, ffn) = (shape.hidden as usize, shape.ffn as usize);
     let local = shape.experts.div_ceil(ranks) as usize;
     let chunks = shape.chunks as usize;
-    let rows = (u64::from(shape.tokens) * u64::from(shape.top_k)) as usize / local / chunks;
+    let rows = ((u64::from(shape.tokens) * u64::from(shape.top_k)) as usize).div_ceil(chunks);
+    // The first experts have what is left over.
+    let counts: Vec<i64> = (0..local).map(|nth| ((rows + local - 1 - nth) / local) as i64).collect();
     let weights = vec![0.01; GroupedSwiGlu::values(local, hidden, ffn)];
     let Ok(experts) = GroupedSwiGlu::new(local, hidden, ffn, weights) else { return Duration::ZERO };
-    let (x, counts) = (vec![0.5; rows * local * hidden], vec![rows as i64; local]);
+    let x = vec![0.5; rows * hidden];
     let one = || {
         let begin = Instant::now();
         for _ in 0..chunks {
