@@ -115,6 +115,12 @@ fn what_makes_no_sense_is_refused_as_a_wrong_command_line() {
         ("simulate --route relay", "pxn"),
         ("simulate --preset gpt", "deepseek_v3"),
         ("simulate --chunks 0", "--chunks"),
+        ("simulate --tflops 300", "--slices"),
+        ("simulate --nodes 1 --wire f32", "--wire"),
+        ("simulate --order expert --wire bf16", "--wire"),
+        ("simulate --route direct --chunks 4", "--chunks"),
+        ("simulate --tokens 1048576 --experts 16384", "--tokens x --experts"),
+        ("simulate --tokens 1048576 --top-k 8 --nodes 512 --all-ranks", "--top-k of all ranks"),
         ("planning --ranks 12", "--ranks 12"),
         ("planning --top-k 300", "--top-k"),
     ] {

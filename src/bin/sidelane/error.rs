@@ -114,6 +114,7 @@ impl CliError {
     /// cannot be run, as shells have it; 1 for everything else.
     pub fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
+            CliError::Simulate(SimulateError::Noise) => 1,
             CliError::Shape(_)
             | CliError::Config(_)
             | CliError::Routing(_)

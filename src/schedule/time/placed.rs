@@ -78,13 +78,13 @@ impl Placed {
     /// Places a case as the executor of a machine would.
     ///
     /// # Errors
-    /// [`PlanError::BadParameter`] unless there is a routing for every rank or for every rank of one node, nodes and ranks
-    /// have the same share of ranks and experts, and rows are a multiple of 16 bytes; whatever is wrong with a routing, or
+    /// [`PlanError::BadParameter`] unless there is a routing for every rank or, where ranks do not share the cores of a host, for
+    /// every rank of one node, nodes and ranks have the same share of ranks and experts, and rows are a multiple of 16 bytes; whatever is wrong with a routing, or
     /// with the [`Hardware`](Hardware::check).
     pub fn new(case: &Case, hardware: &Hardware) -> Result<Self, PlanError> {
         hardware.check()?;
         let executor = hardware.executor;
-        let ring = ring_of(case)?;
+        let ring = ring_of(case, hardware)?;
         let labels: Vec<u32> = (0..ring.ranks()).map(|rank| rank / ring.members).collect();
         let nodes = NodeMap::from_labels(&labels);
         let paths = Paths::new(&nodes, case.route, 0);
@@ -239,7 +239,7 @@ impl Rank {
     }
 }
 
-fn ring_of(case: &Case) -> Result<Ring, PlanError> {
+fn ring_of(case: &Case, hardware: &Hardware) -> Result<Ring, PlanError> {
     let bad =
         |parameter, seen: u32, expected| PlanError::BadParameter { parameter, seen: seen.into(), expected };
     let (ranks, given) = (case.map.ranks(), case.routings.len() as u32);
@@ -254,6 +254,9 @@ fn ring_of(case: &Case) -> Result<Ring, PlanError> {
     let whole = given == ranks;
     if !whole && !(0..ranks).all(even) {
         return Err(bad("experts", case.map.slots(), "as many on each rank, where one node stands for all"));
+    }
+    if !whole && hardware.executor == Executor::Host && hardware.host.cores > 0 {
+        return Err(bad("routings", given, "one for every rank, where ranks share cores"));
     }
     if case.chunks == 0 {
         return Err(bad("chunks", 0, "1 or more"));

@@ -67,7 +67,7 @@ pub struct SimulateArgs {
     #[arg(long, value_parser = one_of(Route::ALL, Route::name))]
     pub route: Option<Route>,
 
-    /// Order of sums; partial sums of ranks or nodes are made by relays [default: expert and, over pxn, node]
+    /// Order of sums; partial sums of ranks or nodes are made by relays [default: expert and, over pxn, rank and node]
     #[arg(long, value_parser = one_of(Order::ALL, Order::name))]
     pub order: Option<Order>,
 
@@ -92,7 +92,7 @@ pub struct SimulateArgs {
     pub ffn: Option<u32>,
 
     /// TFLOP/s of the experts' products, with --slices: 600 is six tenths of what an H100 is sold with, of bf16
-    #[arg(long, value_name = "X", default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "X", default_value_t = 600, requires = "slices", value_parser = clap::value_parser!(u32).range(1..))]
     pub tflops: u32,
 
     /// Play every rank of a group of more than 64, not one node that stands for all

@@ -21,6 +21,8 @@ use sidelane::schedule::time::{Card, Compute, Engines, Executor, Hardware, Host,
 use sidelane::topology::Route;
 use sidelane::{Dtype, Error, ExpertParallel, Options, World};
 
+use super::SimulateError;
+use crate::error::CliError;
 use crate::planning::{Cost, Shape};
 
 /// Tokens of each rank where loops are measured, choices of each, and experts of each rank.
@@ -40,7 +42,10 @@ struct Loops {
 }
 
 /// Measures.
-pub fn measure() -> Result<Hardware, Error> {
+///
+/// # Errors
+/// [`SimulateError::Noise`] if large rows took no longer than small ones: then no rate follows.
+pub fn measure() -> Result<Hardware, CliError> {
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
     let ranks = cores.max(2);
     let [small, large] = [loops(ranks, HIDDEN[0])?, loops(ranks, HIDDEN[1])?];
@@ -49,6 +54,9 @@ pub fn measure() -> Result<Hardware, Error> {
     let turns = f64::from(ranks) / f64::from(cores);
     let per_row = |loops: &Loops| loops.copy / turns / loops.rows;
     let per_byte = (per_row(&large) - per_row(&small)) / (bytes(HIDDEN[1]) - bytes(HIDDEN[0]));
+    if per_byte <= 0.0 {
+        return Err(SimulateError::Noise.into());
+    }
     let price = (per_row(&small) - per_byte * bytes(HIDDEN[0])).max(0.0);
     let rate = mb_s(1.0 / per_byte);
     // A sum reads as many rows as were copied here, and writes a row for each token.

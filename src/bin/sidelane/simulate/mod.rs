@@ -28,6 +28,7 @@ use task::Task;
 
 /// Measures the machine if asked to, and times.
 pub fn main(args: &SimulateArgs) -> Result<ExitCode, CliError> {
+    output::claim(args.json.iter().chain(&args.svg).chain(&args.calibrate))?;
     if let Some(path) = &args.calibrate {
         let hardware = calibrate::measure()?;
         let figures = serde_json::to_string_pretty(&hardware).expect("numbers and names are always JSON");

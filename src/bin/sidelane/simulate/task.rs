@@ -48,6 +48,16 @@ pub enum SimulateError {
     #[error("--slices is for a machine whose copies take no core, with exact sizes (--mode eager)")]
     Slices,
 
+    /// Other work took more time than what was measured.
+    #[error(
+        "rows of 16 KiB were copied as fast as rows of 64 bytes: something else keeps this machine busy; try again"
+    )]
+    Noise,
+
+    /// An option of something that no way does.
+    #[error("{option} says nothing here: {why}")]
+    NothingToSay { option: &'static str, why: &'static str },
+
     /// An option that changes nothing where slots are full and go one way.
     #[error(
         "--mode slots has one way for one group, and slots are full whatever the routing: {option} says nothing there"
@@ -89,6 +99,8 @@ const PLAYED: u32 = 64;
 const MOST_RANKS: u32 = 4096;
 /// Logits of so many are drawn for each token.
 const MOST_EXPERTS: u32 = 1 << 14;
+/// A gigabyte of logits of one rank, and of choices of all.
+const MOST_VALUES: u32 = 1 << 28;
 
 impl<'a> Task<'a> {
     /// From the command line.
@@ -120,6 +132,14 @@ impl<'a> Task<'a> {
         if !(1..=MOST_EXPERTS).contains(&experts) {
             return Err(SimulateError::OutOfRange { option: "--experts", most: MOST_EXPERTS });
         }
+        let drawn = if args.all_ranks { ranks } else { ranks.min(PLAYED.max(args.ranks_per_node)) };
+        let tables = [
+            ("--tokens x --experts", u64::from(args.tokens) * u64::from(experts)),
+            ("--tokens x --top-k of all ranks", u64::from(args.tokens) * u64::from(top_k) * u64::from(drawn)),
+        ];
+        if let Some(&(option, _)) = tables.iter().find(|(_, values)| *values > MOST_VALUES.into()) {
+            return Err(SimulateError::OutOfRange { option, most: MOST_VALUES });
+        }
         let hidden = args.hidden.unwrap_or(layer.hidden);
         let home_bytes = u64::from(hidden) * args.dtype.element().size() as u64;
         let row_bytes = args.dtype.record(hidden).map_or(home_bytes, |record| record.bytes() as u64);
@@ -132,6 +152,17 @@ impl<'a> Task<'a> {
         }
         if let Some(option) = no_option_of_slots(args) {
             return Err(SimulateError::NotOfSlots { option });
+        }
+        if args.mode == Room::Eager {
+            let ways = Way::all(args, args.nodes);
+            if args.wire.is_some() && ways.iter().all(|way| way.wire.is_none()) {
+                let why = "relays sum over --route pxn, between several nodes, in --order rank or node";
+                return Err(SimulateError::NothingToSay { option: "--wire", why });
+            }
+            if !args.chunks.is_empty() && ways.iter().all(|way| way.chunks.is_none()) {
+                let why = "blocks go to relays over --route pxn, between several nodes";
+                return Err(SimulateError::NothingToSay { option: "--chunks", why });
+            }
         }
         let &SimulateArgs { nodes, ranks_per_node, tokens, dtype, mode, preset: model, .. } = args;
         let (weights, seed) = (args.weights.unwrap_or(Beside::Rows), args.seed.unwrap_or(0));

@@ -56,7 +56,7 @@ impl Way {
             let relays = route == Route::Pxn && nodes > 1;
             let orders = match args.order {
                 Some(order) => vec![order],
-                None if relays => vec![Order::Expert, Order::Node],
+                None if relays => Order::ALL.to_vec(),
                 None => vec![Order::Expert],
             };
             for order in orders {
