@@ -22,6 +22,7 @@
 // Stores into memory that other processes map cannot be said in safe Rust.
 #![allow(unsafe_code)]
 
+mod clock;
 #[cfg(test)]
 mod conformance;
 mod flag;
@@ -37,6 +38,7 @@ mod turns;
 mod wait;
 mod word;
 
+pub use clock::now;
 pub use flag::FlagLine;
 pub use floor::{Floor, Moves};
 pub use group::{Lanes, Reach};

@@ -14,11 +14,11 @@ use std::io::{BufWriter, Write};
 use std::path::Path;
 
 use sidelane::ep::{ExpertRows, Handle};
-use sidelane::exec::{Recorder, Timeline, write_chrome_trace};
+use sidelane::exec::{Recorder, Timeline, now, write_chrome_trace};
 use sidelane::topology::NodeMap;
 use sidelane::{Error, Group};
 
-use super::clock::{Laps, now};
+use super::clock::Laps;
 use super::layer::Layer;
 use super::tensor::Number;
 use crate::error::CliError;
