@@ -44,6 +44,8 @@ pub fn record<E: Number>(layer: &mut Layer<'_, E>, y: &[E]) -> Result<Vec<Timeli
         recorder.take();
         let (rows, handle) = laps.time(|| round(layer, y, &recorder))?;
         timelines.push(recorder.take());
+        // Who is done must not take a core from who is not: checks are long.
+        barrier.barrier()?;
         if number == ROUNDS {
             layer.check_rows(&rows, &handle)?;
             layer.check_tokens();
