@@ -19,8 +19,7 @@
 //!                   +-- other node --> Rail: loop, verbs, tcp ... Card (the thread that attends to all of them)
 //! ```
 
-// Stores into memory that other processes map cannot be said in safe Rust.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "stores into memory that other processes map cannot be said in safe Rust")]
 
 mod clock;
 #[cfg(test)]
