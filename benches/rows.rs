@@ -2,8 +2,7 @@
 //!
 //! One thread; what two processes reach together depends on the memory, not on these loops alone.
 
-// The loops take raw pointers; the benchmark owns what they point to.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "the loops take raw pointers; the benchmark owns what they point to")]
 
 use std::time::Duration;
 

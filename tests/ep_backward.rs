@@ -8,6 +8,7 @@ use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, Order};
 use sidelane::topology::{NodeMap, Route};
 use sidelane::{Element, ExpertParallel};
+use support::layer::{bits, dot};
 use support::{To, Tokens, on_ranks, placement, tiny, tokens};
 
 const HIDDEN: usize = 40;
@@ -52,20 +53,6 @@ fn cases() -> Vec<Case> {
 trait Real: Element + Into<f32> + PartialEq + std::fmt::Debug {}
 impl<E: Element + Into<f32> + PartialEq + std::fmt::Debug> Real for E {}
 
-/// `<a, b>` as documented: 16 lanes of rounded products, folded by halves.
-fn dot<E: Real>(a: &[E], b: &[E]) -> f32 {
-    let mut lanes = [0.0f32; 16];
-    for (column, (&a, &b)) in a.iter().zip(b).enumerate() {
-        lanes[column % 16] += a.into() * b.into();
-    }
-    for half in [8, 4, 2, 1] {
-        for lane in 0..half {
-            lanes[lane] += lanes[lane + half];
-        }
-    }
-    lanes[0]
-}
-
 /// What stands in row `row` of rank `rank`: any function of the two, the same for whoever computes it.
 fn row_of<E: Real>(rank: usize, row: usize) -> Vec<E>
 where
@@ -76,10 +63,6 @@ where
 
 fn weight_of(rank: usize, row: usize) -> f32 {
     (rank * 100 + row) as f32 * 0.37 - 1.0
-}
-
-fn bits<E: Element>(values: &[E]) -> &[u8] {
-    bytemuck::cast_slice(values)
 }
 
 /// The choices of a token that were not dropped, in summation order: (rank, row there, choice), grouped as they are

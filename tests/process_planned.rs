@@ -1,6 +1,6 @@
 //! Planned exchanges between processes: descriptors of device memory and of words are passed, and a killed rank ends the
 //! streams of the others.
-#![allow(unsafe_code)] // memory of a caller's own is named by contract
+#![allow(unsafe_code, reason = "memory of a caller's own is named by contract")]
 
 #[path = "planned/memory.rs"]
 mod memory;

@@ -1,7 +1,6 @@
 //! Every instruction set against a scalar reference, bit for bit, with guard bytes around every target.
 
-// The loops take raw pointers; the tests own what they point to.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "the loops take raw pointers; the tests own what they point to")]
 
 mod rows_common;
 

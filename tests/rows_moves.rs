@@ -1,7 +1,6 @@
 //! Copies, gathers and zero fills of every instruction set, with guard bytes around every target.
 
-// The loops take raw pointers; the tests own what they point to.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "the loops take raw pointers; the tests own what they point to")]
 
 mod rows_common;
 

@@ -1,7 +1,6 @@
 //! Partial sums: where one was taken changes no bit of the total.
 
-// The loops take raw pointers; the tests own what they point to.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "the loops take raw pointers; the tests own what they point to")]
 
 mod rows_common;
 

@@ -2,7 +2,7 @@
 
 mod support;
 
-#[allow(dead_code)] // its `main` is for those who run it by hand
+#[allow(dead_code, reason = "its `main` is for those who run it by hand")]
 #[path = "../examples/one_sided.rs"]
 mod one_sided;
 

@@ -5,7 +5,7 @@
 //! with its name, where cudarc's panics at the first call. And a result is a plain number ([`Code`]): cudarc reads
 //! it into an enum of the codes that its header knows, so that a code of a newer driver would be undefined behaviour.
 
-#![allow(non_snake_case)]
+#![allow(non_snake_case, reason = "the names of C, so that its manual applies")]
 
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 

@@ -31,8 +31,7 @@
 //!
 //! **Panics** there are none: an answer that makes no sense is a [`DeviceError`](crate::error::DeviceError).
 
-// The driver is C.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "the driver is C")]
 
 mod allocation;
 mod audit;

@@ -158,17 +158,11 @@ impl ExpertParallel {
         io: &mut Io<'_>,
         stores: Stores,
     ) -> Result<(), Error> {
-        let tables = &self.tables;
         let operands = Operands {
-            table: &tables.table,
-            spans: &tables.spans,
-            tags: &tables.tags,
-            row_bytes: self.fixed.spec.row_bytes(),
-            call: self.calls.value(),
-            last_return: self.calls.last_return(),
             runs: handle.map_or(&[], |h| &h.layout.runs),
             rows: handle.map_or(&[], |h| &h.layout.rows),
-            sum: handle.map_or(Sum::default(), |h| h.sum(&tables.bases, weighted)),
+            sum: handle.map_or(Sum::default(), |h| h.sum(&self.tables.bases, weighted)),
+            ..self.tables.operands(self.calls, self.fixed.spec.row_bytes())
         };
         let result = self.host.run(&self.fixed.port, items, &operands, io, stores);
         result.map_err(|error| self.fail(error))

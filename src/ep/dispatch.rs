@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use super::buffers::check_tensor;
 use super::call::{Begun, Relaying, entry};
+use super::fixed::Fixed;
 use super::handle::Inner;
 use super::meeting::Numbers;
-use super::parallel::Fixed;
 use super::relay::Errand;
 use super::{ExpertParallel, ExpertRows, Handle};
 use crate::dtype::Element;

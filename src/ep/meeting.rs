@@ -8,7 +8,7 @@
 //! A caller and its relay hear the same and judge it by the same rules, so they come to the same end without a word
 //! between them: so do all ranks.
 
-use super::parallel::Fixed;
+use super::fixed::Fixed;
 use crate::error::{CallError, CallKind, Error, MemoryError};
 use crate::plan::{Counts, Overflow, Sizes};
 use crate::schedule::{Calls, Control, Flag, Refusal, Setting, Tag, WindowId};

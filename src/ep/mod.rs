@@ -36,6 +36,7 @@ mod call;
 mod collective;
 mod combine;
 mod dispatch;
+mod fixed;
 mod floor;
 mod gather;
 mod guard;

@@ -6,24 +6,20 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crossbeam::queue::ArrayQueue;
 
 use super::builder::Spec;
+use super::fixed::{CHUNKS, Fixed, Ground, Room};
 use super::gather::Gather;
 use super::handle::Inner;
-use super::meeting::{Meeting, Numbers};
+use super::meeting::Numbers;
 use super::proxy::{HostRelay, Seat};
 use super::{ExpertParallelBuilder, Handle, LaneUse, TokenBuffer};
-use crate::error::{CallKind, Error, MemoryError, PlanError};
+use crate::error::{CallKind, Error, PlanError};
 use crate::exec::Host;
-use crate::lane::{Lanes, Part, Port, Window};
+use crate::lane::Port;
 use crate::memory::{Extent, Licence, Pool};
-use crate::plan::{
-    Bins, Chunk, Crossing, ExpertMap, Frame, Layout, Order, Sizes, Sizing, Sorted, Spans, Strategy,
-};
+use crate::plan::{Crossing, ExpertMap, Sorted, Spans, Strategy};
 use crate::rows::Stores;
-use crate::schedule::{
-    Caller, CallerTables, Calls, Control, DispatchSkeleton, Flag, ReturnSkeleton, Setting, WindowId,
-};
-use crate::topology::{Paths, Route};
-use crate::world::{Group, Shared, SymmetricRange};
+use crate::schedule::{Caller, CallerTables, Calls, DispatchSkeleton, Flag, ReturnSkeleton};
+use crate::world::{Group, SymmetricRange};
 
 /// Handles whose memory is kept for the next dispatches.
 const SPARE_HANDLES: usize = 64;
@@ -77,197 +73,11 @@ pub struct ExpertParallel {
     pub(super) gather: Option<Box<Gather>>,
 }
 
-/// What is the same in every call, for the caller and for its relay.
-#[derive(Debug)]
-pub(super) struct Fixed {
-    pub shared: Arc<Shared>,
-    pub lanes: Arc<Lanes>,
-    pub port: Arc<Port>,
-    pub control: Control,
-    pub spec: Spec,
-    pub bins: Bins,
-    pub chunks: u8,
-    pub room: Room,
-    /// The window in which what crosses lands.
-    pub far: WindowId,
-    /// Rows that cross lie in memory of devices.
-    pub on_devices: bool,
-}
-
-/// Where rows are that come from other nodes, or go there.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Ground<'w> {
-    /// In the pools of the heaps; or in memory of devices of one node.
-    Near,
-    /// In memory of devices that no rail reaches: they cross to its twin.
-    Twin(&'w Window),
-    /// In memory of devices, as rails reach it; and the planner's desk, where engines relay.
-    Devices(&'w Window, Option<&'w Window>),
-}
-
-/// The memory in which rows land, as errors speak of it. It is equally large everywhere.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Room {
-    pub total: u64,
-    pub space: &'static str,
-    pub setting: &'static str,
-}
-
-impl Room {
-    /// That a rank has no room for `asked` bytes, but for `free`.
-    pub fn lacks(self, rank: u32, asked: u64, free: u64) -> Error {
-        let Room { total, space, setting } = self;
-        MemoryError::OutOfSpace { rank, asked, free, total, space, setting }.into()
-    }
-}
-
-/// In how many parts a block goes to its relay: enough that the relay is busy while the rest is under way.
-const CHUNKS: u8 = 4;
-
 /// The programs of this rank.
 #[derive(Debug)]
 pub(super) struct Skeletons {
     pub dispatch: DispatchSkeleton,
     pub ret: ReturnSkeleton,
-}
-
-impl Fixed {
-    /// What an owner of this spec needs, and its control window. Collective.
-    pub fn new(
-        group: &Group,
-        spec: Spec,
-        room: Room,
-        ground: Ground<'_>,
-    ) -> Result<(Self, SymmetricRange), Error> {
-        let lanes = group.lanes(spec.route)?;
-        let paths = lanes.paths();
-        let max_entries = u64::from(spec.max_tokens) * u64::from(spec.entries_of_token());
-        let bins = Bins::of_layout(spec.layout, &spec.map, spec.order, &lanes.nodes);
-        let control =
-            Control::new(&paths, &bins, max_entries, spec.sizing(CallKind::Dispatch, None).note_bytes());
-        let range = group.take_symmetric(control.bytes())?;
-        let (pool, twin, far) = match ground {
-            Ground::Near => (pool_window(group), None, WindowId::POOL),
-            Ground::Twin(twin) => (pool_window(group), Some(twin), WindowId::TWIN),
-            Ground::Devices(pool, desk) => (pool.clone(), desk, WindowId::POOL),
-        };
-        let on_devices = !matches!(ground, Ground::Near);
-        let mut windows = vec![pool, range.window()];
-        windows.extend(twin.cloned());
-        let port = Arc::new(Port::new(Arc::clone(&lanes), windows, WindowId::CONTROL));
-        let shared = Arc::clone(&group.shared);
-        Ok((Fixed { shared, lanes, port, control, spec, bins, chunks: CHUNKS, room, far, on_devices }, range))
-    }
-
-    /// This rank among its nodes.
-    pub fn paths(&self) -> Paths<'_> {
-        self.lanes.paths()
-    }
-
-    /// What the placement of every call has in common.
-    pub fn frame(&self) -> Frame<'_> {
-        Frame {
-            bins: &self.bins,
-            paths: self.paths(),
-            align: self.spec.align,
-            chunks: self.chunks,
-            sizing: self.sizing(CallKind::Dispatch),
-            mode: self.spec.mode,
-        }
-    }
-
-    /// Sizes of what moves in a call of this kind.
-    pub fn sizing(&self, kind: CallKind) -> Sizing {
-        self.spec.sizing(kind, self.partial_bytes())
-    }
-
-    /// Whether engines hand rows on: each rank then has [`Arrivals`](crate::plan::Arrivals) behind its rows.
-    pub fn arrives(&self) -> bool {
-        self.on_devices && self.spec.route == Route::Pxn
-    }
-
-    /// Whether rows cross from device to device.
-    pub fn straight(&self) -> bool {
-        self.on_devices && self.far == WindowId::POOL
-    }
-
-    /// What lands if so many rows do. Where memory is that of a device and there is a budget, notes lie behind all of it.
-    pub fn landing(&self, rows: u32) -> Chunk {
-        let fixed = self.spec.mode.budget().filter(|_| self.on_devices);
-        self.sizing(CallKind::Dispatch).landing(fixed.unwrap_or(rows))
-    }
-
-    /// Bytes in which `rows` rows can land with all that must lie behind them: `staged` rows to be handed on, or arrivals.
-    pub fn extent_bytes(&self, kind: CallKind, rows: u32, staged: u32) -> u64 {
-        let sizing = self.sizing(kind);
-        if !self.arrives() {
-            return sizing.extent_bytes(rows, staged);
-        }
-        self.landing(rows).staging().saturating_add(u64::from(staged) * sizing.row_bytes)
-    }
-
-    /// What this rank receives at most: as many rows as there are slots (of these `sizes`) or a budget; else, if every token of
-    /// every rank chooses as many of its experts as it can. And what it hands on, if all cross that can.
-    pub fn most_bytes(&self, kind: CallKind, sizes: &Sizes) -> u64 {
-        let (spec, paths, rank) = (&self.spec, self.paths(), self.lanes.rank);
-        if spec.mode.slots().is_some() {
-            return self.extent_bytes(kind, sizes.rows[rank as usize], sizes.staged_at(rank));
-        }
-        let bins = self.bins.of(rank).len() as u32;
-        let (ranks, tokens) = (self.lanes.ranks(), spec.max_tokens);
-        let rows = ranks.saturating_mul(tokens).saturating_mul(spec.rows_of_token(bins));
-        let rows = rows.saturating_add(bins.saturating_mul(spec.align - 1));
-        let rows = rows.min(spec.mode.budget().unwrap_or(u32::MAX));
-        let blocks = if spec.route == Route::Pxn { paths.sources().count() as u32 } else { 0 };
-        self.extent_bytes(kind, rows, blocks.saturating_mul(tokens))
-    }
-
-    /// Bytes of a partial sum, where relays sum: they do where they serve more than themselves.
-    pub fn partial_bytes(&self) -> Option<u64> {
-        let (spec, paths) = (&self.spec, self.paths());
-        let sums = spec.order != Order::Expert && paths.route() == Route::Pxn && paths.rails();
-        sums.then(|| (spec.hidden * spec.wire.size()) as u64)
-    }
-
-    /// What everybody says on entering the running call, of this kind.
-    pub fn meeting(&self, calls: Calls, kind: CallKind) -> Meeting<'_> {
-        let setting = Setting {
-            paths: self.paths(),
-            control: &self.control,
-            sizing: self.sizing(kind),
-            chunks: self.chunks,
-            parity: calls.parity(),
-            far: self.far,
-        };
-        Meeting { fixed: self, setting, calls }
-    }
-
-    /// Writes the headers of this rank's blocks.
-    pub fn describe_blocks(&self, calls: Calls, layout: &Layout, sorted: &Sorted) -> Result<(), Error> {
-        let Fixed { port, control, bins, .. } = self;
-        let paths = self.paths();
-        for ((nth, relay), block) in (0..).zip(paths.relays()).zip(&layout.blocks) {
-            let at = control.header_out(nth, calls.parity());
-            port.write(WindowId::CONTROL, at, &[block.rows, block.entries(), block.first])?;
-            port.write(WindowId::CONTROL, at + Control::LANDED, &block.landed)?;
-            port.write(WindowId::CONTROL, at + control.segments(), &block.segments)?;
-            if paths.route() == Route::Pxn {
-                port.write(WindowId::CONTROL, at + control.index(), &block.index)?;
-                let mut to = at + control.notes(block.entries());
-                for bins in paths.served_by(relay).iter().map(|&rank| bins.of(rank)) {
-                    let notes = sorted.notes_of(bins);
-                    port.write(WindowId::CONTROL, to, notes)?;
-                    to += size_of_val(notes) as u64;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// An error amid a call ends the world.
-    pub fn fail(&self, error: Error) -> Error {
-        self.shared.fail(&self.lanes.world_ranks, error)
-    }
 }
 
 impl ExpertParallel {
@@ -400,14 +210,6 @@ impl std::fmt::Debug for ExpertParallel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ExpertParallel").field("rank", &self.rank()).field("spec", self.spec()).finish()
     }
-}
-
-/// The pools of all members as a window: each from its start to the end of its heap.
-fn pool_window(group: &Group) -> Window {
-    let heap = &group.shared.heap;
-    let (offset, len) = (heap.pool().start(), heap.pool().total());
-    let parts = group.ranks().iter().map(|&member| Part { member, region: 0, offset, len }).collect();
-    Window { mapped: Arc::clone(heap.mapped()), parts, of_devices: false }
 }
 
 /// The words by which this rank's neighbours say that they have read what it offered.

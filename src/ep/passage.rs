@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::parallel::Ground;
+use super::fixed::Ground;
 use crate::device::Context;
 use crate::error::{Error, MemoryError};
 use crate::lane::{DeviceMemory, Lanes};

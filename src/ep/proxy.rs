@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
-use super::parallel::Fixed;
+use super::fixed::Fixed;
 use super::relay::{Errand, Relay};
 use crate::error::{Cause, Error, LaneError};
 use crate::exec::Host;

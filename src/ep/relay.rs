@@ -4,8 +4,8 @@
 
 use std::sync::Arc;
 
+use super::fixed::Fixed;
 use super::meeting::Numbers;
-use super::parallel::Fixed;
 use crate::error::{CallKind, Cause, Error};
 use crate::exec::Moved;
 use crate::plan::{Arrivals, Chunk, Forward};

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::ExpertParallel;
 use super::call::entry;
+use super::fixed::Fixed;
 use super::meeting::Numbers;
-use super::parallel::Fixed;
 use super::relay::Errand;
 use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::lane::Io;

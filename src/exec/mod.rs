@@ -15,6 +15,7 @@ mod lowered;
 mod outbox;
 mod recorder;
 
+pub use crate::lane::now;
 pub use chrome::write_chrome_trace;
 pub(crate) use crossed::Crossed;
 pub(crate) use engine::{Engine, Ground, Near, Packed};

@@ -15,6 +15,7 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Place, Work};
+use crate::lane::now;
 use crate::schedule::{Flag, Item, Level, Op};
 
 /// Kinds of operations, as timelines tell them apart.
@@ -228,8 +229,8 @@ fn since(start: Instant) -> (u64, u64) {
     static ANCHOR: LazyLock<(Instant, u64)> = LazyLock::new(|| {
         let pairs = (0..16).map(|_| {
             let before = Instant::now();
-            let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-            (before.elapsed(), before, now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64)
+            let ns = now();
+            (before.elapsed(), before, ns)
         });
         let (_, instant, ns) = pairs.min().expect("several pairs");
         (instant, ns)

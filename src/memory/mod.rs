@@ -16,8 +16,7 @@
 //! This room maps and hands out; it never decides who may write. Its addresses are always checked against the
 //! mapping before a pointer leaves it.
 
-// Mapping memory and viewing it as typed slices cannot be said in safe Rust.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "mapping memory and viewing it as typed slices cannot be said in safe Rust")]
 
 mod extents;
 mod heap;

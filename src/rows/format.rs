@@ -52,6 +52,27 @@ impl From<Arithmetic> for Dtype {
     }
 }
 
+/// An expression with the format of an element type: `with_format!(dtype, F => of::<F>())`.
+macro_rules! with_format {
+    ($dtype:expr, $format:ident => $with:expr) => {
+        match $dtype {
+            $crate::rows::format::Arithmetic::F32 => {
+                type $format = $crate::rows::format::F32;
+                $with
+            }
+            $crate::rows::format::Arithmetic::Bf16 => {
+                type $format = $crate::rows::format::Bf16;
+                $with
+            }
+            $crate::rows::format::Arithmetic::F16 => {
+                type $format = $crate::rows::format::F16;
+                $with
+            }
+        }
+    };
+}
+pub(super) use with_format;
+
 /// An element type at compile time. `lanes` below 16 is the end of a row: the lanes beyond it read as +0 and
 /// are not written.
 ///

@@ -7,7 +7,7 @@
 //!   lane j +=  lane j+8,  then  lane j+4,  lane j+2,  lane j+1
 //! ```
 
-use super::format::{Arithmetic, Bf16, F16, F32, Format};
+use super::format::{Arithmetic, Format, with_format};
 use super::vector::{Kernel, LANES, LINE, Vector};
 
 /// Arguments of a dot product of two rows.
@@ -32,13 +32,7 @@ impl Kernel for Dot {
     #[inline(always)]
     unsafe fn run<V: Vector>(self) -> f32 {
         // SAFETY: the caller answers for both rows.
-        unsafe {
-            match self.dtype {
-                Arithmetic::F32 => self.of::<V, F32>(),
-                Arithmetic::Bf16 => self.of::<V, Bf16>(),
-                Arithmetic::F16 => self.of::<V, F16>(),
-            }
-        }
+        unsafe { with_format!(self.dtype, F => self.of::<V, F>()) }
     }
 }
 
@@ -92,13 +86,7 @@ impl Kernel for Scale {
     #[inline(always)]
     unsafe fn run<V: Vector>(self) {
         // SAFETY: the caller answers for the row.
-        unsafe {
-            match self.dtype {
-                Arithmetic::F32 => self.of::<V, F32>(),
-                Arithmetic::Bf16 => self.of::<V, Bf16>(),
-                Arithmetic::F16 => self.of::<V, F16>(),
-            }
-        }
+        unsafe { with_format!(self.dtype, F => self.of::<V, F>()) }
     }
 }
 

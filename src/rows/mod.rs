@@ -19,9 +19,11 @@
 //! **Pointers.** Everything takes raw pointers, because the memory is shared with other processes: a reference
 //! to it would promise the compiler what nobody can keep. Who may touch which bytes when is the business of
 //! the schedule's signals and licences; a streaming store is covered by a signal only after [`Rows::fence`].
-//
-// Vector intrinsics and raw pointers into shared memory are what this room is for.
-#![allow(unsafe_code)]
+
+#![allow(
+    unsafe_code,
+    reason = "vector intrinsics and raw pointers into shared memory are what this room is for"
+)]
 
 mod e4m3;
 mod format;

@@ -12,7 +12,7 @@
 //! NaN and hurts nobody else: it does not count for the scale.
 
 use super::e4m3;
-use super::format::{Arithmetic, Bf16, F16, F32, Format};
+use super::format::{Arithmetic, Format, with_format};
 use super::vector::{Kernel, LANES, Vector};
 use crate::dtype::RecordShape;
 
@@ -40,13 +40,7 @@ impl Kernel for Quantise<'_> {
     #[inline(always)]
     unsafe fn run<V: Vector>(self) {
         // SAFETY: the caller answers for the set.
-        unsafe {
-            match self.dtype {
-                Arithmetic::F32 => self.of::<V, F32>(),
-                Arithmetic::Bf16 => self.of::<V, Bf16>(),
-                Arithmetic::F16 => self.of::<V, F16>(),
-            }
-        }
+        unsafe { with_format!(self.dtype, F => self.of::<V, F>()) }
     }
 }
 
@@ -86,13 +80,7 @@ impl Kernel for Dequantise<'_> {
     #[inline(always)]
     unsafe fn run<V: Vector>(self) {
         // SAFETY: the caller answers for the set.
-        unsafe {
-            match self.dtype {
-                Arithmetic::F32 => self.of::<V, F32>(),
-                Arithmetic::Bf16 => self.of::<V, Bf16>(),
-                Arithmetic::F16 => self.of::<V, F16>(),
-            }
-        }
+        unsafe { with_format!(self.dtype, F => self.of::<V, F>()) }
     }
 }
 

@@ -1,7 +1,9 @@
 //! The device room against the stand-in driver: copies as late as the rules allow, fresh memory poisoned, anything
 //! outside of what is mapped refused.
-// Kernels, a caller's streams and registered memory are unsafe to use by contract.
-#![allow(unsafe_code)]
+#![allow(
+    unsafe_code,
+    reason = "kernels, a caller's streams and registered memory are unsafe to use by contract"
+)]
 
 mod apart;
 mod audit;

@@ -1,5 +1,5 @@
 //! Groups and scripts that the tests of schedules share.
-#![allow(dead_code)]
+#![allow(dead_code, reason = "each test program uses a part of this")]
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

@@ -2,7 +2,7 @@
 //! and the loops of the room `rows` give.
 //!
 //! A process of its own for each test: the stand-in loads one library of kernels.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "kernels are unsafe to launch by contract")]
 
 #[path = "../device/apart.rs"]
 mod apart;

@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Signal, getpid, kill_process};
 use sidelane::error::{Cause, LayerError, OverlapError, Pass, Stream, Whose};
-use sidelane::layer::{Chunk, Experts, Failure, GroupedSwiGlu, Input, MoeLayer, RowOrder, Saved, Segments};
+use sidelane::layer::{Failure, Input, MoeLayer};
 use sidelane::{Dtype, Error, World};
 
 use crate::case::{Case, Cut, HIDDEN, Seen, WHOLE, gate, step, swiglu, tensors};
+use crate::meddled::{Meddled, Meddler};
 use crate::support::{on_ranks, small};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -35,7 +36,6 @@ enum Fault {
 }
 
 struct Faulty {
-    inner: GroupedSwiGlu,
     fault: Fault,
     in_pass: Pass,
     calls: AtomicU32,
@@ -63,48 +63,14 @@ impl Faulty {
         }
         Ok(false)
     }
+}
 
-    fn spoiled(&self, pass: Pass, mut values: Vec<f32>) -> Result<Vec<f32>, Failure> {
+impl Meddler for Faulty {
+    fn after(&self, pass: Pass, mut values: Vec<f32>) -> Result<Vec<f32>, Failure> {
         if self.strikes(pass)? {
             values.pop();
         }
         Ok(values)
-    }
-}
-
-impl Experts for Faulty {
-    fn count(&self) -> usize {
-        self.inner.count()
-    }
-
-    fn hidden(&self) -> usize {
-        self.inner.hidden()
-    }
-
-    fn forward(&self, rows: Segments<'_>) -> Result<(Vec<f32>, Saved), Failure> {
-        let (outputs, saved) = self.inner.forward(rows)?;
-        Ok((self.spoiled(Pass::Forward, outputs)?, saved))
-    }
-
-    fn rows_backward(
-        &self,
-        rows: Segments<'_>,
-        saved: &mut Saved,
-        of_outputs: Vec<f32>,
-    ) -> Result<Vec<f32>, Failure> {
-        self.spoiled(Pass::RowsBackward, self.inner.rows_backward(rows, saved, of_outputs)?)
-    }
-
-    fn weights_backward(&self, chunks: &[Chunk<'_>], order: &RowOrder) -> Result<Vec<f32>, Failure> {
-        self.spoiled(Pass::WeightsBackward, self.inner.weights_backward(chunks, order)?)
-    }
-
-    fn weights(&self) -> &[f32] {
-        self.inner.weights()
-    }
-
-    fn weights_mut(&mut self) -> &mut [f32] {
-        self.inner.weights_mut()
     }
 }
 
@@ -117,8 +83,8 @@ fn broken_step(case: &Case, world: &Arc<World>, fault: Fault, in_pass: Pass) -> 
     let (group, rank) = (world.all().unwrap(), world.rank());
     let inner = swiglu(case.held(rank));
     let builder = if rank == CULPRIT {
-        let faulty = Faulty { inner, fault, in_pass, calls: AtomicU32::new(0), world: Arc::clone(world) };
-        MoeLayer::builder(&group, gate(), HIDDEN, faulty)
+        let by = Faulty { fault, in_pass, calls: AtomicU32::new(0), world: Arc::clone(world) };
+        MoeLayer::builder(&group, gate(), HIDDEN, Meddled { inner, by })
     } else {
         MoeLayer::builder(&group, gate(), HIDDEN, inner)
     };

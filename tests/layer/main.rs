@@ -9,5 +9,6 @@ mod case;
 mod dense;
 mod differences;
 mod faults;
+mod meddled;
 mod overlap;
 mod refusals;

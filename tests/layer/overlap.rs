@@ -5,9 +5,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use sidelane::Dtype;
-use sidelane::layer::{Chunk, Experts, Failure, GroupedSwiGlu, Input, MoeLayer, RowOrder, Saved, Segments};
+use sidelane::error::Pass;
+use sidelane::layer::{Failure, Input, MoeLayer};
 
 use crate::case::{Case, Cut, HIDDEN, Seen, WHOLE, gate, swiglu, tensors};
+use crate::meddled::{Meddled, Meddler};
 use crate::support::{on_ranks, small};
 
 const SOON: Duration = Duration::from_secs(30);
@@ -18,7 +20,6 @@ const WAITS: u32 = 0;
 /// Backward, rank 0 does not come back from the gradient of its weights until rank 1 has all gradients: so rank 0 has sent
 /// them.
 struct Waiting {
-    inner: GroupedSwiGlu,
     rank: u32,
     calls: AtomicU32,
     /// How far rank 1 is: 1 with its second chunk, 2 with all.
@@ -38,44 +39,15 @@ impl Waiting {
     }
 }
 
-impl Experts for Waiting {
-    fn count(&self) -> usize {
-        self.inner.count()
-    }
-
-    fn hidden(&self) -> usize {
-        self.inner.hidden()
-    }
-
-    fn forward(&self, rows: Segments<'_>) -> Result<(Vec<f32>, Saved), Failure> {
-        if self.calls.fetch_add(1, Ordering::Relaxed) == 0 {
-            self.wait_for(1)?;
-        } else if self.rank != WAITS {
-            self.other.fetch_max(1, Ordering::Release);
+impl Meddler for Waiting {
+    fn before(&self, pass: Pass) -> Result<(), Failure> {
+        match pass {
+            Pass::Forward if self.calls.fetch_add(1, Ordering::Relaxed) == 0 => self.wait_for(1)?,
+            Pass::Forward if self.rank != WAITS => _ = self.other.fetch_max(1, Ordering::Release),
+            Pass::WeightsBackward => self.wait_for(2)?,
+            Pass::Forward | Pass::RowsBackward => {}
         }
-        self.inner.forward(rows)
-    }
-
-    fn rows_backward(
-        &self,
-        rows: Segments<'_>,
-        saved: &mut Saved,
-        of_outputs: Vec<f32>,
-    ) -> Result<Vec<f32>, Failure> {
-        self.inner.rows_backward(rows, saved, of_outputs)
-    }
-
-    fn weights_backward(&self, chunks: &[Chunk<'_>], order: &RowOrder) -> Result<Vec<f32>, Failure> {
-        self.wait_for(2)?;
-        self.inner.weights_backward(chunks, order)
-    }
-
-    fn weights(&self) -> &[f32] {
-        self.inner.weights()
-    }
-
-    fn weights_mut(&mut self) -> &mut [f32] {
-        self.inner.weights_mut()
+        Ok(())
     }
 }
 
@@ -87,8 +59,8 @@ fn the_next_dispatch_goes_on_under_experts_and_gradients_go_home_under_those_of_
     let seen = on_ranks(&case.nodes, &small(), |world| {
         let (group, rank) = (world.all().unwrap(), world.rank());
         let (inner, other) = (swiglu(case.held(rank)), Arc::clone(&other));
-        let waiting = Waiting { inner, rank, calls: AtomicU32::new(0), other: Arc::clone(&other) };
-        let builder = MoeLayer::builder(&group, gate(), HIDDEN, waiting).dtype(Dtype::F32);
+        let by = Waiting { rank, calls: AtomicU32::new(0), other: Arc::clone(&other) };
+        let builder = MoeLayer::builder(&group, gate(), HIDDEN, Meddled { inner, by }).dtype(Dtype::F32);
         let mut layer = case.cut(builder).build().unwrap();
         let [x, residual, of_out] = tensors::<f32>(rank as usize, case.tokens[rank as usize]);
         let (out, tape) = layer.forward(&Input { residual: Some(&residual), ..Input::new(&x) }).unwrap();

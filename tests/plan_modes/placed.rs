@@ -32,6 +32,11 @@ pub fn routing(play: &Play, rank: usize, ids: &[i32]) -> Routing<'static> {
     Routing::new(play.case.top_k, ids.to_vec(), weights).unwrap()
 }
 
+/// Those of a list that a range names.
+pub fn part<T>(all: &[T], range: std::ops::Range<u32>) -> &[T] {
+    &all[range.start as usize..range.end as usize]
+}
+
 impl Placed {
     pub fn new(play: &Play) -> Placed {
         let case = &play.case;

@@ -7,7 +7,7 @@ use sidelane::{Element, World};
 use stand_in_cuda::StandIn;
 
 use super::on_devices;
-use super::rank::{Case, Rank, stream};
+use super::rank::{Case, Input, Rank, stream};
 use super::support::{To, on_ranks, small, tokens};
 
 /// Runs something on each rank of a world, on a device of its own.
@@ -130,7 +130,7 @@ fn memory_that_the_stream_has_yet_to_read_is_given_to_nobody() {
             // Every token goes to expert 0 and to expert 2: a row at each rank. 24 rows of 32 bytes with their weights take
             // 896 bytes, outputs as many; 2 rows take 128 of the 256 that are left.
             let mut rank = Rank::<bf16>::with(&group, &case, |builder| builder.pool(2 * 896 + 256));
-            let input = |salt: u64, count: u32| super::rank::Input {
+            let input = |salt: u64, count: u32| Input {
                 ids: [0, 2].repeat(count as usize),
                 ..tokens(10 * salt + u64::from(group.rank()), count, 16, 2, 4)
             };
@@ -141,20 +141,29 @@ fn memory_that_the_stream_has_yet_to_read_is_given_to_nobody() {
     });
 }
 
+/// Three tokens: experts 0 to 3 get 2, 1, 1 and 1 rows of them.
+pub fn three() -> Input<bf16> {
+    let ids = [[0, 3], [1, 2], [0, -1]].concat();
+    let x = (0..48).map(|n| bf16::from_f32(n as f32)).collect();
+    Input { x, ids, weights: vec![0.5; 6] }
+}
+
+/// A graph replayed with other tokens, a call beside it, and another graph: rows of 16 elements, 3 choices of 5 experts.
+pub fn replays(rank: &mut Rank<bf16>, me: u64) {
+    let inputs: Vec<_> = (0..6).map(|nth| tokens(10 * nth + me, 4 + me as u32, 16, 3, 5)).collect();
+    rank.replayed(&inputs);
+    // A seat is left for calls beside the graph.
+    rank.round(&inputs[0]);
+    rank.replayed(&inputs[1..4]);
+}
+
 #[test]
 fn a_graph_is_replayed_with_other_tokens() {
     on_devices("calls::a_graph_is_replayed_with_other_tokens", 8, 8, || {
         for overflow in [Overflow::Error, Overflow::Drop] {
             let rows = if overflow == Overflow::Drop { 9 } else { 120 };
             let case = Case { mode: Mode::Budget { rows, overflow }, ..Case::new(3, 5, 3) };
-            on_each(&case, |rank, me| {
-                let inputs: Vec<_> =
-                    (0..6).map(|nth| tokens(10 * nth + me, 4 + me as u32, 16, 3, 5)).collect();
-                rank.replayed(&inputs);
-                // A seat is left for calls beside the graph.
-                rank.round(&inputs[0]);
-                rank.replayed(&inputs[1..4]);
-            });
+            on_each(&case, replays);
         }
     });
 }
@@ -166,10 +175,7 @@ fn engines_move_every_row_and_a_report_says_so() {
         let _driver = stream(0);
         let case = Case { align: 4, ..Case::new(2, 4, 2) };
         on_each(&case, |rank, me| {
-            let ids = [[0, 3], [1, 2], [0, -1]].concat();
-            let x: Vec<bf16> = (0..48).map(|n| bf16::from_f32(n as f32)).collect();
-            let input = super::rank::Input { x, ids, weights: vec![0.5; 6] };
-            let (rows, handle) = rank.dispatch(&input).unwrap();
+            let (rows, handle) = rank.dispatch(&three()).unwrap();
             let report = handle.report().unwrap();
             assert_eq!(report.kernels, ["order", "regroup"]);
             let lanes: Vec<_> = report.lanes.iter().map(|used| (used.lane, used.ranks)).collect();

@@ -2,7 +2,7 @@
 //! does everything as late and as unordered as the rules allow.
 //!
 //! The driver and its kernels are the process's: each test is one of its own.
-#![allow(unsafe_code)] // memory of a caller's own is named by contract
+#![allow(unsafe_code, reason = "memory of a caller's own is named by contract")]
 
 #[path = "../device/apart.rs"]
 mod apart;

@@ -7,7 +7,7 @@ use sidelane::topology::Route;
 use sidelane::world::Detour;
 use stand_in_cuda::StandIn;
 
-use super::calls::{on_each, rounds, some};
+use super::calls::{on_each, replays, rounds, some, three};
 use super::on_devices;
 use super::rank::{Case, Input, stream};
 use super::support::tokens;
@@ -113,14 +113,7 @@ fn a_graph_is_replayed_with_other_tokens_across_nodes() {
         for (route, (overflow, rows)) in Route::ALL.into_iter().flat_map(|route| budgets.map(|b| (route, b)))
         {
             let case = Case { mode: Mode::Budget { rows, overflow }, route, ..Case::across(SHAPES[0], 5, 3) };
-            on_each(&case, |rank, me| {
-                let inputs: Vec<_> =
-                    (0..6).map(|nth| tokens(10 * nth + me, 4 + me as u32, 16, 3, 5)).collect();
-                rank.replayed(&inputs);
-                // A seat is left for calls beside the graph.
-                rank.round(&inputs[0]);
-                rank.replayed(&inputs[1..4]);
-            });
+            on_each(&case, replays);
         }
     });
 }
@@ -132,10 +125,7 @@ fn a_report_says_how_rows_crossed_and_by_how_many_copies() {
         let _driver = stream(0);
         let case = Case { align: 4, ..Case::across(&[0, 1], 4, 2) };
         on_each(&case, |rank, me| {
-            let ids = [[0, 3], [1, 2], [0, -1]].concat();
-            let x: Vec<bf16> = (0..48).map(|n| bf16::from_f32(n as f32)).collect();
-            let input = Input { x, ids, weights: vec![0.5; 6] };
-            let (rows, handle) = rank.dispatch(&input).unwrap();
+            let (rows, handle) = rank.dispatch(&three()).unwrap();
             let report = handle.report().unwrap();
             assert_eq!(report.kernels, ["order", "regroup"]);
             let lanes: Vec<_> = report.lanes.iter().map(|used| (used.lane, used.ranks)).collect();

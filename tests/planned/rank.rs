@@ -14,6 +14,7 @@ use sidelane::topology::Route;
 use sidelane::{Element, Error, ExpertParallel, Group};
 
 use super::memory::Tensor;
+use super::support::layer::bits;
 use super::support::{self, To};
 
 /// What is exchanged, and how.
@@ -307,8 +308,4 @@ where
             [self.experts.fill(&stream, &input.ids), self.weights.fill(&stream, &input.weights)];
         self.planned.dispatch(Tokens { x: &x, experts: &experts, weights: &weights })?.finish()
     }
-}
-
-pub fn bits<T: bytemuck::NoUninit>(values: &[T]) -> &[u8] {
-    bytemuck::cast_slice(values)
 }

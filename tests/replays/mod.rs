@@ -1,5 +1,5 @@
 //! Calls on streams that tests share: three replays each, since what the first leaves behind the third still finds.
-#![allow(dead_code)]
+#![allow(dead_code, reason = "each test program uses a part of this")]
 
 use sidelane::schedule::story::StreamCall::{self, Combine, Dispatch, Release};
 use sidelane::schedule::stream::Slots;

@@ -2,7 +2,7 @@
 //! as torn as CUDA's rules allow, fresh memory poisoned.
 //!
 //! A process of its own for each test: the stand-in reads its settings once.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "a caller's streams and memory are unsafe to use by contract")]
 
 #[path = "../device/apart.rs"]
 mod apart;

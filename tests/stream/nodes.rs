@@ -2,15 +2,14 @@
 //! they go in the library's own tests, which have cards that are not there.
 
 use std::process::{Command, Output};
-use std::time::{Duration, Instant};
 
 use rustix::process::{Signal, getpid, kill_process};
-use sidelane::bootstrap::Clocks;
-use sidelane::error::{Cause, LaneError};
+use sidelane::error::Cause;
 use sidelane::world::Detour;
-use sidelane::{Error, Options, World};
+use sidelane::{Error, World};
 
-use super::rank::{Case, Rank, Tensors, content, on_nodes, options};
+use super::faults::{cancelled, impatient, silent};
+use super::rank::{Case, Rank, Tensors, on_nodes, options, until};
 use super::replays::replays;
 use super::{calls, on_each, on_stand_in};
 
@@ -18,8 +17,6 @@ const TWO_AND_TWO: [u32; 4] = [0, 0, 1, 1];
 const THREE_AND_FIVE: [u32; 8] = [0, 0, 0, 1, 1, 1, 1, 1];
 const CASE: Case = Case { ranks: 4, experts: 10, top_k: 3, hidden: 24, max_tokens: 3 };
 const WIDE: Case = Case { ranks: 8, experts: 20, top_k: 4, hidden: 16, max_tokens: 4 };
-/// Longer than anything takes that works.
-const LONG: Duration = Duration::from_secs(60);
 
 #[test]
 fn every_slot_and_every_sum_is_right_across_nodes() {
@@ -77,24 +74,8 @@ fn what_is_released_brings_nothing_home_and_the_next_dispatch_follows() {
 #[test]
 fn a_silent_rank_of_another_node_is_named_by_the_deadline() {
     on_stand_in("nodes::a_silent_rank_of_another_node_is_named_by_the_deadline", || {
-        let clocks = Clocks { deadline: Duration::from_secs(5), ..Clocks::default() };
-        on_nodes(&TWO_AND_TWO, &Options { clocks, ..options() }, |world| {
-            let mut rank = Rank::new(CASE, world);
-            let tensors = rank.tensors(&CASE.input(4, rank.me()));
-            if rank.me() == 3 {
-                until(|| rank.world.health().check().is_err());
-            } else {
-                rank.exchange.dispatch(&rank.stream, &tensors.tokens()).unwrap();
-                let (me, near) = (rank.me(), rank.me() == 2);
-                match rank.exchange.synchronize(&rank.stream).unwrap_err() {
-                    Error::Lane(LaneError::Deadline { rank, peer: 3, lane, .. }) => {
-                        assert_eq!((rank, lane), (me, if near { "copy engine" } else { "loop" }));
-                    }
-                    Error::World(Cause::Stalled { rank: 3, .. }) => {}
-                    other => panic!("{other}"),
-                }
-            }
-            assert!(matches!(rank.exchange.status(), Err(Error::World(Cause::Stalled { rank: 3, .. }))));
+        on_nodes(&TWO_AND_TWO, &impatient(), |world| {
+            silent(CASE, 3, world, |me| if me == 2 { "copy engine" } else { "loop" });
         });
     });
 }
@@ -102,26 +83,7 @@ fn a_silent_rank_of_another_node_is_named_by_the_deadline() {
 #[test]
 fn a_cancelled_world_ends_the_waits_of_streams_on_all_nodes() {
     on_stand_in("nodes::a_cancelled_world_ends_the_waits_of_streams_on_all_nodes", || {
-        on_nodes(&TWO_AND_TWO, &options(), |world| {
-            let mut rank = Rank::new(CASE, world);
-            let tensors = rank.tensors(&CASE.input(2, rank.me()));
-            tensors.out.write(0, &[7; 64]).unwrap();
-            let cause = Cause::Cancelled { by: 1 };
-            if rank.me() == 1 {
-                rank.group.gather(&[]).unwrap();
-                rank.world.cancel();
-            } else {
-                rank.exchange.dispatch(&rank.stream, &tensors.tokens()).unwrap();
-                rank.exchange.combine(&rank.stream, tensors.out()).unwrap();
-                assert!(!rank.stream.is_done().unwrap());
-                let _ = rank.group.gather(&[]);
-                assert_eq!(rank.exchange.synchronize(&rank.stream), Err(Error::World(cause.clone())));
-                let sums = CASE.bytes(tensors.count) as usize;
-                assert_eq!(content(&tensors.out)[..sums], vec![0; sums]);
-            }
-            let refused = rank.exchange.dispatch(&rank.stream, &tensors.tokens());
-            assert_eq!(refused, Err(Error::World(cause)));
-        });
+        on_nodes(&TWO_AND_TWO, &options(), |world| cancelled(CASE, 1, world));
     });
 }
 
@@ -140,15 +102,6 @@ fn an_exchange_may_go_before_its_last_call_is_done() {
             assert_eq!(world.health().check(), Ok(()));
         });
     });
-}
-
-/// Looks until something is so.
-fn until(is_so: impl Fn() -> bool) {
-    let since = Instant::now();
-    while !is_so() {
-        assert!(since.elapsed() < LONG, "it never comes");
-        std::thread::yield_now();
-    }
 }
 
 /// Rounds of ranks that are processes, on 2 + 2 and 3 + 5, and those after which one is killed.

@@ -2,6 +2,7 @@
 
 use std::ops::Range as Rounds;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use half::bf16;
 use sidelane::device::{Context, Driver, PinnedMemory, Priority, Range, Stream};
@@ -230,6 +231,18 @@ pub fn on_ranks(ranks: u32, options: &Options, body: impl Fn(World) + Sync) {
 pub fn on_nodes(nodes: &[u32], options: &Options, body: impl Fn(World) + Sync) {
     let worlds = World::threads_with(nodes, options).unwrap();
     std::thread::scope(|scope| worlds.into_iter().for_each(|world| _ = scope.spawn(|| body(world))));
+}
+
+/// Longer than anything takes that works.
+const LONG: Duration = Duration::from_secs(60);
+
+/// Looks until something is so.
+pub fn until(is_so: impl Fn() -> bool) {
+    let since = Instant::now();
+    while !is_so() {
+        assert!(since.elapsed() < LONG, "it never comes");
+        std::thread::yield_now();
+    }
 }
 
 /// Small heaps: an exchange on streams needs none.

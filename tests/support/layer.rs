@@ -39,7 +39,7 @@ pub fn bits<T: bytemuck::NoUninit>(tensor: &[T]) -> &[u8] {
 }
 
 /// `<a, b>` as documented: 16 lanes of rounded products, folded by halves.
-fn dot<E: Real>(a: &[E], b: &[E]) -> f32 {
+pub fn dot<E: Real>(a: &[E], b: &[E]) -> f32 {
     let mut lanes = [0.0f32; 16];
     for (column, (&a, &b)) in a.iter().zip(b).enumerate() {
         lanes[column % 16] += a.into() * b.into();

@@ -1,5 +1,5 @@
 //! Worlds of threads, random routings, and the naive reference that dispatch and combine are held against.
-#![allow(dead_code)] // each test file uses its part
+#![allow(dead_code, reason = "each test program uses a part of this")]
 
 pub mod layer;
 pub mod visible;

@@ -10,8 +10,7 @@
 //! be made and used on any streams; those of the exchange's own wait for nothing. What is borrowed is given back when the stream
 //! has come past its last use: an event behind each call says so.
 
-// Addresses and streams of other libraries are used by contract.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "addresses and streams of other libraries are used by contract")]
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};

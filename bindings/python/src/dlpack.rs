@@ -12,8 +12,7 @@
 //!
 //! Version 1 of the protocol has names with `_versioned`, and a flag for memory that must not be written; both are spoken.
 
-// The protocol is one of raw pointers in capsules.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "the protocol is one of raw pointers in capsules")]
 
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;

@@ -7,7 +7,7 @@ use super::seat::Seat;
 use super::shape::{Bell, Piece, Shape};
 use super::space::Space;
 use crate::device::{Kernels, PinnedMemory, Range, Regroup, Stream, Word};
-use crate::ep::parallel::Fixed;
+use crate::ep::fixed::Fixed;
 use crate::error::{DeviceError, Error};
 use crate::world::{Detour, Registration};
 

@@ -1,4 +1,4 @@
-//! What the caller's thread enqueues.
+//! The exchange, as its caller calls it.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -6,27 +6,17 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::common::Common;
+use super::enqueue::Lists;
 use super::handle::{Lease, PlannedCombine, PlannedDispatch, PlannedHandle, PlannedOutput};
-use super::shape::{Bell, Shape};
+use super::shape::Shape;
+use super::tokens::{Tokens, check_tensor};
 use super::{PlannedBuilder, REFUSED};
-use crate::device::{Kernels, MemoryOperations, Order, Range, Regroup, Stream, SumChoices};
-use crate::dtype::Wire;
+use crate::device::{Kernels, Range, Stream};
 use crate::ep::ExpertParallelBuilder;
 use crate::ep::guard::Guard;
 use crate::ep::passage::Passage;
-use crate::error::{CallError, DeviceError, Error, PlanError};
+use crate::error::{CallError, Error, PlanError};
 use crate::world::SymmetricRange;
-
-/// A rank's tokens, where its device has them.
-#[derive(Clone, Copy, Debug)]
-pub struct Tokens<'a> {
-    /// Rows, `[tokens, hidden]`, at a multiple of 16 bytes.
-    pub x: &'a Range,
-    /// Chosen experts, `i32 [tokens, top_k]`; -1 is dropped.
-    pub experts: &'a Range,
-    /// Routing weights, `f32 [tokens, top_k]`.
-    pub weights: &'a Range,
-}
 
 /// MoE dispatch and combine on a CUDA stream: see the [module](crate::ep::planned).
 ///
@@ -53,14 +43,10 @@ pub struct Tokens<'a> {
 /// # }
 /// ```
 pub struct PlannedExchange {
-    common: Arc<Common>,
-    stream: Arc<Stream>,
-    kernels: Arc<Kernels>,
-    /// Per seat, where engines relay: what comes before the packing.
-    listed: Vec<MemoryOperations>,
-    /// Per seat: what follows the packing, and what follows the bell of a combine.
-    packed: Vec<MemoryOperations>,
-    offered: Vec<MemoryOperations>,
+    pub(super) common: Arc<Common>,
+    pub(super) stream: Arc<Stream>,
+    pub(super) kernels: Arc<Kernels>,
+    pub(super) lists: Lists,
     /// Per seat: dispatches and combines enqueued.
     calls: Vec<(u64, u64)>,
     /// All dispatches.
@@ -94,32 +80,14 @@ impl PlannedExchange {
 
     pub(super) fn new(parts: Parts) -> Result<Self, Error> {
         let Parts { common, stream, kernels, planner, guard, passage, control } = parts;
-        let context = stream.context();
-        let (mut listed, mut packed, mut offered) = (Vec::new(), Vec::new(), Vec::new());
-        for seat in 0..common.shape.seats() {
-            let mut list = MemoryOperations::with_capacity(context, 2);
-            list.wait(common.word(seat, Bell::Listed)?, 1)?;
-            list.write(common.word(seat, Bell::Listed)?, 0)?;
-            listed.push(list);
-            let mut list = MemoryOperations::with_capacity(context, 3);
-            list.write(common.word(seat, Bell::Packed)?, 1)?;
-            list.wait(common.word(seat, Bell::Dispatched)?, 1)?;
-            list.write(common.word(seat, Bell::Dispatched)?, 0)?;
-            packed.push(list);
-            let mut list = MemoryOperations::with_capacity(context, 2);
-            list.wait(common.word(seat, Bell::Combined)?, 1)?;
-            list.write(common.word(seat, Bell::Combined)?, 0)?;
-            offered.push(list);
-        }
-        let calls = vec![(0, 0); packed.len()];
+        let lists = Lists::new(&common, stream.context())?;
+        let calls = vec![(0, 0); common.shape.seats() as usize];
         let planner = Some(planner);
         Ok(PlannedExchange {
             common,
             stream,
             kernels: Arc::new(kernels),
-            listed,
-            packed,
-            offered,
+            lists,
             calls,
             dispatches: 0,
             planner,
@@ -166,7 +134,7 @@ impl PlannedExchange {
         let seats = common.shape.seats();
         let free = (0..seats).find(|&seat| common.seats[seat as usize].take());
         let seat = free.ok_or(CallError::NoSeat { seats })?;
-        let (count, refused) = match self.check(tokens) {
+        let (count, refused) = match tokens.count(&self.common.fixed.spec) {
             Ok(count) => (count, None),
             Err(error) => (0, Some(error)),
         };
@@ -276,135 +244,6 @@ impl PlannedExchange {
         }
         Ok(())
     }
-
-    fn enqueue_dispatch(
-        &mut self,
-        seat: u32,
-        tokens: Tokens<'_>,
-        count: u32,
-        rung: u32,
-    ) -> Result<(), Error> {
-        let (common, stream) = (&*self.common, &*self.stream);
-        let (shape, spec) = (&common.shape, &common.fixed.spec);
-        let choices = u64::from(count) * u64::from(spec.top_k) * 4;
-        for (from, to) in
-            [(tokens.experts, shape.host_experts(seat)), (tokens.weights, shape.host_weights(seat))]
-        {
-            stream.copy(common.host.range().span(to.0, choices)?, from.span(0, choices)?)?;
-        }
-        stream.write(common.word(seat, Bell::Dispatch)?, rung + 1)?;
-        if shape.arrives() {
-            stream.operate(&mut self.listed[seat as usize])?;
-        }
-        if count > 0 {
-            let order = common.piece(shape.order(seat))?;
-            let (map, rows) = (common.piece(shape.map())?, common.piece(shape.staging(seat))?);
-            let entries = count * spec.top_k;
-            // Where engines relay, the planner has said it.
-            if !shape.arrives() {
-                self.kernels.order(
-                    stream,
-                    &Order {
-                        experts: tokens.experts.span(0, choices)?,
-                        choices: entries,
-                        top_k: spec.top_k,
-                        bin_of: map.span(0, map.len())?,
-                        n_experts: spec.map.experts(),
-                        bins: common.fixed.bins.count(),
-                        order: order.span(0, order.len())?,
-                    },
-                )?;
-            }
-            self.kernels.regroup(
-                stream,
-                &Regroup {
-                    row_bytes: shape.row_bytes(),
-                    sources: count,
-                    rows: entries,
-                    from: tokens.x.span(0, tokens.x.len())?,
-                    index: order.span(0, order.len())?,
-                    out: rows.span(0, rows.len())?,
-                    status: common.word(seat, Bell::Status)?,
-                },
-            )?;
-        }
-        stream.operate(&mut self.packed[seat as usize])?;
-        match shape.budget() {
-            Some(landing) if shape.arrives() => {
-                common.regroup(stream, &self.kernels, (seat, shape.rows(seat).0, landing.rows))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    fn enqueue_combine(
-        &mut self,
-        seat: u32,
-        tokens: u32,
-        steps: u32,
-        out: Option<&Range>,
-    ) -> Result<(), Error> {
-        let (common, stream) = (&*self.common, &*self.stream);
-        let (shape, spec) = (&common.shape, &common.fixed.spec);
-        stream.write(common.word(seat, Bell::Combine)?, steps + 1)?;
-        stream.operate(&mut self.offered[seat as usize])?;
-        if let Some(out) = out.filter(|_| tokens > 0) {
-            let (rows, summands) = (common.piece(shape.staging(seat))?, common.piece(shape.summands(seat))?);
-            self.kernels.sum_choices(
-                stream,
-                &SumChoices {
-                    tokens,
-                    top_k: spec.top_k,
-                    columns: spec.hidden as u32,
-                    dtype: spec.dtype,
-                    wire: Wire::F32,
-                    n_rows: shape.entries() as u32,
-                    rows: rows.span(0, rows.len())?,
-                    index: summands.span(0, summands.len())?,
-                    n_experts: spec.map.experts(),
-                    experts: None,
-                    weights: None,
-                    group_of: None,
-                    status: common.word(seat, Bell::Status)?,
-                    out: out.span(0, out.len())?,
-                },
-            )?;
-        }
-        Ok(())
-    }
-
-    /// How many tokens there are.
-    fn check(&self, tokens: Tokens<'_>) -> Result<u32, Error> {
-        let spec = &self.common.fixed.spec;
-        let top_k = spec.top_k as usize;
-        let count = tokens.experts.len() / (top_k as u64 * 4);
-        check_tensor("routing", tokens.experts, count, (top_k, 4), 4)?;
-        check_tensor("routing weights", tokens.weights, count, (top_k, 4), 4)?;
-        check_tensor("tokens", tokens.x, count, (spec.hidden, spec.dtype.size()), 16)?;
-        let count = u32::try_from(count).unwrap_or(u32::MAX);
-        if count > spec.max_tokens {
-            return Err(PlanError::TooManyTokens { tokens: count, max: spec.max_tokens }.into());
-        }
-        Ok(count)
-    }
-}
-
-/// Checks the shape of a tensor, and that kernels can read it: an address that is a multiple of `align`.
-fn check_tensor(
-    what: &'static str,
-    tensor: &Range,
-    rows: u64,
-    (columns, size): (usize, usize),
-    align: u64,
-) -> Result<(), Error> {
-    if tensor.len() != rows * (columns * size) as u64 {
-        let (seen, rows) = (tensor.len() as usize / size, rows as usize);
-        return Err(PlanError::WrongShape { what, seen, rows, columns }.into());
-    }
-    if !tensor.address().is_multiple_of(align) {
-        return Err(DeviceError::Misaligned { what, value: tensor.address(), align }.into());
-    }
-    Ok(())
 }
 
 impl Drop for PlannedExchange {

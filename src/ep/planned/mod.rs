@@ -13,7 +13,7 @@
 //!
 //! | file | what |
 //! |---|---|
-//! | `exchange` | what the caller's thread enqueues |
+//! | `exchange`, `tokens`, `enqueue` | what the caller calls, brings, and has put on its stream |
 //! | `planner`, `dispatch`, `combine` | what the planner does of it: the programs of [`schedule`](crate::schedule), by [`exec`](crate::exec)'s engine |
 //! | `arrivals` | what else the planner does where engines relay |
 //! | `shape`, `space`, `seat` | where things lie, what is free, what the planner tells |
@@ -54,6 +54,7 @@ mod builder;
 mod combine;
 mod common;
 mod dispatch;
+mod enqueue;
 mod exchange;
 mod handle;
 mod planner;
@@ -63,11 +64,13 @@ mod space;
 mod status;
 #[cfg(test)]
 pub(in crate::ep) mod tests;
+mod tokens;
 
 pub use builder::PlannedBuilder;
-pub use exchange::{PlannedExchange, Tokens};
+pub use exchange::PlannedExchange;
 pub use handle::{PlannedCombine, PlannedDispatch, PlannedHandle, PlannedOutput, PlannedReport, PlannedRows};
 pub use status::Status;
+pub use tokens::Tokens;
 
 /// A bell's value, less one, that says: my caller's input was refused. No number of tokens is so large, and no place.
 const REFUSED: u32 = u32::MAX - 1;

@@ -21,9 +21,7 @@ use crate::ep::relay::{Errand, Relay};
 use crate::error::{CallKind, Error};
 use crate::exec::{Engine, Packed};
 use crate::plan::{Arrivals, Crossing, Forward, Layout, Segment, Sorted};
-use crate::schedule::{
-    CallerTables, Calls, DispatchSkeleton, Item, Operands, Parts, ReturnSkeleton, Stage, Sum,
-};
+use crate::schedule::{CallerTables, Calls, DispatchSkeleton, Item, Operands, Parts, ReturnSkeleton, Stage};
 
 /// Looks at the bells before the thread sleeps between two: calls often follow each other closely.
 const AWAKE: u32 = 20_000;
@@ -176,17 +174,9 @@ impl Planner {
         layout: Option<&Layout>,
         packed: Option<Packed<'_>>,
     ) -> Result<(), Error> {
-        let tables = &self.tables;
         let operands = Operands {
-            table: &tables.table,
-            spans: &tables.spans,
-            tags: &tables.tags,
-            row_bytes: self.common.shape.row_bytes(),
-            call: self.calls.value(),
-            last_return: self.calls.last_return(),
             runs: layout.map_or(&[], |layout| &layout.runs),
-            rows: &[],
-            sum: Sum::default(),
+            ..self.tables.operands(self.calls, self.common.shape.row_bytes())
         };
         self.engine.run(items, &operands, packed)
     }

@@ -5,7 +5,7 @@
 pub(in crate::ep) mod apart;
 #[path = "../../../tests/planned/memory.rs"]
 mod memory;
-#[allow(dead_code)] // tests of other lanes use the rest
+#[allow(dead_code, reason = "tests of other lanes use the rest")]
 #[path = "../../../tests/planned/rank.rs"]
 mod rank;
 #[path = "../../../tests/support/mod.rs"]

@@ -2,10 +2,10 @@
 //! stand-in of `tests/stand-in-cuda`; the cards are not there either, or those of two machines (`tests/testbed`).
 
 #[path = "../../../tests/kernels/world.rs"]
-#[allow(dead_code)]
+#[allow(dead_code, reason = "tests of other lanes use the rest")]
 mod packed;
 #[path = "../../../tests/stream/rank.rs"]
-#[allow(dead_code)]
+#[allow(dead_code, reason = "tests of other lanes use the rest")]
 mod rank;
 #[path = "../../../tests/stream/replays.rs"]
 mod replays;

@@ -2,7 +2,7 @@
 
 use super::Setting;
 use crate::plan::{Chunk, Forward, Layout, held};
-use crate::schedule::{Caller, Index, Operand, Place, SpanCopy, Tag, Target, WindowId};
+use crate::schedule::{Caller, Calls, Index, Operand, Operands, Place, SpanCopy, Tag, Target, WindowId};
 use crate::topology::{Paths, Route};
 
 /// Operand tables of one rank's callers, used again by all calls.
@@ -55,6 +55,19 @@ impl CallerTables {
     pub fn clear(&mut self) {
         self.table.fill(Operand::Empty);
         self.spans.clear();
+    }
+
+    /// What the running call fills into a skeleton, but for runs, rows and sums.
+    pub fn operands(&self, calls: Calls, row_bytes: u64) -> Operands<'_> {
+        Operands {
+            table: &self.table,
+            spans: &self.spans,
+            tags: &self.tags,
+            row_bytes,
+            call: calls.value(),
+            last_return: calls.last_return(),
+            ..Operands::default()
+        }
     }
 
     /// Dispatch: rows, to where `landing` says. With `noted`, what goes with them, too, and the headers of the blocks:

@@ -14,7 +14,7 @@
 //! ```
 
 #[cfg(test)]
-#[allow(dead_code)]
+#[allow(dead_code, reason = "declarations are compared, not used")]
 #[path = "../../../src/device/audit/cupti/ffi.rs"]
 mod ffi;
 #[cfg(test)]

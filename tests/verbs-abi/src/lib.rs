@@ -15,7 +15,7 @@
 //! ```
 
 #[cfg(test)]
-#[allow(dead_code)]
+#[allow(dead_code, reason = "declarations are compared, not used")]
 #[path = "../../../src/lane/rail/verbs/ffi/mod.rs"]
 mod ffi;
 #[cfg(test)]

@@ -2,13 +2,14 @@
 
 use sidelane::ep::Contribution;
 
+use super::along::along;
 use super::memory::apart;
 use super::objects::{Ep, Handle, Output};
 use super::tensor::{self, Source, Tensor, with_element};
-use super::{TABLE, border, get, retract};
+use super::{TABLE, retract};
+use crate::Status;
 use crate::fault::{ArgumentError, Fault};
 use crate::refuse::Call;
-use crate::{Status, refuse};
 
 /// Brings expert outputs back to their tokens and sums them into `out`, [tokens, hidden]. Collective.
 ///
@@ -25,28 +26,20 @@ pub unsafe extern "C" fn sidelane_ep_combine(
     handle: *mut Handle,
     out: *const Tensor,
 ) -> Status {
-    border(|| {
-        let layer = get(ep)?;
-        let seat = get(handle);
-        layer.seat.lend(|ep| {
-            let seat = seat.inspect_err(|_| refuse::along(ep, layer.dtype, None, Call::Combine))?;
-            seat.lend(|layout| {
-                // SAFETY: as the caller promised.
-                let arguments = unsafe { Outputs::read("rows", layer.landed(layout), output, rows) }
-                    .and_then(|given| {
-                        // SAFETY: as the caller promised.
-                        let out = unsafe {
-                            tensor::Target::read("out", out, layout.tokens().into(), layer.hidden)
-                        }?;
-                        given.apart_from("out", out.bytes())?;
-                        Ok((given.contribution()?, out))
-                    });
-                let (y, mut out) =
-                    arguments.inspect_err(|_| refuse::along(ep, layer.dtype, Some(layout), Call::Combine))?;
-                Ok(with_element!(out.dtype, E => ep.combine_into(y, layout, out.elements::<E>()))?)
-            })
-        })
-    })
+    along(
+        (ep, handle, Call::Combine),
+        |layer, layout| {
+            // SAFETY: as the caller promised.
+            let given = unsafe { Outputs::read("rows", layer.landed(layout), output, rows) }?;
+            // SAFETY: as the caller promised.
+            let out = unsafe { tensor::Target::read("out", out, layout.tokens().into(), layer.hidden) }?;
+            given.apart_from("out", out.bytes())?;
+            Ok((given.contribution()?, out))
+        },
+        |ep, layout, (y, mut out)| {
+            Ok(with_element!(out.dtype, E => ep.combine_into(y, layout, out.elements::<E>()))?)
+        },
+    )
 }
 
 /// What the caller brings to a combine or a gradient.

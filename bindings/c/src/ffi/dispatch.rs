@@ -2,6 +2,7 @@
 
 use sidelane::ep::{ExpertRows, Handle as Layout};
 
+use super::along::along;
 use super::layer::Layer;
 use super::memory::Out;
 use super::objects::{Ep, Handle, Rows};
@@ -73,26 +74,19 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_cached(
     handle: *mut Handle,
     rows: *mut *mut Rows,
 ) -> Status {
-    border(|| {
-        let layer = get(ep)?;
-        let seat = get(handle);
-        layer.seat.lend(|ep| {
-            let seat = seat.inspect_err(|_| refuse::along(ep, layer.dtype, None, Call::CachedDispatch))?;
-            seat.lend(|layout| {
-                let tokens = layout.tokens().into();
-                // SAFETY: as the caller promised.
-                let arguments = unsafe {
-                    Out::new("rows", rows)
-                        .map_err(Fault::from)
-                        .and_then(|out| Ok((out, Source::read("x", x, tokens, layer.sent)?)))
-                };
-                let (out, x) = arguments
-                    .inspect_err(|_| refuse::along(ep, layer.dtype, Some(layout), Call::CachedDispatch))?;
-                let received = with_element!(x.dtype, E => ep.dispatch_cached(x.elements::<E>(), layout))?;
-                give(Seat::new(Kind::Rows, received), out)
-            })
-        })
-    })
+    along(
+        (ep, handle, Call::CachedDispatch),
+        |layer, layout| {
+            // SAFETY: as the caller promised.
+            unsafe {
+                Ok((Out::new("rows", rows)?, Source::read("x", x, layout.tokens().into(), layer.sent)?))
+            }
+        },
+        |ep, layout, (out, x)| {
+            let received = with_element!(x.dtype, E => ep.dispatch_cached(x.elements::<E>(), layout))?;
+            give(Seat::new(Kind::Rows, received), out)
+        },
+    )
 }
 
 /// What is dispatched, and whither.

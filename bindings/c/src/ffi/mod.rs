@@ -56,6 +56,7 @@ mod slots;
 
 mod slots_calls;
 
+mod along;
 mod lent;
 mod memory;
 mod objects;

@@ -3,15 +3,9 @@
 //! Clocks of different machines are not compared: there a round takes as long as on the machine on which it takes longest.
 //! A round follows a barrier, so no machine begins more than a signal's way later than another.
 
-use rustix::time::{ClockId, clock_gettime};
+use sidelane::exec::now;
 
 use crate::machines::Machines;
-
-/// The clock that all processes of a machine share, in nanoseconds.
-pub fn now() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
-}
 
 /// Begin and end of one rank's part of every round.
 #[derive(Clone, Debug, Default)]

@@ -147,6 +147,8 @@ impl<'c, E: Number> Layer<'c, E> {
         self.world.pool().poison(0xff);
         self.group.gather(&[])?;
         let (rows, handle) = self.dispatches.time(|| self.tokens.dispatch(&mut self.ep, &self.routing))?;
+        // Who is done must not take a core from who is not: checks are long.
+        self.group.gather(&[])?;
         self.expected.arrange(rows.index());
         self.check_rows(&rows, &handle)?;
         Ok((rows, handle))
@@ -184,6 +186,7 @@ impl<'c, E: Number> Layer<'c, E> {
         let output = Self::output(y, handle)?;
         self.group.gather(&[])?;
         self.combines.time(|| self.ep.combine_into(output, handle, &mut self.out))?;
+        self.group.gather(&[])?;
         self.check_tokens();
         Ok(())
     }

@@ -33,7 +33,7 @@ mod verify;
 mod words;
 
 pub use args::{BenchArgs, ConditionArgs, one_of};
-pub use clock::{Laps, now};
+pub use clock::Laps;
 pub use config::{Config, ConfigError};
 pub use layer::{Layer, Verdict};
 pub use recording::{CALLS, EVENTS, record, share, write_trace};

@@ -70,6 +70,8 @@ impl<E: Number> Track<'_, E> {
     pub fn round(&mut self, kinds: &[Kind], pairs: &mut [Pair], floor_first: bool) -> Result<(), CliError> {
         kinds.iter().zip(pairs).try_for_each(|(&kind, pair)| {
             self.lap(kind, pair, floor_first)?;
+            // Who is done must not start others while we are at work: they would take a core from us.
+            self.barrier.barrier()?;
             Ok(self.field.lap(kind)?)
         })
     }

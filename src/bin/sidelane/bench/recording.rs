@@ -14,11 +14,11 @@ use std::io::{BufWriter, Write};
 use std::path::Path;
 
 use sidelane::ep::{ExpertRows, Handle};
-use sidelane::exec::{Recorder, Timeline, write_chrome_trace};
+use sidelane::exec::{Recorder, Timeline, now, write_chrome_trace};
 use sidelane::topology::NodeMap;
 use sidelane::{Error, Group};
 
-use super::clock::{Laps, now};
+use super::clock::Laps;
 use super::layer::Layer;
 use super::tensor::Number;
 use crate::error::CliError;
@@ -44,6 +44,8 @@ pub fn record<E: Number>(layer: &mut Layer<'_, E>, y: &[E]) -> Result<Vec<Timeli
         recorder.take();
         let (rows, handle) = laps.time(|| round(layer, y, &recorder))?;
         timelines.push(recorder.take());
+        // Who is done must not take a core from who is not: checks are long.
+        barrier.barrier()?;
         if number == ROUNDS {
             layer.check_rows(&rows, &handle)?;
             layer.check_tokens();

@@ -167,7 +167,7 @@ impl<'a> Rank<'a> {
     fn record(&mut self) -> Result<Vec<sidelane::exec::Timeline>, CliError> {
         let mut barrier = self.group.window(0)?;
         let Some(recorder) = self.world.recorder().cloned() else { return Ok(Vec::new()) };
-        let offset = self.machines.clock_offset(self.group, crate::bench::now)?;
+        let offset = self.machines.clock_offset(self.group, sidelane::exec::now)?;
         barrier.barrier()?;
         recorder.take();
         let (_, tape) = self.overlapped.forward(&Input::new(&self.x))?;

@@ -73,7 +73,7 @@ pub type Complete = unsafe extern "C" fn(*mut c_void, u32, *mut u8, usize, usize
 macro_rules! functions {
     ($( $name:ident($($arg:ty),*); )*) => {
         /// The functions, as the loader found them.
-        #[allow(non_snake_case)]
+        #[allow(non_snake_case, reason = "the names of C, so that its manual applies")]
         pub struct Functions {
             $( pub $name: unsafe extern "C" fn($($arg),*) -> u32, )*
         }

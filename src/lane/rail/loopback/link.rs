@@ -4,11 +4,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::pace::{Early, Egress, Held, now};
+use super::pace::{Early, Egress, Held};
 use super::ring::{Read, Ring};
 use crate::bootstrap::Health;
 use crate::error::{Cause, Error};
 use crate::lane::RowSource;
+use crate::lane::clock::now;
 use crate::lane::rail::record::{CHUNK, Record};
 use crate::lane::rail::{LOOP, PACED, Rail, Regions, Stuck, Target};
 use crate::lane::wait::{self, Patience};

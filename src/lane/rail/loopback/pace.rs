@@ -16,22 +16,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::time::{
-    ClockId, Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, clock_gettime,
-    timerfd_create, timerfd_settime,
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
 };
 
 use crate::config::Pace;
 use crate::error::LaneError;
+use crate::lane::clock::now;
 use crate::lane::rail::record::Record;
 use crate::lane::rail::system;
 
 const SECOND: u64 = 1_000_000_000;
-
-/// Nanoseconds of the clock that all processes of a machine share.
-pub fn now() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    now.tv_sec as u64 * SECOND + now.tv_nsec as u64
-}
 
 /// The link that all wires of a rank send through.
 #[derive(Debug)]

@@ -2,7 +2,7 @@
 //!
 //! A peer is a program of `benches/peers` with as many processes as there are ranks. They stay for the whole measurement
 //! and take turns with us, round by round, so that a busy moment of the machine meets both; who is not at work sleeps.
-//! Rank 0 says whose turn it is, while the other ranks wait in the barrier that begins the next round.
+//! Rank 0 says whose turn it is, once all ranks are done and the others wait in the barrier that begins the next round.
 //!
 //! ```text
 //!   all ranks --> Folder: shape, ids, x, y          rank 0 --> Contender: the processes, a socket to each

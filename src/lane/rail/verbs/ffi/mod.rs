@@ -13,8 +13,7 @@
 //!                  +-- poll_cq, req_notify_cq, post_send, post_recv: the driver's own, no symbol of the library
 //! ```
 
-// The names of C, so that its manual pages apply.
-#![allow(non_camel_case_types)]
+#![allow(non_camel_case_types, reason = "the names of C, so that its manual pages apply")]
 
 mod completion;
 mod device;

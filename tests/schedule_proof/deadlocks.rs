@@ -1,0 +1,38 @@
+//! Orders of launching that look natural, and stand still.
+
+use sidelane::schedule::Op;
+use sidelane::schedule::prove::{Fault, prove};
+use sidelane::schedule::story::Story;
+
+use crate::groups::{self, Group};
+
+/// Each track in turn, peers rotated: what looks natural, and what hardware queues turn into a deadlock.
+fn track_after_track(story: &mut Story) {
+    let ranks = story.ranks;
+    for part in story.calls.iter_mut().flatten() {
+        let rank = part.rank;
+        for scene in &mut part.scenes {
+            scene.steps.sort_by_key(|step| (step.track + ranks - rank - 1) % ranks);
+        }
+    }
+}
+
+#[test]
+fn launching_track_after_track_deadlocks_on_one_queue() {
+    let group = Group::new(&[0; 8], 1, 3);
+    let mut story = group.tell(&groups::pairs(2), None);
+    track_after_track(&mut story);
+    let fault = prove(&story).unwrap_err();
+    println!("{fault}");
+    assert!(matches!(fault, Fault::Deadlock { queues: 1, .. }), "{fault}");
+}
+
+#[test]
+fn waiting_first_deadlocks_when_every_rank_does() {
+    let group = Group::new(&[0, 0, 1, 1], 1, 3);
+    let mut story = group.tell(&groups::pairs(2), None);
+    for scene in story.calls.iter_mut().flatten().flat_map(|part| &mut part.scenes) {
+        scene.steps.sort_by_key(|step| !matches!(step.op, Op::Wait { .. }));
+    }
+    assert!(matches!(prove(&story), Err(Fault::Deadlock { .. })));
+}
