@@ -4,6 +4,7 @@
 //!   all_reduce     [n]                       ->  [n]                 sums over the ranks, on all of them
 //!   broadcast      [n] of the root           ->  [n]                 on all
 //!   all_to_all     [ranks, n]                ->  [ranks, n]          part r of rank s becomes part s of rank r
+//!   all_to_all_landed                                                the same, read where it lands
 //!   all_to_all_v   [sum of counts], counts   ->  [sum], counts       the same, of different lengths
 //!   all_gather     [n]                       ->  [ranks, n]          part s is rank s's
 //!   send, receive, exchange                                          between two ranks, in order
@@ -37,6 +38,7 @@ mod all_to_all;
 mod broadcast;
 mod builder;
 mod call;
+mod landed;
 mod licence;
 mod messages;
 
