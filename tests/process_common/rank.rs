@@ -152,10 +152,11 @@ impl Rank {
         let bytes = (4 * PART * ranks) as u64;
         let mut communicator = Communicator::builder(&self.world.all()?).landing(bytes).build()?;
         for call in 1.. {
-            let mine = vec![(100 * call + self.world.rank()) as f32; PART * ranks];
+            let of = |rank: u32| (100 * call + u64::from(rank)) as f32;
+            let mine = vec![of(self.world.rank()); PART * ranks];
             let landed = communicator.all_to_all_landed(&mine)?;
             for (part, from) in landed.chunks_exact(PART).zip(0..) {
-                assert!(part.iter().all(|&element| element == (100 * call + from) as f32), "call {call}");
+                assert!(part.iter().all(|&element| element == of(from)), "call {call}");
             }
             if call == WARM {
                 self.talk.say(&Report::Running);
