@@ -25,7 +25,7 @@ fn every_collective_is_right_between_processes_of_one_node_and_of_two() {
         let (code, report, told) = run(&[shape, &["--sizes=48,3145728", "--rounds=2"]].concat());
         assert_eq!((code, &report["verified"]), (Some(0), &Value::Bool(true)), "{told}");
         let runs = report["runs"].as_array().unwrap();
-        assert_eq!(runs.len(), 10);
+        assert_eq!(runs.len(), 12);
         assert!(runs.iter().all(|run| run["rounds"] == 2 && run["p50_us"].as_f64() > Some(0.0)), "{told}");
     }
 }

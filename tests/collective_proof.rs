@@ -5,7 +5,7 @@ use sidelane::plan::{Pipeline, PipelineStep};
 use sidelane::schedule::check::check;
 use sidelane::schedule::collective::{Program, Seat, Shape, Staging};
 use sidelane::schedule::mutate::{Change, Mutation, mutations};
-use sidelane::schedule::prove::{Fault, prove};
+use sidelane::schedule::prove::{Fault, What, prove};
 use sidelane::schedule::story::{
     CollectiveCall, CollectiveScript, CollectiveSlip, PipelineScript, PipelineSlip, Story,
 };
@@ -28,6 +28,7 @@ fn programs(ranks: u32) -> Vec<Program> {
     let broadcast = |root, shape| Program::Broadcast { root, shape };
     let mut all = vec![Program::Direct { more: true }, Program::Whole, Program::Ring, Program::AllToAll];
     all.extend([broadcast(0, Shape::Star), broadcast(ranks - 1, Shape::Chain), Program::AllGather]);
+    all.push(Program::Landed);
     all
 }
 
@@ -45,7 +46,12 @@ fn seat(labels: &[u32], staging: Staging) -> Seat {
 }
 
 fn staging(ranks: usize) -> Staging {
-    Staging::new(ranks as u32, ranks as u64 * 128).unwrap()
+    with_room(ranks, 128)
+}
+
+/// Slots of so many bytes, and room for parts that are larger and no whole lines.
+fn with_room(ranks: usize, slot: u64) -> Staging {
+    Staging::new(ranks as u32, ranks as u64 * slot).unwrap().with_room(ranks as u64 * (slot + 36)).unwrap()
 }
 
 fn tell(labels: &[u32], calls: &[CollectiveCall], slip: Option<CollectiveSlip>) -> Story {
@@ -65,11 +71,12 @@ fn rounds(labels: &[u32]) -> Vec<CollectiveCall> {
         calls.extend(call(&seat, first, 1 + usize::from(first.ends_in_the_next()), u64::MAX));
         calls.extend(call(&seat, then, 1, 68));
     }
-    for programs in [[0, 5], [4, 3], [4, 0], [1, 4], [3, 2], [6, 3], [0, 6]] {
+    for programs in [[0, 5], [4, 3], [4, 0], [1, 4], [3, 2], [6, 3], [0, 6], [7, 3], [0, 7]] {
         let programs = programs.map(|nth| all[nth]);
         calls.extend([64, u64::MAX].map(|len| CollectiveCall::Mixed { programs, len }));
     }
     calls.extend([round(Program::Direct { more: false }, 0), round(all[3], 4), round(all[2], 4)]);
+    calls.extend([round(all[7], 0), round(all[7], 4)]);
     calls
 }
 
@@ -139,13 +146,36 @@ fn sums_that_are_copied_two_entries_late_are_found() {
     }
 }
 
+/// What lies in place is the caller's until it enters again: who puts before it has heard of that, or reads on, is told of the two.
+#[test]
+fn results_that_land_in_place_are_lent_until_the_next_entry_and_no_longer() {
+    for labels in SHAPES.into_iter().filter(|labels| labels.len() > 1) {
+        let calls = call(&seat(labels, staging(labels.len())), Program::Landed, 3, u64::MAX);
+        for slip in [CollectiveSlip::LandFirst, CollectiveSlip::ReadOn] {
+            let fault = prove(&tell(labels, &calls, Some(slip))).unwrap_err();
+            let Fault::Race { a, b, .. } = fault else { panic!("{labels:?} {slip:?}: {fault}") };
+            assert_eq!(a.rank.min(b.rank), 0, "{labels:?} {slip:?}");
+            let mut what = [a.what, b.what];
+            what.sort_by_key(|what| matches!(what, What::Reads(_)));
+            let told = matches!(what, [What::Op(Op::Put { .. }, _), What::Reads("what has landed")]);
+            assert!(told, "{labels:?} {slip:?}: {what:?}");
+        }
+    }
+}
+
 /// Whether what a rank puts on entering is for `to`.
 fn is_for(program: Program, nodes: &NodeMap, me: u32, to: u32) -> bool {
     match program {
-        Program::Ring => false,
+        Program::Ring | Program::Landed => false,
         Program::Broadcast { root, .. } => me == root && nodes.same_node(me, to),
         Program::Whole | Program::Direct { .. } | Program::AllToAll | Program::AllGather => true,
     }
+}
+
+/// Whether one of the two is a put of this rank to itself, and neither a wait.
+fn is_own(op: Op, next: Op, me: u32) -> bool {
+    let own = |op| matches!(op, Op::Put { to, .. } if to == me);
+    (own(op) || own(next)) && !matches!(next, Op::Wait { .. })
 }
 
 /// Whether `to` hands nothing on, and so waits for the last part of a broadcast alone.
@@ -164,6 +194,9 @@ fn harmless(mutation: &Mutation, moves: bool, program: Program, nodes: &NodeMap)
     match (change, item.op, other) {
         (_, Op::Put { .. }, _) if !moves => Some("it moves nothing"),
         (Change::Swap, op, Some(next)) => match (op, next) {
+            (Op::Put { .. }, _) if program == Program::Landed && is_own(op, next, me) => {
+                Some("this rank alone reads what it puts to itself, when the stage is over")
+            }
             (Op::Put { to: a, .. }, Op::Put { .. }) if a != me => Some("two puts in either order"),
             (Op::Put { to: a, .. }, Op::Signal { to: b, .. }) if a != b && a != me => {
                 Some("the signal is for another rank than the bytes")
@@ -220,7 +253,7 @@ fn last_part(program: Program, ranks: u32) -> u8 {
 /// How many mutants were found, and what is not as it should be.
 fn survivors(labels: &[u32], program: Program) -> (usize, Vec<String>) {
     // Enough for each part of a broadcast to have bytes.
-    let staging = Staging::new(labels.len() as u32, labels.len() as u64 * 512).unwrap();
+    let staging = with_room(labels.len(), 512);
     let nodes = NodeMap::from_labels(labels);
     let calls = call(&seat(labels, staging), program, 4, u64::MAX);
     let story =

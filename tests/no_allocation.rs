@@ -112,7 +112,13 @@ fn collectives_and_messages_of_known_shapes_do_not_allocate() {
     {
         on_ranks(&nodes, &small(), |world| {
             let builder = world.all().unwrap();
-            let mut group = Communicator::builder(&builder).chunk(4096).whole(64).sums(sums).build().unwrap();
+            let mut group = Communicator::builder(&builder)
+                .chunk(4096)
+                .whole(64)
+                .landing(20_000)
+                .sums(sums)
+                .build()
+                .unwrap();
             let (mut data, mut came, mut parts) =
                 (vec![1.0f32; 5000], vec![0.0f32; 5000], Vec::with_capacity(5000));
             let (me, pair) = (world.rank(), world.rank() ^ 1);
@@ -122,6 +128,7 @@ fn collectives_and_messages_of_known_shapes_do_not_allocate() {
                 group.broadcast(1, &mut data).unwrap();
                 group.all_to_all(&data, &mut came).unwrap();
                 group.all_to_all_v(&data[..1000], &[0, 300, 300, 400], &mut parts).unwrap();
+                assert_eq!(group.all_to_all_landed(&data).unwrap(), came);
                 group.exchange(pair, &data[..3000], &mut came[..3000]).unwrap();
                 data.fill(me as f32);
             };

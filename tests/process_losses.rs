@@ -107,14 +107,17 @@ fn a_rank_killed_while_all_gather_is_named_by_all_others() {
 }
 
 #[test]
-fn a_rank_killed_in_the_midst_of_an_all_reduce_is_named_by_all_others() {
-    for (victim, world) in [0, 5, 2].into_iter().zip(WORLDS) {
+fn a_rank_killed_in_the_midst_of_a_collective_is_named_by_all_others() {
+    let calls = [Command::AllReduceForever, Command::LandForever];
+    for (call, (victim, world)) in
+        calls.into_iter().flat_map(|call| [0, 5, 2].into_iter().zip(WORLDS).map(move |who| (call, who)))
+    {
         let mut job = join(world);
-        job.tell(0..8, Command::AllReduceForever);
+        job.tell(0..8, call);
         job.demand(0..8, Instant::now(), LONG, &Report::Running);
         let killed = job.kill(victim);
         let took = job.demand(others(8, victim), killed, SOON, &lost(victim));
-        println!("rank {victim} of {world:?} killed in an all-reduce, named after {took:?}");
+        println!("rank {victim} of {world:?} killed in {call:?}, named after {took:?}");
         job.end(others(8, victim));
     }
 }

@@ -61,19 +61,22 @@ impl Communicator {
     /// Part `r` of `send` goes to rank `r`; part `s` of `receive` comes from rank `s`. Both are `[ranks, n]`, with the same `n`
     /// on all ranks. Collective.
     ///
+    /// For small tensors: ranks meet once for each `chunk / ranks` bytes of a part, and each byte is staged. Large ones come sooner
+    /// by [`Communicator::all_to_all_landed`].
+    ///
     /// # Errors
     /// As [`Communicator::all_reduce`]; [`PlanError::WrongShape`] for tensors of different lengths, or that do not make equal parts.
     pub fn all_to_all<E: Element>(&mut self, send: &[E], receive: &mut [E]) -> Result<(), Error> {
         let (total, ranks) = (size_of_val(send) as u64, u64::from(self.size()));
         let call = Call { kind: CallKind::AllToAll, dtype: E::DTYPE, option: 0, bytes: Some(total) };
-        let bad = match (send.len(), receive.len()) {
-            (sent, _) if !sent.is_multiple_of(ranks as usize) => Some(("elements to send", sent)),
-            (sent, received) if sent != received => Some(("elements to receive", received)),
-            _ => None,
+        let wrong = match self.equal_parts(send.len()) {
+            Ok(columns) if send.len() != receive.len() => {
+                let (what, seen, rows) = ("elements to receive", receive.len(), ranks as usize);
+                Some(PlanError::WrongShape { what, seen, rows, columns })
+            }
+            parts => parts.err(),
         };
-        if let Some((what, seen)) = bad {
-            let columns = send.len() / ranks as usize;
-            let error = PlanError::WrongShape { what, seen, rows: ranks as usize, columns };
+        if let Some(error) = wrong {
             return Err(self.refuse(call, Program::AllToAll, error.into()));
         }
         let part = total / ranks;
@@ -132,6 +135,16 @@ impl Communicator {
         receive.resize((bytes / size) as usize, E::zeroed());
         self.finish_all_to_all(call, longest, input, bytemuck::cast_slice_mut(receive))?;
         Ok(&self.counts.elements)
+    }
+
+    /// Elements of each part of so many.
+    pub(super) fn equal_parts(&self, sent: usize) -> Result<usize, PlanError> {
+        let rows = self.size() as usize;
+        let columns = sent / rows;
+        match sent.is_multiple_of(rows) {
+            true => Ok(columns),
+            false => Err(PlanError::WrongShape { what: "elements to send", seen: sent, rows, columns }),
+        }
     }
 
     /// Enters the `nth` round: each rank is told how much it gets in all, and what the most is that this rank has for another.

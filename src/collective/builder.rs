@@ -20,6 +20,7 @@ pub struct CommunicatorBuilder<'g> {
     group: &'g Group,
     chunk: u64,
     whole: u64,
+    landing: u64,
     sums: Sums,
 }
 
@@ -28,7 +29,7 @@ const MOST_OF_A_RING: u32 = 256;
 
 impl<'g> CommunicatorBuilder<'g> {
     pub(super) fn new(group: &'g Group) -> Self {
-        CommunicatorBuilder { group, chunk: 512 << 10, whole: 16 << 10, sums: Sums::Direct }
+        CommunicatorBuilder { group, chunk: 512 << 10, whole: 16 << 10, landing: 0, sums: Sums::Direct }
     }
 
     /// Bytes of a round, rounded down to whole lines for each rank; a broadcast's has three times as many. The window takes about ten times as much of `SIDELANE_SYMMETRIC`;
@@ -41,6 +42,13 @@ impl<'g> CommunicatorBuilder<'g> {
     /// All-reduces of at most so many bytes are summed whole by every rank, with the same bits ([`Sums::Direct`]). Default: 16 KiB.
     pub fn whole(mut self, bytes: u64) -> Self {
         self.whole = bytes;
+        self
+    }
+
+    /// Room in the window for a result that lands in place, in bytes: that of an
+    /// [`all_to_all_landed`](Communicator::all_to_all_landed) may have as many. It takes as much more of `SIDELANE_SYMMETRIC`. Default: none.
+    pub fn landing(mut self, bytes: u64) -> Self {
+        self.landing = bytes;
         self
     }
 
@@ -94,7 +102,7 @@ impl<'g> CommunicatorBuilder<'g> {
             let (parameter, expected) = ("ranks", "at most 256 on a ring");
             return Err(PlanError::BadParameter { parameter, seen: ranks.into(), expected });
         }
-        Staging::new(ranks, self.chunk)
+        Staging::new(ranks, self.chunk)?.with_room(self.landing)
     }
 
     fn compare(&self, usable: bool) -> Result<(), Error> {
@@ -102,10 +110,11 @@ impl<'g> CommunicatorBuilder<'g> {
             Sums::Direct => 0,
             Sums::Ring(wire) => 1 + wire as u64,
         };
-        let settings: [(&'static str, u64); 4] = [
+        let settings: [(&'static str, u64); 5] = [
             ("whether their settings can be used (1: yes)", usable.into()),
             ("chunk", self.chunk),
             ("whole", self.whole),
+            ("landing", self.landing),
             ("sums", sums),
         ];
         self.group.alike(&settings)

@@ -40,7 +40,7 @@ pub(super) struct Tensors<'a> {
     pub input: Option<&'a [u8]>,
     /// What comes in.
     pub output: &'a mut [u8],
-    /// How that is written.
+    /// How that is written, or what goes out straight to its place.
     pub stores: Stores,
 }
 
@@ -112,14 +112,15 @@ impl Communicator {
         let skeleton = self.skeleton(program);
         let share = self.rounds.share.start as usize..self.rounds.share.end as usize;
         for (step, program) in skeleton.steps.iter().enumerate().skip(1) {
-            let output = &mut *tensors.output;
             let mut io = match program.tensor {
                 Tensor::None => Io::default(),
-                Tensor::Input => Io { input: output, ..Io::default() },
-                Tensor::Share => Io { input: &output[share.clone()], ..Io::default() },
-                Tensor::Sums => Io { output: &mut output[share.clone()], ..Io::default() },
+                Tensor::Input => Io { input: tensors.input(), ..Io::default() },
+                Tensor::Share => Io { input: &tensors.output[share.clone()], ..Io::default() },
+                Tensor::Sums => Io { output: &mut tensors.output[share.clone()], ..Io::default() },
             };
-            self.run(&skeleton, step, &mut io, Stores::Cached)?;
+            // All but the caller's tensor, and what is made of it, is in the cache.
+            let stores = if program.tensor == Tensor::Input { tensors.stores } else { Stores::Cached };
+            self.run(&skeleton, step, &mut io, stores)?;
         }
         self.rounds.end();
         if program.ends_in_the_next() { Ok(()) } else { self.copy_all(tensors) }

@@ -4,6 +4,7 @@
 //!   all_reduce     [n]                       ->  [n]                 sums over the ranks, on all of them
 //!   broadcast      [n] of the root           ->  [n]                 on all
 //!   all_to_all     [ranks, n]                ->  [ranks, n]          part r of rank s becomes part s of rank r
+//!   all_to_all_landed                                                the same, read where it lands
 //!   all_to_all_v   [sum of counts], counts   ->  [sum], counts       the same, of different lengths
 //!   all_gather     [n]                       ->  [ranks, n]          part s is rank s's
 //!   send, receive, exchange                                          between two ranks, in order
@@ -27,6 +28,16 @@
 //! landed, and only behind the last there is a meeting of its own. Small ones (up to [`CommunicatorBuilder::whole`]) are summed whole by
 //! every rank, which spares a round trip.
 //!
+//! **In place.** An all-to-all by rounds writes each byte twice. Where the window has room for the whole result
+//! ([`CommunicatorBuilder::landing`]), it is written once, in one round, and read where it landed:
+//!
+//! ```text
+//!   all_to_all          parts -> windows | entry | copy, parts -> windows | entry | copy ...       chunk / ranks bytes of a part each time
+//!   all_to_all_landed                      entry | parts -> their places, words | [ranks, n], borrowed | ... next call: entry
+//! ```
+//!
+//! The borrow is the licence: others write there again when this rank has entered its next call, for which it must have ended.
+//!
 //! **Stores.** Large tensors are staged, and written to the caller, past the cache ([`Stores::of`](crate::rows::Stores::of)): half the
 //! traffic of ordinary stores, and no wait for lines that other cores still hold. The results of an all-reduce are not: it writes
 //! where it has just read.
@@ -37,6 +48,7 @@ mod all_to_all;
 mod broadcast;
 mod builder;
 mod call;
+mod landed;
 mod licence;
 mod messages;
 

@@ -16,7 +16,7 @@ pub enum MemoryError {
         free: u64,
         /// Size of the space, in bytes.
         total: u64,
-        /// Which space: `"pool"` or `"symmetric heap"`.
+        /// Which space: `"pool"`, `"symmetric heap"` or, of a communicator's window, `"landing"`.
         space: &'static str,
         /// The setting that raises it.
         setting: &'static str,

@@ -12,11 +12,14 @@ pub const SHAPES: [&[u32]; 6] =
 /// Elements: none, fewer than ranks, a line and a bit, more than a round, and no multiple of anything.
 pub const LENGTHS: [usize; 5] = [0, 1, 37, 1000, 4321];
 
+/// Bytes of results that land in place.
+pub const LANDING: u64 = 32 << 10;
+
 /// Rounds of a kilobyte or two, so that small tensors take many.
 pub fn communicator(world: &World, sums: Sums) -> Communicator {
     let group = world.all().unwrap();
     let chunk = 1024.max(128 * u64::from(world.size()));
-    Communicator::builder(&group).chunk(chunk).whole(96).sums(sums).build().unwrap()
+    Communicator::builder(&group).chunk(chunk).whole(96).landing(LANDING).sums(sums).build().unwrap()
 }
 
 /// Of different sizes, so that the order of a sum shows.

@@ -2,6 +2,7 @@
 
 mod case;
 mod faults;
+mod landed;
 mod messages;
 mod moves;
 mod refusals;

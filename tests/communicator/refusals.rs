@@ -108,11 +108,15 @@ fn settings_that_differ_are_named() {
         let builder = Communicator::builder(&builder).chunk(if world.rank() == 1 { 2048 } else { 1024 });
         let error = builder.build().unwrap_err();
         assert!(matches!(error, Error::Call(CallError::ConfigsDiffer { what: "chunk", .. })), "{error}");
+        let builder = world.all().unwrap();
+        let builder = Communicator::builder(&builder).landing(if world.rank() == 1 { 2048 } else { 1024 });
+        let error = builder.build().unwrap_err();
+        assert!(matches!(error, Error::Call(CallError::ConfigsDiffer { what: "landing", .. })), "{error}");
     });
 }
 
 #[test]
-fn chunks_that_no_window_can_hold_are_refused() {
+fn chunks_and_landings_that_no_window_can_hold_are_refused() {
     on_ranks(&[0], &tiny(), |world| {
         for chunk in [0, 127, u64::MAX / 10 + 1, u64::MAX] {
             let error = Communicator::builder(&world.all().unwrap()).chunk(chunk).build().unwrap_err();
@@ -121,6 +125,11 @@ fn chunks_that_no_window_can_hold_are_refused() {
             };
             assert_eq!(seen, chunk);
         }
+        let error = Communicator::builder(&world.all().unwrap()).landing(u64::MAX - 64).build().unwrap_err();
+        let Error::Plan(PlanError::BadParameter { parameter: "landing", seen, .. }) = error else {
+            panic!("{error}")
+        };
+        assert_eq!(seen, u64::MAX - 64);
         // What 64 bits can say, but no heap has.
         let error = Communicator::builder(&world.all().unwrap()).chunk(u64::MAX / 10).build().unwrap_err();
         assert!(matches!(error, Error::Memory(MemoryError::OutOfSpace { .. })), "{error}");

@@ -36,6 +36,8 @@ pub enum Command {
     Loop,
     /// One all-reduce of many rounds after another, for ever, each sum compared; reports as [`Command::Loop`].
     AllReduceForever,
+    /// One all-to-all that lands in place after another, for ever, each part compared; reports as [`Command::Loop`].
+    LandForever,
     /// The first half of a dispatch.
     StartRound,
     /// The rest of the round that was started: reports that it goes on, and then what came of it.

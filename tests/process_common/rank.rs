@@ -94,6 +94,7 @@ impl Rank {
                 Command::Rounds(rounds) => self.rounds(rounds).map_err(Failure::from),
                 Command::Loop => self.run().map_err(Failure::from),
                 Command::AllReduceForever => self.all_reduce().map_err(Failure::from),
+                Command::LandForever => self.land().map_err(Failure::from),
                 Command::StartRound => self.in_halves().map_err(Failure::from),
                 Command::FinishRound => Err(Failure::Other("no round was started".into())),
                 Command::LastRound => return self.end_with_a_round(),
@@ -138,6 +139,25 @@ impl Rank {
             let mut data = vec![1.0 + self.world.rank() as f32; ELEMENTS];
             communicator.all_reduce(&mut data)?;
             assert!(data.iter().all(|&element| element == sum), "call {call}");
+            if call == WARM {
+                self.talk.say(&Report::Running);
+            }
+        }
+        unreachable!("only an error ends the loop")
+    }
+
+    fn land(&mut self) -> Result<Report, Error> {
+        const PART: usize = 64 << 10;
+        let ranks = self.world.size() as usize;
+        let bytes = (4 * PART * ranks) as u64;
+        let mut communicator = Communicator::builder(&self.world.all()?).landing(bytes).build()?;
+        for call in 1.. {
+            let of = |rank: u32| (100 * call + u64::from(rank)) as f32;
+            let mine = vec![of(self.world.rank()); PART * ranks];
+            let landed = communicator.all_to_all_landed(&mine)?;
+            for (part, from) in landed.chunks_exact(PART).zip(0..) {
+                assert!(part.iter().all(|&element| element == of(from)), "call {call}");
+            }
             if call == WARM {
                 self.talk.say(&Report::Running);
             }

@@ -18,7 +18,7 @@ pub struct Round<'a> {
     pub parity: u64,
     /// First byte in the caller's tensor.
     pub at: u64,
-    /// Bytes of this round: at most [`Seat::most`].
+    /// Bytes of this round: at most [`Seat::most`]. Of what lands in place, of each part.
     pub len: u64,
     /// Type of the elements.
     pub dtype: Dtype,
@@ -121,6 +121,7 @@ impl Rounds {
             Program::Ring => self.ring(seat, round),
             Program::Broadcast { root, shape } => self.broadcast(seat, round, root, shape.parts()),
             Program::AllToAll => self.all_to_all(seat, round),
+            Program::Landed => self.landed(seat, round),
             Program::AllGather => self.all_gather(seat, round),
         }
     }
@@ -282,6 +283,14 @@ impl Rounds {
         for to in seat.peers() {
             let Range { start, end } = round.sends[to as usize].clone();
             self.span(Slots::enter(to), (Place::Input, start), landing, end - start);
+        }
+    }
+
+    fn landed(&mut self, seat: &Seat, round: &Round<'_>) {
+        let place = seat.staging.in_place(seat.me, round.len);
+        for to in 0..seat.ranks() {
+            let from = (Place::Input, u64::from(to) * round.len);
+            self.span(Slots::enter(to), from, place, round.len);
         }
     }
 

@@ -14,10 +14,11 @@
 //!   broadcast   enter: root's chunk -> its offer | hand on: root's offer -> a leader per node (star), or from leader to leader
 //!                                                in parts (chain)
 //!   all-to-all  enter: to each rank its part -> a landing there
+//!   landed      enter: words alone | land: to each rank its part -> its place in the result there; words
 //!   all-gather  enter: own chunk -> own offer, other nodes' landings
 //! ```
 //!
-//! At the end a rank copies to its caller what it wants ([`Copied`]): from the memory of its neighbours, where these left it,
+//! At the end, unless what it wants has landed in its place, a rank copies to its caller what it wants ([`Copied`]): from the memory of its neighbours, where these left it,
 //! and from its own, where ranks of other nodes put it.
 //!
 //! Sums of a round of direct that is not the last are copied when the next round has been entered: by then they have landed. They are
@@ -26,6 +27,15 @@
 //! **Licence.** All places are doubled by the parity of the round, and that is enough: who writes into round n + 2's has heard
 //! everybody enter n + 1, so everybody has read what it wanted of round n. It is the rule of
 //! [`Control`](super::Control) for what is doubled there.
+//!
+//! There is one *room* for results that land in place, which the caller reads there until its next call, of whatever kind. So the entry is the
+//! licence: who puts has heard that everybody entered this very call, and has therefore read the result of the last one.
+//!
+//! ```text
+//!   rank 0   enter n | put -> 1, 2, word | all words | reads its result ........... | enter n + 1 | put -> 1, 2
+//!   rank 1   enter n | put -> 0, 2, word | all words | reads its result .................................. | enter n + 1 | ...
+//!                                                                                       0 may not put yet  ^
+//! ```
 //!
 //! **Bits.** Whole and direct add in `f32` by ascending rank from +0 and round once: the same bits, wherever ranks are. A ring
 //! adds share `s` in the order s + 1, s + 2, ... s, and rounds each partial to its [`Wire`](crate::dtype::Wire).
@@ -41,6 +51,8 @@ pub use fill::{Copied, Round, Rounds};
 pub use pair::{Pair, Passing};
 pub use skeleton::{Program, Shape, Skeleton, Step, Tensor};
 pub use staging::Staging;
+
+use std::ops::Range;
 
 use crate::topology::NodeMap;
 
@@ -65,12 +77,18 @@ impl Seat {
     pub fn most(&self, program: Program) -> u64 {
         match program {
             Program::Whole | Program::AllToAll => self.staging.slot(),
+            Program::Landed => self.staging.room() / u64::from(self.ranks()),
             // Ranks of other nodes have a slot each.
             Program::AllGather if self.nodes.nodes() > 1 => self.staging.slot(),
             Program::Direct { .. } | Program::AllGather => self.staging.chunk(),
             Program::Ring => self.staging.half_chunk(),
             Program::Broadcast { .. } => self.staging.wide_offer(),
         }
+    }
+
+    /// Where the parts of all ranks, of so many bytes each, have landed in place when a call is over.
+    pub fn landed(&self, part: u64) -> Range<u64> {
+        self.staging.in_place(0, part)..self.staging.in_place(self.ranks(), part)
     }
 
     /// All others, rotated, so that no rank is everybody's first.

@@ -25,6 +25,8 @@ pub enum Program {
     },
     /// Each rank has something for each.
     AllToAll,
+    /// The same, straight to its place in each rank's result.
+    Landed,
     /// Each rank has something for all.
     AllGather,
 }
@@ -35,7 +37,7 @@ impl Program {
         match self {
             Program::Whole | Program::Direct { .. } | Program::Ring => CallKind::AllReduce,
             Program::Broadcast { .. } => CallKind::Broadcast,
-            Program::AllToAll => CallKind::AllToAll,
+            Program::AllToAll | Program::Landed => CallKind::AllToAll,
             Program::AllGather => CallKind::AllGather,
         }
     }
@@ -104,7 +106,7 @@ impl Slots {
     pub const RESULT: Slot = Slot(1);
     const FIRST: u32 = 2;
 
-    /// What goes to a rank on entering.
+    /// What goes to a rank on entering or, straight to its place, when all have.
     pub fn enter(to: u32) -> Slot {
         Slot(Self::FIRST + to)
     }
@@ -179,13 +181,20 @@ impl Seat {
             Program::Whole => vec![self.offered(), self.summed()],
             Program::Direct { more: true } => vec![self.offered(), self.summed(), self.shared().share()],
             Program::Direct { more: false } => {
-                vec![self.offered(), self.summed(), self.shared_by_all().share()]
+                vec![self.offered(), self.summed(), self.landed_by_all(self.shared()).share()]
             }
             Program::Ring => self.ring(),
             Program::Broadcast { root, shape } => self.broadcast(root, shape),
             Program::AllToAll => {
                 let ops = Ops::new().each(self.peers(), |ops, to| ops.put(to, Slots::enter(to)));
                 vec![self.entered(ops)]
+            }
+            Program::Landed => {
+                let near = self.peers().filter(|&peer| self.near(peer));
+                // Wires carry while this rank copies.
+                let order = self.far().chain(near).chain([self.me]);
+                let puts = Ops::new().each(order, |ops, to| ops.put(to, Slots::enter(to)));
+                vec![self.entered(Ops::new()), self.landed_by_all(puts).step("land", Tensor::Input)]
             }
             Program::AllGather => vec![self.offered()],
         };
@@ -215,10 +224,10 @@ impl Seat {
         own.each(self.far(), |ops, to| ops.put(to, Slots::share(to, ranks)))
     }
 
-    fn shared_by_all(&self) -> Ops {
+    /// Tells everybody that these have landed, and waits for everybody's.
+    fn landed_by_all(&self, puts: Ops) -> Ops {
         let (flag, level) = (Flag::Landed, Level::Call);
-        self.shared()
-            .each(self.peers(), |ops, to| ops.signal((to, self.me), flag, level))
+        puts.each(self.peers(), |ops, to| ops.signal((to, self.me), flag, level))
             .each(self.peers(), |ops, from| ops.wait(from, flag, level))
     }
 

@@ -1,11 +1,13 @@
 //! Where the bytes of collectives lie in the window of each rank.
 //!
 //! ```text
-//!   | of even rounds: offer   | result  | outbox               | landing of each rank | of odd rounds: ... | pair: 2 slots of each rank |
+//!   | of even rounds: offer   | result  | outbox               | landing of each rank | of odd rounds: ... | pair: 2 slots of each rank | room |
 //!                     a chunk   a chunk   a slot for each step   a slot each
 //! ```
 //!
 //! On entering, others write to landings alone: so a root's offer may go on over its result and outbox, whatever the others call.
+//!
+//! In the *room* results land in place, part behind part: it is as large as is asked for, and there is one for all rounds.
 
 use std::ops::Range;
 
@@ -21,10 +23,11 @@ const CHUNKS: u64 = 10;
 pub struct Staging {
     ranks: u32,
     slot: u64,
+    room: u64,
 }
 
 impl Staging {
-    /// For so many ranks, with chunks of at most `chunk` bytes.
+    /// For so many ranks, with chunks of at most `chunk` bytes, and no room for results that land in place.
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] if that is less than 128 bytes a rank, or a window is larger than 64 bits can say.
@@ -37,7 +40,22 @@ impl Staging {
         if chunk.checked_mul(CHUNKS).is_none() {
             return Err(bad("a window of ten chunks in 64 bits"));
         }
-        Ok(Staging { ranks, slot })
+        Ok(Staging { ranks, slot, room: 0 })
+    }
+
+    /// With room for results of so many bytes, and what is missing to a whole line.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] if a window is then larger than 64 bits can say.
+    pub fn with_room(self, bytes: u64) -> Result<Self, PlanError> {
+        let room = bytes.checked_next_multiple_of(LINE);
+        match room.filter(|&room| self.bytes().checked_add(room).is_some()) {
+            Some(room) => Ok(Staging { room, ..self }),
+            None => {
+                let expected = "what a window in 64 bits has room for";
+                Err(PlanError::BadParameter { parameter: "landing", seen: bytes, expected })
+            }
+        }
     }
 
     /// Number of ranks.
@@ -74,7 +92,17 @@ impl Staging {
 
     /// Size of the window.
     pub fn bytes(&self) -> u64 {
-        CHUNKS * self.chunk()
+        CHUNKS * self.chunk() + self.room
+    }
+
+    /// Bytes of results that land in place.
+    pub fn room(&self) -> u64 {
+        self.room
+    }
+
+    /// Where the part of a rank lands in place, if all have so many bytes.
+    pub fn in_place(&self, of: u32, part: u64) -> u64 {
+        CHUNKS * self.chunk() + u64::from(of) * part
     }
 
     fn half(&self, parity: u64) -> u64 {
@@ -113,7 +141,7 @@ mod tests {
 
     #[test]
     fn nothing_overlaps_and_shares_make_the_whole() {
-        let staging = Staging::new(3, 1000).unwrap();
+        let staging = Staging::new(3, 1000).unwrap().with_room(100).unwrap();
         assert_eq!((staging.slot(), staging.chunk()), (320, 960));
         let of_half = |p| {
             let landings = (0..3).map(move |of| (staging.landing(of, p), 320));
@@ -124,7 +152,9 @@ mod tests {
         let pairs = (0..3).flat_map(|of| [0, 1].map(|p| (staging.pair(of, p), 320)));
         let all: Vec<(u64, u64)> = of_half(0).chain(of_half(1)).chain(pairs).collect();
         assert!(all.windows(2).all(|at| at[0].0 + at[0].1 == at[1].0), "{all:?}");
-        assert_eq!(all.last().unwrap().0 + 320, staging.bytes());
+        assert_eq!(all.last().unwrap().0 + 320, staging.in_place(0, 30));
+        assert_eq!((staging.in_place(3, 30), staging.room()), (staging.in_place(0, 30) + 90, 128));
+        assert_eq!(staging.in_place(0, 30) + 128, staging.bytes());
         for len in [0, 4, 64, 200, 704, 960] {
             let shares: Vec<_> = (0..3).map(|rank| staging.share(len, rank)).collect();
             assert_eq!((shares[0].start, shares[2].end), (0, len));
@@ -132,5 +162,11 @@ mod tests {
             assert!(shares.iter().all(|share| share.end - share.start <= staging.slot()));
         }
         assert!(matches!(Staging::new(3, 383), Err(PlanError::BadParameter { seen: 383, .. })));
+        for bytes in [u64::MAX, u64::MAX - 100, u64::MAX - 9600] {
+            let error = staging.with_room(bytes).unwrap_err();
+            assert!(
+                matches!(error, PlanError::BadParameter { parameter: "landing", seen, .. } if seen == bytes)
+            );
+        }
     }
 }

@@ -16,6 +16,8 @@ pub enum Operation {
     Broadcast,
     /// Elements of each rank for each
     AllToAll,
+    /// The same, read where it lands
+    AllToAllLanded,
     /// Elements of all ranks for all
     AllGather,
     /// Sums of all ranks, a share for each
@@ -23,11 +25,12 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// All of them, by the numbers that others know them by.
-    pub const ALL: [Operation; 5] = [
+    /// All of them.
+    pub const ALL: [Operation; 6] = [
         Operation::AllReduce,
         Operation::Broadcast,
         Operation::AllToAll,
+        Operation::AllToAllLanded,
         Operation::AllGather,
         Operation::ReduceScatter,
     ];
@@ -38,8 +41,20 @@ impl Operation {
             Operation::AllReduce => "all-reduce",
             Operation::Broadcast => "broadcast",
             Operation::AllToAll => "all-to-all",
+            Operation::AllToAllLanded => "all-to-all, landed",
             Operation::AllGather => "all-gather",
             Operation::ReduceScatter => "reduce-scatter",
+        }
+    }
+
+    /// The number that others know it by. Where a result lies is our affair alone.
+    pub fn number(self) -> u32 {
+        match self {
+            Operation::AllReduce => 0,
+            Operation::Broadcast => 1,
+            Operation::AllToAll | Operation::AllToAllLanded => 2,
+            Operation::AllGather => 3,
+            Operation::ReduceScatter => 4,
         }
     }
 }
@@ -81,13 +96,14 @@ impl Test {
             }
             _ => None,
         };
+        let landing = if operation == Operation::AllToAllLanded { 4 * elements as u64 } else { 0 };
         Ok(Test {
             operation,
             rank,
             ranks,
             input: (0..given).map(|at| element(rank, at)).collect(),
             output: vec![0.0; if operation == Operation::ReduceScatter { share } else { elements }],
-            communicator: Communicator::builder(group).build()?,
+            communicator: Communicator::builder(group).landing(landing).build()?,
             rows,
         })
     }
@@ -99,6 +115,16 @@ impl Test {
         }
     }
 
+    /// One call on fresh tensors, of which all that comes is in [`Test::output`] then. Collective.
+    pub fn check(&mut self) -> Result<(), Error> {
+        self.reset();
+        if self.operation == Operation::AllToAllLanded {
+            self.output.copy_from_slice(self.communicator.all_to_all_landed(&self.input)?);
+            return Ok(());
+        }
+        self.call()
+    }
+
     /// One call. Collective.
     pub fn call(&mut self) -> Result<(), Error> {
         match (self.operation, &mut self.rows) {
@@ -108,11 +134,12 @@ impl Test {
             (Operation::ReduceScatter, Some((collective, shares))) => {
                 collective.reduce_scatter_into(&self.input[..], shares, &mut self.output)
             }
+            (Operation::AllToAllLanded, _) => self.communicator.all_to_all_landed(&self.input).map(|_| ()),
             (..) => self.communicator.all_to_all(&self.input, &mut self.output),
         }
     }
 
-    /// What came out.
+    /// What came out when it was checked.
     pub fn output(&self) -> &[f32] {
         &self.output
     }
@@ -125,7 +152,7 @@ impl Test {
         let right = |at: usize| match self.operation {
             Operation::AllReduce => sum(at),
             Operation::Broadcast => element(0, at),
-            Operation::AllToAll => element(at / share, rank * share + at % share),
+            Operation::AllToAll | Operation::AllToAllLanded => element(at / share, rank * share + at % share),
             Operation::AllGather => element(at / share, at % share),
             Operation::ReduceScatter => sum(rank * self.output.len() + at),
         };

@@ -25,16 +25,14 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     let (mut verified, mut runs) = (true, Vec::new());
     for (nth, &run) in task.runs.iter().enumerate() {
         let mut test = Test::new(run.operation, (run.bytes / 4) as usize, &group)?;
-        test.reset();
-        test.call()?;
+        test.check()?;
         let right = group.gather(&[u8::from(test.is_right())])?;
         verified &= right.iter().all(|right| right == &[1]);
         let same = (0..rivals.count).map(|rival| rivals.same(&group, task, rival, nth, test.output()));
         let same = same.collect::<Result<Vec<bool>, CliError>>()?;
         let mut laps_us = vec![Vec::new(); rivals.count];
         let laps = time(&mut test, &mut barrier, (nth, run), &mut rivals, &mut laps_us)?;
-        test.reset();
-        test.call()?;
+        test.check()?;
         let right = group.gather(&[u8::from(test.is_right())])?;
         verified &= right.iter().all(|right| right == &[1]);
         let ours = Laps::rounds_us(&group.gather(laps.to_bytes())?, &machines);

@@ -2,7 +2,6 @@
 
 use sidelane::Group;
 
-use super::operation::Operation;
 use super::task::{MOST_BESIDE, Task};
 use crate::bench::peers::{Contender, Folder, Programs, Way, arrival};
 use crate::error::CliError;
@@ -35,9 +34,7 @@ impl Rivals {
         let folder = Folder::at(path);
         if group.rank() == 0 {
             let runs = task.runs.iter();
-            let number =
-                |operation| Operation::ALL.iter().position(|&one| one == operation).unwrap_or(0) as u32;
-            let words = runs.flat_map(|run| [number(run.operation), run.bytes as u32]);
+            let words = runs.flat_map(|run| [run.operation.number(), run.bytes as u32]);
             let shape: Vec<u32> = [group.size(), task.runs.len() as u32].into_iter().chain(words).collect();
             folder.put("shape", bytemuck::cast_slice(&shape))?;
         }

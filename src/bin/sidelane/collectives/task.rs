@@ -81,10 +81,10 @@ impl Task {
         conditions::words("collectives", &conditions)
     }
 
-    /// Room for what is gathered or given to be summed, twice, and for the windows.
+    /// Room for what is gathered or given to be summed, twice, for the windows, and for what lands in one and in that of the run before.
     pub fn sizes(&self) -> ranks::Sizes {
         let most = self.runs.iter().map(|run| run.bytes).max().unwrap_or(0);
-        let symmetric = 32 << 20;
+        let symmetric = ((32 << 20) + 2 * most).next_multiple_of(2 << 20);
         ranks::Sizes { heap: (symmetric + 3 * most + (16 << 20)).next_multiple_of(2 << 20), symmetric }
     }
 }

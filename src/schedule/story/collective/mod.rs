@@ -2,18 +2,20 @@
 //!
 //! ```text
 //!   round     | enter | read tags | stage | ... | copy to the caller
+//!   landed    | enter | read tags | land | the caller reads ... until the next round | enter
 //!   message   | (wait for the slot) put, signal | wait for the part | copy to the caller | answer
 //! ```
 
 mod pipeline;
 
+use std::ops::Range;
 use std::rc::Rc;
 
 use super::effect::{Effects, bytes, puts, sums};
 use super::{Effect, Part, Role, Scene, Step, Story, Touch};
 use crate::dtype::{Dtype, Wire};
 use crate::error::{CallKind, PlanError};
-use crate::schedule::collective::{Copied, Program, Round, Rounds, Seat, Staging};
+use crate::schedule::collective::{self, Copied, Program, Round, Rounds, Seat, Staging};
 use crate::schedule::{Calls, Control, Flag, Item, Op, WindowId};
 use crate::topology::NodeMap;
 
@@ -61,12 +63,21 @@ pub enum CollectiveSlip {
     CopyLate,
     /// Tags are read when the call is over.
     TagsLate,
+    /// What lands in place is put before all have entered.
+    LandFirst,
+    /// What has landed in place is read when the next round has been entered.
+    ReadOn,
 }
 
 impl CollectiveSlip {
     /// All slips.
-    pub const ALL: [CollectiveSlip; 3] =
-        [CollectiveSlip::OneHalf, CollectiveSlip::CopyLate, CollectiveSlip::TagsLate];
+    pub const ALL: [CollectiveSlip; 5] = [
+        CollectiveSlip::OneHalf,
+        CollectiveSlip::CopyLate,
+        CollectiveSlip::TagsLate,
+        CollectiveSlip::LandFirst,
+        CollectiveSlip::ReadOn,
+    ];
 }
 
 /// A rank's tables in one round.
@@ -114,7 +125,8 @@ pub(super) fn tell(script: &CollectiveScript) -> Result<Story, PlanError> {
         .map(|me| {
             let seat = Seat { nodes: script.nodes.clone(), me, staging: script.staging };
             let calls = Calls::new(EPOCH);
-            Teller { seat, slip: script.slip, calls, late: Vec::new(), later: Vec::new() }
+            let none = Vec::new;
+            Teller { seat, slip: script.slip, calls, late: none(), later: none(), lent: none() }
         })
         .collect();
     let calls = script.calls.iter().enumerate();
@@ -138,6 +150,8 @@ struct Teller {
     /// What is touched when the next round has been entered, and the one behind it.
     late: Vec<Touch>,
     later: Vec<Touch>,
+    /// What the caller reads in place until it enters the next round.
+    lent: Vec<Touch>,
 }
 
 impl Teller {
@@ -174,10 +188,15 @@ impl Teller {
             let (ranks, call) = (self.seat.ranks(), self.calls.value());
             Rc::new(Filled { rounds: rounds.clone(), me, ranks, step, sizes, call })
         };
-        let steps = self.seat.skeleton(program).steps;
-        let mut touches = Vec::new();
+        let mut steps = self.seat.skeleton(program).steps;
+        let mut touches = std::mem::take(&mut self.lent);
         let mut scenes = Vec::new();
         let mut late = std::mem::replace(&mut self.late, std::mem::take(&mut self.later));
+        match self.slip {
+            Some(CollectiveSlip::LandFirst) if program == Program::Landed => put_first(&mut steps),
+            Some(CollectiveSlip::ReadOn) => late.append(&mut touches),
+            _ => {}
+        }
         for (step, program) in steps.iter().enumerate().take(until) {
             let filled = filled(step);
             let items = program.stage.items.iter();
@@ -199,6 +218,11 @@ impl Teller {
                 touches.append(&mut late);
             }
         }
+        if program == Program::Landed && until > 1 {
+            let landed = self.landed(len, number);
+            touches.push(landed.clone());
+            self.lent.push(landed);
+        }
         match self.slip {
             _ if until == 1 => {}
             Some(CollectiveSlip::CopyLate) if program.ends_in_the_next() => self.later.extend(copies),
@@ -209,6 +233,13 @@ impl Teller {
         }
         scenes.push(Scene { name: "end", first: 0, touches, steps: Vec::new(), filled: filled(0) });
         Ok(Part { rank: me, role: Role::Own, call: number, kind: program.kind(), scenes })
+    }
+
+    /// All parts, in place.
+    fn landed(&self, part: u64, of: usize) -> Touch {
+        let Range { start, end } = self.seat.landed(part);
+        let bytes = bytes(self.seat.me, WindowId::POOL, start, end - start);
+        Touch { what: "what has landed", bytes, write: false, of }
     }
 
     /// What everybody said on entering.
@@ -225,6 +256,14 @@ impl Teller {
             }
         };
         (0..ranks).filter(|&from| from != me).map(tag).collect()
+    }
+}
+
+/// Everything that is put goes before the words and waits of the entry.
+fn put_first(steps: &mut [collective::Step]) {
+    if let [enter, land] = steps {
+        let is_put = |item: &Item| matches!(item.op, Op::Put { .. });
+        enter.stage.items.splice(..0, land.stage.items.extract_if(.., |item| is_put(item)));
     }
 }
 

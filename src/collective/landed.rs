@@ -1,0 +1,82 @@
+//! Elements of each rank for each, straight to their places.
+
+use super::Communicator;
+use super::call::{Call, Tensors};
+use crate::dtype::Element;
+use crate::error::{CallKind, Error, MemoryError};
+use crate::lane::Io;
+use crate::schedule::collective::{Program, Round};
+use crate::schedule::{Place, WindowId};
+
+impl Communicator {
+    /// Part `r` of `send` goes to rank `r`; part `s` of what is returned came from rank `s`. Both are `[ranks, n]`, with the same
+    /// `n` on all ranks. Collective.
+    ///
+    /// For large tensors: every rank writes its parts straight to where they are read, and each byte is copied once. All that is paid
+    /// for it is a second meeting, so small ones come sooner by [`Communicator::all_to_all`]: tensors of up to 16 KiB with eight ranks on two
+    /// cores, and of up to 64 KiB with two. From four times that on this is faster (one machine of shared memory).
+    ///
+    /// The result lies in this rank's window, which has room for one ([`CommunicatorBuilder::landing`](super::CommunicatorBuilder::landing)).
+    /// It borrows the communicator: others may write there again when this rank makes its next call.
+    ///
+    /// ```
+    /// # use sidelane::{World, collective::Communicator};
+    /// # let ranks = World::threads(2)?.into_iter().map(|world| {
+    /// #     std::thread::spawn(move || -> sidelane::Result<()> {
+    /// let mut group = Communicator::builder(&world.all()?).landing(1 << 10).build()?;
+    /// let me = world.rank() as f32;
+    /// let came = group.all_to_all_landed(&[10.0 * me, 10.0 * me + 1.0])?;     // a part of one element for each of two ranks
+    /// assert_eq!(came, [me, 10.0 + me]);
+    /// #         Ok(())
+    /// #     })
+    /// # });
+    /// # for rank in ranks.collect::<Vec<_>>() {
+    /// #     rank.join().unwrap()?;
+    /// # }
+    /// # Ok::<(), sidelane::Error>(())
+    /// ```
+    ///
+    /// So this does not compile:
+    ///
+    /// ```compile_fail,E0499
+    /// # fn step(group: &mut sidelane::collective::Communicator) -> sidelane::Result<()> {
+    /// let came = group.all_to_all_landed(&[1.0f32, 2.0])?;
+    /// group.all_reduce(&mut [0.0f32])?;
+    /// println!("{came:?}");
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`]; [`PlanError::WrongShape`](crate::error::PlanError::WrongShape) for a tensor that does not
+    /// make equal parts, [`MemoryError::OutOfSpace`] on all ranks, before anything moves, for one that has more bytes than there is
+    /// room for.
+    pub fn all_to_all_landed<E: Element>(&mut self, send: &[E]) -> Result<&[E], Error> {
+        let (total, ranks) = (size_of_val(send) as u64, u64::from(self.size()));
+        let (program, dtype) = (Program::Landed, E::DTYPE);
+        let call = Call { kind: CallKind::AllToAll, dtype, option: 2, bytes: Some(total) };
+        let fits = self.equal_parts(send.len()).map_err(Error::from).and_then(|_| self.fits(total));
+        if let Err(error) = fits {
+            return Err(self.refuse(call, program, error));
+        }
+        let (part, stores) = (total / ranks, self.stores(total));
+        let round = Round { program, len: part, ..Self::empty(dtype) };
+        self.round(
+            call,
+            &round,
+            &mut Tensors { input: Some(bytemuck::cast_slice(send)), output: &mut [], stores },
+        )?;
+        let (at, window) = (self.seat.landed(part).start, WindowId::POOL);
+        let own = Place::Window { owner: self.seat.me, window };
+        Ok(bytemuck::cast_slice(self.port.source(own, at, Some(total), &Io::default())?))
+    }
+
+    fn fits(&self, bytes: u64) -> Result<(), Error> {
+        let (room, rank) = (self.seat.staging.room(), self.seat.me);
+        if bytes <= room {
+            return Ok(());
+        }
+        let (space, setting) = ("landing", "CommunicatorBuilder::landing");
+        Err(MemoryError::OutOfSpace { rank, asked: bytes, free: room, total: room, space, setting }.into())
+    }
+}
