@@ -55,6 +55,7 @@ mod pipeline;
 mod router;
 mod swiglu;
 mod tape;
+mod timed;
 mod values;
 
 pub use backward::Gradients;
@@ -63,6 +64,6 @@ pub use experts::{Chunk, Experts, Failure, Saved, Segments};
 pub use forward::Input;
 pub use moe::MoeLayer;
 pub use order::RowOrder;
-pub use pipeline::forward_times;
 pub use swiglu::GroupedSwiGlu;
 pub use tape::Tape;
+pub use timed::{Times, backward_times, forward_times};

@@ -11,3 +11,4 @@ mod differences;
 mod faults;
 mod overlap;
 mod refusals;
+mod timed;
