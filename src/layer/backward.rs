@@ -5,15 +5,16 @@ use std::ops::Range;
 use super::crew::Crew;
 use super::forward::weigh_into;
 use super::moe::{Plan, sources_columns};
+use super::pipeline::{self, Backward};
 use super::router::Routed;
 use super::tape::{Kept, Landed, SavedShared};
 use super::values::{Held, round_into, widened};
 use super::{Chunk, MoeLayer, RowOrder, Saved, Segments, Tape};
 use crate::dtype::Element;
 use crate::ep::{ExpertOutput, ExpertParallel};
-use crate::error::{Error, LayerError, PlanError, Stream, Work};
+use crate::error::{Error, LayerError, PlanError};
 use crate::gate::Decision;
-use crate::overlap::{Graph, Rotation, Run, Slot};
+use crate::overlap::Slot;
 use crate::rows::Arithmetic;
 
 /// Gradients of one step.
@@ -81,7 +82,7 @@ impl MoeLayer {
         let plan = self.plan;
         let (crew, world) = self.crew();
         let step = Step::new(&crew, of_out, &routed, (chunks, shared), &plan)?;
-        plan.run(step.graph(plan.turns()), &world)?;
+        plan.run(pipeline::backward(&step, step.chunks.len(), plan.turns()), &world)?;
         let made = step.made()?;
         self.gradients(&routed, made)
     }
@@ -191,42 +192,17 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
         }
         Ok(Made { of_x, of_weights, experts, shared })
     }
+}
 
-    /// Gradients of combine first, so that no product waits for a way home in front of what it needs. What trains weights comes last, as it
-    /// needs the rows of all chunks: it has what is left of the ways home beside it.
-    pub fn graph<'g>(&'g self, mut turns: Rotation) -> Graph<'g, Run> {
-        let (compute, transfer) = (Stream::Compute(0), Stream::Transfer(0));
-        let work = |name, chunk: usize| Work { name, chunk: chunk as u32 };
-        let mut graph = Graph::new();
-        let combine = |chunk| {
-            graph.add(transfer, work("gradient of combine", chunk), &[], move |_| self.combine(chunk))
-        };
-        let landing: Vec<_> = (0..self.chunks.len()).map(combine).collect();
-        let mut before_weights =
-            vec![graph.add(transfer, work("counts of sources", 0), &[], |_| self.sources())];
-        let beside = graph.add(compute, work("gradient of shared rows", 0), &[], |_| self.shared());
-        for (chunk, landed) in landing.into_iter().enumerate() {
-            let name = "gradient of rows";
-            let made = turns.add(&mut graph, work(name, chunk), &[landed], move |_| self.experts(chunk));
-            before_weights.push(made);
-            let name = "gradient of dispatch";
-            graph.add(transfer, work(name, chunk), &[made], move |_| self.dispatch(chunk));
-        }
-        turns.add(&mut graph, work("gradient of weights", 0), &before_weights, |_| self.weights());
-        let name = "gradient of shared weights";
-        turns.add(&mut graph, work(name, 0), &[beside], |_| self.shared_weights());
-        graph
-    }
-
-    pub fn combine(&self, chunk: usize) -> Result<(), Error> {
+impl<E: Element> Backward for Step<'_, '_, E> {
+    fn combine(&self, chunk: usize) -> Result<(), Error> {
         let Places { tokens, landed, of_outputs, .. } = &self.chunks[chunk];
         let of_out = &self.of_out[tokens.start * self.crew.hidden..tokens.end * self.crew.hidden];
         let (rows, _) = self.crew.ep.with(|ep| ep.combine_backward(of_out, &landed.handle))?;
         of_outputs.put(Held::new::<E>(rows)?)
     }
 
-    /// Everybody's choices, and so the order of the rows that came by them.
-    pub fn sources(&self) -> Result<(), Error> {
+    fn sources(&self) -> Result<(), Error> {
         let mine: &[u8] = bytemuck::cast_slice(&self.choices);
         let all = self.crew.sources.with(|sources| sources.all_gather_along(mine, self.crew.one_each))?;
         let all: Vec<u32> = bytemuck::pod_collect_to_vec(all.rows::<u8>()?);
@@ -247,7 +223,7 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
         self.order.put(RowOrder::new(&counts, &padded))
     }
 
-    pub fn experts(&self, chunk: usize) -> Result<(), Error> {
+    fn experts(&self, chunk: usize) -> Result<(), Error> {
         let Places { landed, made, of_outputs, of_rows, .. } = &self.chunks[chunk];
         let (hidden, incoming) = (self.crew.hidden, of_outputs.take()?);
         let (incoming, weights) = (incoming.values()?, landed.handle.row_weights());
@@ -269,7 +245,7 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
         })
     }
 
-    pub fn dispatch(&self, chunk: usize) -> Result<(), Error> {
+    fn dispatch(&self, chunk: usize) -> Result<(), Error> {
         let Places { tokens, landed, of_rows, home, .. } = &self.chunks[chunk];
         let (handle, (output, of_weights)) = (&landed.handle, of_rows.take()?);
         let mut of_tokens = vec![E::zeroed(); tokens.len() * self.crew.hidden];
@@ -282,7 +258,7 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
         home.put((of_tokens, of_choices))
     }
 
-    pub fn weights(&self) -> Result<(), Error> {
+    fn weights(&self) -> Result<(), Error> {
         let saved: Vec<Saved> =
             self.chunks.iter().map(|places| Ok(places.made.take()?.1)).collect::<Result<_, Error>>()?;
         let rows = self.chunks.iter().map(|places| places.landed.segments(self.crew.hidden));
@@ -293,20 +269,22 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
         self.of_experts.put(self.crew.experts.weights_backward(&chunks, &order)?)
     }
 
-    pub fn shared(&self) -> Result<(), Error> {
+    fn shared(&self) -> Result<(), Error> {
         let Some(shared) = self.crew.shared else { return Ok(()) };
         let of_out = widened(self.of_out);
         self.saved.with(|saved| self.beside.put(shared.rows_backward(self.all(), saved, of_out)?))
     }
 
-    pub fn shared_weights(&self) -> Result<(), Error> {
+    fn shared_weights(&self) -> Result<(), Error> {
         let Some(shared) = self.crew.shared else { return Ok(()) };
         let saved = self.saved.take()?;
         let chunk = Chunk { rows: self.all(), saved: &saved };
         let order = RowOrder::whole(chunk.rows.len());
         self.of_shared.put(shared.weights_backward(&[chunk], &order)?)
     }
+}
 
+impl<E> Step<'_, '_, E> {
     /// All tokens, as the shared expert takes them.
     fn all(&self) -> Segments<'_> {
         Segments {

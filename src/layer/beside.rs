@@ -3,7 +3,7 @@
 use super::backward::{self, Gradients};
 use super::forward::{self, Input};
 use super::moe::Plan;
-use super::pipeline::Forward;
+use super::pipeline::{Backward, Forward};
 use super::{MoeLayer, Tape};
 use crate::dtype::Element;
 use crate::error::{Error, Stream, Work};

@@ -56,6 +56,7 @@ mod pipeline;
 mod router;
 mod swiglu;
 mod tape;
+mod timed;
 mod values;
 
 pub use backward::Gradients;
@@ -64,6 +65,6 @@ pub use experts::{Chunk, Experts, Failure, Saved, Segments};
 pub use forward::Input;
 pub use moe::MoeLayer;
 pub use order::RowOrder;
-pub use pipeline::forward_times;
 pub use swiglu::GroupedSwiGlu;
 pub use tape::Tape;
+pub use timed::{Times, backward_times, forward_times};

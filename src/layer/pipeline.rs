@@ -1,9 +1,9 @@
-//! The order of a forward pass: one for the step that is carried out and for the one that is only timed.
+//! The order of both passes: one for the step that is carried out and for the one that is only timed.
 
 use std::collections::VecDeque;
 
 use crate::error::{Error, Stream, Work};
-use crate::overlap::{Forecast, Graph, Rotation};
+use crate::overlap::{Graph, Rotation};
 
 /// What the nodes of a forward pass do to a chunk.
 pub(super) trait Forward: Sync {
@@ -14,14 +14,32 @@ pub(super) trait Forward: Sync {
     fn sum(&self, chunk: usize) -> Result<(), Error>;
 }
 
+/// What the nodes of a backward pass do to a chunk, or to all.
+pub(super) trait Backward: Sync {
+    fn combine(&self, chunk: usize) -> Result<(), Error>;
+    /// Everybody's choices, and so the order of the rows that came by them.
+    fn sources(&self) -> Result<(), Error>;
+    fn shared(&self) -> Result<(), Error>;
+    fn experts(&self, chunk: usize) -> Result<(), Error>;
+    fn dispatch(&self, chunk: usize) -> Result<(), Error>;
+    fn weights(&self) -> Result<(), Error>;
+    fn shared_weights(&self) -> Result<(), Error>;
+}
+
 /// How many dispatches are in front of the combine of the chunk that experts are at. Where transfers take as long as experts, a combine
 /// that is late holds up what is behind it on the link: this much may be late before experts have nothing to do.
 const AHEAD: usize = 4;
 
+/// Whatever is not experts' is for the first of each kind.
+const STREAMS: (Stream, Stream) = (Stream::Compute(0), Stream::Transfer(0));
+
+fn work(name: &'static str, chunk: usize) -> Work {
+    Work { name, chunk: chunk as u32 }
+}
+
 /// Chunk by chunk, dispatches ahead. Sums come last, where they hold up no experts: all but the last are beside the last combine.
 pub(super) fn forward<'g, G, W: Forward>(step: &'g W, chunks: usize, mut turns: Rotation) -> Graph<'g, G> {
-    let (compute, transfer) = (Stream::Compute(0), Stream::Transfer(0));
-    let work = |name, chunk: usize| Work { name, chunk: chunk as u32 };
+    let (compute, transfer) = STREAMS;
     let mut graph = Graph::new();
     let dispatch = |graph: &mut Graph<'g, G>, chunk: usize| {
         graph.add(transfer, work("dispatch", chunk), &[], move |_| step.dispatch(chunk))
@@ -45,45 +63,25 @@ pub(super) fn forward<'g, G, W: Forward>(step: &'g W, chunks: usize, mut turns: 
     graph
 }
 
-/// Nothing is carried out.
-struct Timed;
-
-impl Forward for Timed {
-    fn dispatch(&self, _: usize) -> Result<(), Error> {
-        Ok(())
+/// Gradients of combine first, so that no product waits for a way home in front of what it needs. What trains weights comes last, as it
+/// needs the rows of all chunks: it has what is left of the ways home beside it.
+pub(super) fn backward<'g, G, W: Backward>(step: &'g W, chunks: usize, mut turns: Rotation) -> Graph<'g, G> {
+    let (compute, transfer) = STREAMS;
+    let mut graph = Graph::new();
+    let combine =
+        |chunk| graph.add(transfer, work("gradient of combine", chunk), &[], move |_| step.combine(chunk));
+    let landing: Vec<_> = (0..chunks).map(combine).collect();
+    let mut before_weights = vec![graph.add(transfer, work("counts of sources", 0), &[], |_| step.sources())];
+    let beside = graph.add(compute, work("gradient of shared rows", 0), &[], |_| step.shared());
+    for (chunk, landed) in landing.into_iter().enumerate() {
+        let name = "gradient of rows";
+        let made = turns.add(&mut graph, work(name, chunk), &[landed], move |_| step.experts(chunk));
+        before_weights.push(made);
+        let name = "gradient of dispatch";
+        graph.add(transfer, work(name, chunk), &[made], move |_| step.dispatch(chunk));
     }
-    fn shared(&self) -> Result<(), Error> {
-        Ok(())
-    }
-    fn experts(&self, _: usize) -> Result<(), Error> {
-        Ok(())
-    }
-    fn combine(&self, _: usize) -> Result<(), Error> {
-        Ok(())
-    }
-    fn sum(&self, _: usize) -> Result<(), Error> {
-        Ok(())
-    }
-}
-
-/// How long an overlapped forward pass of so many chunks would take, in nanoseconds, if each piece of its work took as long as
-/// `cost` says: `dispatch`, `combine`, `experts` and `sum` of a chunk, and the `shared expert`.
-///
-/// ```
-/// use sidelane::layer::forward_times;
-///
-/// // Experts that take as long as both transfers: all of these hide but the first and the last.
-/// let cost = |work: &str| match work {
-///     "dispatch" | "combine" => 5,
-///     "experts" => 10,
-///     _ => 0,
-/// };
-/// assert_eq!(forward_times(16, cost), 5 + 16 * 10 + 5);
-/// ```
-pub fn forward_times(chunks: u32, cost: impl Fn(&str) -> u64) -> u64 {
-    let forecast = Forecast::new(|at| cost(at.work.name));
-    match forward(&Timed, chunks as usize, Rotation::new(1, 1)).run(&forecast) {
-        Ok(()) => forecast.ns(),
-        Err(error) => unreachable!("nothing of it can fail: {error}"),
-    }
+    turns.add(&mut graph, work("gradient of weights", 0), &before_weights, |_| step.weights());
+    let name = "gradient of shared weights";
+    turns.add(&mut graph, work(name, 0), &[beside], |_| step.shared_weights());
+    graph
 }

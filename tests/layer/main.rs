@@ -12,3 +12,4 @@ mod faults;
 mod meddled;
 mod overlap;
 mod refusals;
+mod timed;

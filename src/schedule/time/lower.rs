@@ -18,7 +18,7 @@ use super::machine::Program;
 use super::placed::{Placed, Rank};
 use super::task::{Line, Task};
 use super::{Executor, Hardware, Phase};
-use crate::plan::{Arrivals, Chunk, Forward};
+use crate::plan::{Arrivals, Chunk, Forward, Sizing};
 use crate::schedule::{
     Caller, CallerTables, Calls, Flag, Index, Item, Op, Operand, Operands, Parts, Place, Relay, RelayTables,
     Setting, Slot, Sum, Target, WindowId,
@@ -40,6 +40,7 @@ pub(super) struct Lowering<'a> {
     hardware: &'a Hardware,
     rank: &'a Rank,
     paths: Paths<'a>,
+    sizing: Sizing,
     calls: Calls,
     program: Program,
     /// Copies or words were handed to the stream, by a call that is paid for, since the last wait.
@@ -58,29 +59,41 @@ impl<'a> Lowering<'a> {
         let hardware = &placed.hardware;
         let (rank, paths) = (&placed.ranks[me as usize], placed.paths(me));
         let (calls, program) = (first_call(), Program::default());
-        Lowering { placed, hardware, rank, paths, calls, program, called: [false; 2] }
+        let sizing = placed.sizing;
+        Lowering { placed, hardware, rank, paths, sizing, calls, program, called: [false; 2] }
     }
 
     /// Tokens to the ranks of their experts.
-    pub fn dispatch(mut self) -> Program {
-        let (placed, rank, at) = (self.placed, self.rank, self.setting());
+    pub fn dispatch(self) -> Program {
+        self.out(true)
+    }
+
+    /// Gradients of tokens to the rows that were summed: along the layout that is there, with nothing beside them.
+    pub fn combine_backward(mut self) -> Program {
+        self.sizing.row_bytes = self.sizing.home_bytes;
+        self.out(false)
+    }
+
+    /// With `plans`, choices are sorted, counted and placed first, and what goes with rows moves, too.
+    fn out(mut self, plans: bool) -> Program {
+        let (placed, rank, at, sizing) = (self.placed, self.rank, self.setting(), self.sizing);
+        let noted = plans && placed.notes;
         let arrive = rank.arrivals.is_some();
         let (caller, relay) = (Caller::new(self.paths, placed.chunks), self.relay());
         let mut tables = CallerTables::new(self.paths, placed.chunks);
-        tables.rows(&at, &rank.layout, placed.notes);
+        tables.rows(&at, &rank.layout, noted);
         if let Some(first) = rank.arrivals {
-            tables.to_arrivals(&at, &rank.layout, first, |rows| placed.sizing.landing(rows));
+            tables.to_arrivals(&at, &rank.layout, first, |rows| sizing.landing(rows));
         }
         let own = own(rank, &tables, self.calls);
         let (mut messages, mut handed, mut forward) = (self.relayed(), self.relayed(), rank.forward.clone());
-        messages.messages(&at, true);
+        messages.messages(&at, plans);
         if arrive {
             let (frame, mut runs) = (placed.frame(self.paths.me()), Arrivals::default());
             let numbers = (&rank.counts, &rank.sizes);
-            handed
-                .hand_on(&at, &frame, (&mut forward, &mut runs), numbers, |rows| placed.sizing.landing(rows));
+            handed.hand_on(&at, &frame, (&mut forward, &mut runs), numbers, |rows| sizing.landing(rows));
         } else {
-            handed.forward(&at, &forward, placed.notes);
+            handed.forward(&at, &forward, noted);
         }
         let nothing = (&[][..], &[][..]);
         let told = others(&messages, &forward, nothing, self.calls);
@@ -89,18 +102,23 @@ impl<'a> Lowering<'a> {
         let skeleton = caller.dispatch();
         // What a token needs of planning alone decides which rows are packed; engines that relay need the placement first.
         let packed = self.packed_bytes();
-        if !arrive {
+        let early = !(plans && arrive);
+        if early {
             self.kernel(packed, 0);
         }
-        self.busy(self.hardware.host.sort * placed.choices / 1000);
+        if plans {
+            self.busy(self.hardware.host.sort * placed.choices / 1000);
+        }
         self.stage(skeleton.entry.start(), &own);
         self.meet(&relay, &told);
         self.stage(skeleton.entry.finish(), &own);
-        let bins = u64::from(placed.bins.count() + self.paths.ranks());
-        let place = self.hardware.host.place * placed.choices + self.hardware.host.per_bin * bins;
-        self.busy(place / 1000);
+        if plans {
+            let bins = u64::from(placed.bins.count() + self.paths.ranks());
+            let place = self.hardware.host.place * placed.choices + self.hardware.host.per_bin * bins;
+            self.busy(place / 1000);
+        }
         self.mark(Phase::Plan);
-        if arrive {
+        if !early {
             self.kernel(packed, 0);
         }
         if self.device() {
@@ -120,7 +138,7 @@ impl<'a> Lowering<'a> {
         }
         self.mark(Phase::Move);
         if arrive {
-            let landed = u64::from(rank.layout.landed) * placed.sizing.row_bytes;
+            let landed = u64::from(rank.layout.landed) * self.sizing.row_bytes;
             self.kernel(2 * landed, 0);
             self.push(Task::Join(Line::Compute));
             self.mark(Phase::Regroup);
@@ -135,7 +153,7 @@ impl<'a> Lowering<'a> {
         let (caller, relay) = (Caller::new(self.paths, placed.chunks), self.relay());
         let skeleton = caller.ret();
         // Kernels sum where relays do; else engines bring everything home first.
-        let pulls = self.device() && placed.sizing.partial_bytes.is_none();
+        let pulls = self.device() && self.sizing.partial_bytes.is_none();
         let mut tables = CallerTables::new(self.paths, placed.chunks);
         match pulls {
             true => tables.pull(&at, &rank.layout, 0),
@@ -146,7 +164,7 @@ impl<'a> Lowering<'a> {
         messages.messages(&at, false);
         homing.home(&at, &rank.forward, &placed.bins, parts, 0);
         // Each rank's chunk lies in its own memory.
-        let offers = vec![placed.sizing.offer(0); self.paths.ranks() as usize];
+        let offers = vec![self.sizing.offer(0); self.paths.ranks() as usize];
         let holders: Vec<u32> = (0..self.paths.ranks()).collect();
         let told = others(&messages, &rank.forward, (&holders, &offers), self.calls);
         let others = others(&homing, &rank.forward, (&holders, &offers), self.calls);
@@ -169,7 +187,7 @@ impl<'a> Lowering<'a> {
             self.push(Task::Join(Line::Stream));
             self.mark(Phase::Pull);
             let rows = rank.layout.terms.len() as u64 + u64::from(rank.layout.tokens);
-            self.kernel(rows * placed.sizing.home_bytes, 0);
+            self.kernel(rows * self.sizing.home_bytes, 0);
             self.push(Task::Join(Line::Compute));
         } else {
             self.stage(&skeleton.home.items, &own);
@@ -259,7 +277,7 @@ impl<'a> Lowering<'a> {
             return;
         }
         let at = |row: u32| sum.starts[row as usize] as usize;
-        let (home, me) = (self.placed.sizing.home_bytes, self.paths.me());
+        let (home, me) = (self.sizing.home_bytes, self.paths.me());
         let (mut own, mut near) = (0, 0);
         for term in &sum.terms[at(first)..at(first + count)] {
             match sum.held_by[term.owner as usize] == me {
@@ -269,7 +287,7 @@ impl<'a> Lowering<'a> {
         }
         let written = match to {
             Target::Output => home,
-            Target::Partials { .. } => self.placed.sizing.partial_bytes.unwrap_or(home),
+            Target::Partials { .. } => self.sizing.partial_bytes.unwrap_or(home),
         };
         self.kernel(own + u64::from(count) * written, near);
         if self.device() {
@@ -299,7 +317,7 @@ impl<'a> Lowering<'a> {
             }
             None => 0,
         };
-        let bytes = (runs - twice) * self.placed.sizing.row_bytes;
+        let bytes = (runs - twice) * self.sizing.row_bytes;
         if self.device() { 2 * bytes } else { 0 }
     }
 
@@ -369,7 +387,7 @@ impl<'a> Lowering<'a> {
     }
 
     fn relay(&self) -> Relay<'a> {
-        Relay::new(self.paths, self.placed.chunks).summing(self.placed.sizing.partial_bytes.is_some())
+        Relay::new(self.paths, self.placed.chunks).summing(self.sizing.partial_bytes.is_some())
     }
 
     fn relayed(&self) -> RelayTables {
@@ -377,8 +395,8 @@ impl<'a> Lowering<'a> {
     }
 
     fn setting(&self) -> Setting<'a> {
-        let Placed { control, sizing, chunks, .. } = self.placed;
-        let (paths, sizing, chunks) = (self.paths, *sizing, *chunks);
+        let Placed { control, chunks, .. } = self.placed;
+        let (paths, sizing, chunks) = (self.paths, self.sizing, *chunks);
         Setting { paths, control, sizing, chunks, parity: self.calls.parity(), far: WindowId::POOL }
     }
 }

@@ -135,9 +135,15 @@ impl Placed {
         self.timed(Lowering::dispatch)
     }
 
-    /// Times a combine: rows back to their tokens.
+    /// Times a combine: rows back to their tokens. The gradient of a dispatch is the same, with a word more for each row, of its weight.
     pub fn combine(&self) -> Timing {
         self.timed(Lowering::combine)
+    }
+
+    /// Times the gradient of a combine: those of tokens to the rows that were summed, along the layout of the dispatch, in rows as they
+    /// come home. Nothing is counted or placed.
+    pub fn combine_backward(&self) -> Timing {
+        self.timed(Lowering::combine_backward)
     }
 
     fn timed<'a>(&'a self, program: fn(Lowering<'a>) -> Program) -> Timing {

@@ -62,7 +62,7 @@ fn case(group: &Group, layout: RowLayout, route: Route, order: Order) -> Case<'_
     }
 }
 
-/// All ways of a group, on both executors, if it is one for a host: dispatch and combine.
+/// All ways of a group, on both executors, if it is one for a host: dispatch, combine and its gradient.
 fn timed(group: &Group, change: impl Fn(Hardware) -> Hardware) -> Vec<(String, Timing)> {
     let mut all = Vec::new();
     let whole = group.routings.len() as u32 == group.map.ranks();
@@ -73,6 +73,7 @@ fn timed(group: &Group, change: impl Fn(Hardware) -> Hardware) -> Vec<(String, T
                 let title = format!("{} {} {} {}", hardware.name, layout.name(), route.name(), order.name());
                 all.push((format!("dispatch {title}"), placed.dispatch()));
                 all.push((format!("combine {title}"), placed.combine()));
+                all.push((format!("gradient of combine {title}"), placed.combine_backward()));
             }
         }
     }
@@ -244,6 +245,29 @@ fn copies_and_bytes_are_those_that_engines_are_counted_for() {
         // Messages that count, and headers, cross beside the rows.
         let beside = timing.total.far_bytes - sum(|work| work.card_bytes);
         assert!(beside > 0 && beside < timing.total.far_bytes / 20, "{layout:?}: {beside}");
+    }
+}
+
+#[test]
+fn a_gradient_of_combine_is_a_dispatch_of_rows_alone_that_nobody_plans() {
+    let group = group((2, 3), 256, true);
+    for (layout, route) in RowLayout::ALL.into_iter().flat_map(|l| Route::ALL.map(|r| (l, r))) {
+        let bare = Case { notes: false, row_bytes: 2048, ..case(&group, layout, route, Order::Expert) };
+        let as_home = Placed::new(&Case { row_bytes: bare.home_bytes, ..bare }, &h100()).unwrap();
+        let (dispatch, gradient) =
+            (as_home.dispatch(), Placed::new(&bare, &h100()).unwrap().combine_backward());
+        let title = format!("{layout:?} {route:?}: {dispatch:?} {gradient:?}");
+        // Whatever the type in which rows went out.
+        assert_eq!(gradient, as_home.combine_backward(), "{title}");
+        let moved = |timing: &Timing| {
+            [timing.total.copies, timing.total.near_bytes, timing.total.own_bytes, timing.total.kernel_bytes]
+        };
+        assert_eq!(moved(&gradient), moved(&dispatch), "{title}");
+        // Messages tell that a node is there, without counts.
+        assert!(gradient.total.far_bytes <= dispatch.total.far_bytes, "{title}");
+        let choices = 256 * 8;
+        let host = h100().host;
+        assert!(gradient.ns + (host.sort + host.place) * choices / 1000 / 2 < dispatch.ns, "{title}");
     }
 }
 

@@ -83,7 +83,7 @@ pub struct SimulateArgs {
     #[arg(long, value_enum)]
     pub weights: Option<Beside>,
 
-    /// Time a whole layer, forward, its tokens in so many slices: transfers beside the experts; a list compares them
+    /// Time a whole layer, forward and backward, its tokens in so many slices: transfers beside the experts; a list compares them
     #[arg(long, value_name = "N[,N..]", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub slices: Vec<u32>,
 

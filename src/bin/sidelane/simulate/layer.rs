@@ -1,16 +1,26 @@
-//! A whole layer, forward: dispatch and combine of slices of the tokens beside the experts' products.
+//! A whole layer, forward and backward: transfers of slices of the tokens beside the experts' products.
 //!
 //! ```text
-//!   slices --Placed--> dispatch, combine of one slice --\
-//!                                                        +--> the layer's graph, each node with its time --> overlapped
-//!   rows of the busiest rank x products / rate ---------/
+//!   slices --Placed--> dispatch, combine, gradients of one slice --\
+//!                                                                   +--> the layer's graphs, each node with its time --> overlapped
+//!   rows of the busiest rank x products / rate --------------------/
 //! ```
 //!
-//! The graph is the one that [`MoeLayer`](sidelane::layer::MoeLayer) runs, its order included. Not in it: that copies and products
-//! read the same memory, and the launches of the experts' kernels.
+//! | | forward | backward |
+//! |---|---|---|
+//! | out | dispatch | gradient of combine: a dispatch along the layout that is there, rows as they come home |
+//! | experts, of a slice | three products | gradients of rows: three |
+//! | home | combine | gradient of dispatch: a combine |
+//! | of all tokens at once | shared expert | gradients of weights: three for experts, six for the shared one |
+//!
+//! The graphs are those that [`MoeLayer`](sidelane::layer::MoeLayer) runs, their order included. Not in them: that copies and products
+//! read the same memory, the launches of the experts' kernels, sums outside of transfers, and what is small beside rows: gradients of
+//! routing weights on their way home, and the counts of sources.
 
 use serde::Serialize;
-use sidelane::layer::forward_times;
+use sidelane::layer::{Times, backward_times, forward_times};
+use sidelane::overlap::Place;
+use sidelane::schedule::time::Timing;
 
 use super::args::SimulateArgs;
 use super::task::{SimulateError, Task};
@@ -28,11 +38,12 @@ pub struct Products {
     pub tflops: u32,
 }
 
-/// One way, in so many slices. Times in ns.
+/// One way, in so many slices, one pass. Times in ns.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Layered {
     pub way: String,
     pub slices: u32,
+    pub pass: Pass,
     /// Of all tokens at once, alone.
     pub experts_ns: u64,
     /// The same.
@@ -44,6 +55,33 @@ pub struct Layered {
     pub hidden: f64,
     /// What takes longest of what overlaps: `experts`, or what is busiest in transfers.
     pub limit: &'static str,
+}
+
+/// Of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Pass {
+    Forward,
+    Backward,
+}
+
+impl Pass {
+    const BOTH: [Pass; 2] = [Pass::Forward, Pass::Backward];
+
+    fn name(self) -> &'static str {
+        match self {
+            Pass::Forward => "forward",
+            Pass::Backward => "backward",
+        }
+    }
+
+    /// Its graph, played.
+    fn times(self, slices: u32, cost: impl Fn(Place) -> u64) -> Times {
+        match self {
+            Pass::Forward => forward_times(slices, cost),
+            Pass::Backward => backward_times(slices, cost),
+        }
+    }
 }
 
 impl Products {
@@ -61,40 +99,94 @@ impl Products {
     }
 }
 
-/// Experts, shared expert, dispatch and combine of one step of so many tokens.
+/// Pieces of a step of so many tokens.
 struct Parts {
+    /// Three products of each row; as many give its gradient, and as many again those of weights.
     experts: u64,
+    /// The same of the shared expert.
     shared: u64,
-    dispatch: u64,
-    combine: u64,
-    busiest: &'static str,
+    dispatch: Timing,
+    combine: Timing,
+    combine_backward: Timing,
 }
 
 impl Parts {
     fn of(task: &Task, way: &Way, products: &Products) -> Result<Self, SimulateError> {
         let group = task.group(task.conditions.nodes)?;
-        let [dispatch, combine] = group.time(way)?;
+        let placed = group.placed(way)?;
         let hidden = task.conditions.hidden;
-        let longer = if dispatch.ns > combine.ns { &dispatch } else { &combine };
         Ok(Parts {
             experts: products.ns(group.busiest_rows(), hidden, products.ffn),
             shared: products.ns(task.conditions.tokens.into(), hidden, products.shared_ffn),
-            dispatch: dispatch.ns,
-            combine: combine.ns,
-            busiest: longer.busiest.part.name(),
+            dispatch: placed.dispatch(),
+            combine: placed.combine(),
+            combine_backward: placed.combine_backward(),
         })
     }
 
-    fn compute(&self) -> u64 {
-        self.experts + self.shared
+    /// What experts take for a pass.
+    fn compute(&self, pass: Pass) -> u64 {
+        match pass {
+            Pass::Forward => self.experts + self.shared,
+            Pass::Backward => 2 * (self.experts + self.shared),
+        }
     }
 
-    fn transfers(&self) -> u64 {
-        self.dispatch + self.combine
+    /// Rows out, and rows home.
+    fn ways(&self, pass: Pass) -> [&Timing; 2] {
+        match pass {
+            Pass::Forward => [&self.dispatch, &self.combine],
+            Pass::Backward => [&self.combine_backward, &self.combine],
+        }
+    }
+
+    fn transfers(&self, pass: Pass) -> u64 {
+        self.ways(pass).iter().map(|timing| timing.ns).sum()
+    }
+
+    /// What is busiest in the longer of the two.
+    fn busiest(&self, pass: Pass) -> &'static str {
+        let [out, home] = self.ways(pass);
+        let longer = if out.ns > home.ns { out } else { home };
+        longer.busiest.part.name()
     }
 }
 
-/// All ways, in all numbers of slices that are asked for.
+/// What a node takes: of a slice, or of all tokens.
+fn cost(at: Place, slice: &Parts, whole: &Parts) -> u64 {
+    match at.work.name {
+        "dispatch" => slice.dispatch.ns,
+        "gradient of combine" => slice.combine_backward.ns,
+        "combine" | "gradient of dispatch" => slice.combine.ns,
+        "experts" | "gradient of rows" => slice.experts,
+        "gradient of weights" => whole.experts,
+        "shared expert" | "gradient of shared rows" | "gradient of shared weights" => whole.shared,
+        // Sums, and the counts of sources.
+        _ => 0,
+    }
+}
+
+impl Layered {
+    fn new(way: &Way, slices: u32, pass: Pass, whole: &Parts, slice: &Parts) -> Self {
+        let times = pass.times(slices, |at| cost(at, slice, whole));
+        let (experts_ns, transfers_ns) = (whole.compute(pass), whole.transfers(pass));
+        let saved = (experts_ns + transfers_ns) as f64 - times.overlapped as f64;
+        let of_slices = u64::from(slices) * slice.transfers(pass);
+        Layered {
+            way: way.name(),
+            slices,
+            pass,
+            experts_ns,
+            transfers_ns,
+            sliced_ns: times.in_turn,
+            overlapped_ns: times.overlapped,
+            hidden: saved / experts_ns.min(transfers_ns).max(1) as f64,
+            limit: if experts_ns > of_slices { "experts" } else { slice.busiest(pass) },
+        }
+    }
+}
+
+/// All ways, in all numbers of slices that are asked for, both passes.
 pub fn all(task: &Task) -> Result<Vec<Layered>, SimulateError> {
     let products = Products::of(task.args);
     let mut found = Vec::new();
@@ -103,28 +195,7 @@ pub fn all(task: &Task) -> Result<Vec<Layered>, SimulateError> {
         for &slices in &task.args.slices {
             let args = SimulateArgs { tokens: task.args.tokens.div_ceil(slices), ..task.args.clone() };
             let slice = Parts::of(&Task::resolve(&args)?, &way, &products)?;
-            // The shared expert is not sliced.
-            let cost = |name: &str| match name {
-                "dispatch" => slice.dispatch,
-                "combine" => slice.combine,
-                "experts" => slice.experts,
-                "shared expert" => whole.shared,
-                _ => 0,
-            };
-            let overlapped_ns = forward_times(slices, cost);
-            let (experts_ns, transfers_ns) = (whole.compute(), whole.transfers());
-            let saved = (experts_ns + transfers_ns) as f64 - overlapped_ns as f64;
-            let of_slices = u64::from(slices) * slice.transfers();
-            found.push(Layered {
-                way: way.name(),
-                slices,
-                experts_ns,
-                transfers_ns,
-                sliced_ns: of_slices + u64::from(slices) * slice.experts + whole.shared,
-                overlapped_ns,
-                hidden: saved / experts_ns.min(transfers_ns).max(1) as f64,
-                limit: if experts_ns > of_slices { "experts" } else { slice.busiest },
-            });
+            found.extend(Pass::BOTH.map(|pass| Layered::new(&way, slices, pass, &whole, &slice)));
         }
     }
     Ok(found)
@@ -132,19 +203,22 @@ pub fn all(task: &Task) -> Result<Vec<Layered>, SimulateError> {
 
 /// A line for each.
 pub fn text(products: &Products, layers: &[Layered]) -> String {
-    let header = ["layer", "slices", "experts", "transfers", "in slices", "overlapped", "hidden", "limit"];
+    let header =
+        ["layer", "pass", "slices", "experts", "transfers", "in slices", "overlapped", "hidden", "limit"];
     let mut table = table::figures(header);
     let us = |ns: u64| table::time(ns as f64 / 1e3);
-    for Layered { way, slices, experts_ns, transfers_ns, sliced_ns, overlapped_ns, hidden, limit } in layers {
+    for one in layers {
+        let Layered { way, slices, pass, experts_ns, transfers_ns, sliced_ns, overlapped_ns, .. } = one;
         table.add_row([
             way.clone(),
+            pass.name().to_owned(),
             slices.to_string(),
             us(*experts_ns),
             us(*transfers_ns),
             us(*sliced_ns),
             us(*overlapped_ns),
-            format!("{hidden:.2}"),
-            (*limit).to_owned(),
+            format!("{:.2}", one.hidden),
+            one.limit.to_owned(),
         ]);
     }
     let Products { ffn, shared_ffn, tflops } = products;
@@ -155,4 +229,43 @@ pub fn text(products: &Products, layers: &[Layered]) -> String {
          one after another, of the shorter of experts and transfers.",
         table.trim_fmt()
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::report::tests::report;
+    use super::*;
+
+    const FEW: &str =
+        "--nodes 2 --ranks-per-node 2 --hidden 1024 --layout rank-major --route pxn --order expert";
+
+    /// Forward and backward of so many tokens in so many slices.
+    fn layered(preset: &str, tokens: u32, slices: u32) -> [Layered; 2] {
+        let report = report(&format!("{FEW} --preset {preset} --tokens {tokens} --slices {slices}"));
+        report.layer.unwrap().ways.try_into().unwrap()
+    }
+
+    #[test]
+    fn a_pass_of_which_nothing_overlaps_takes_what_its_parts_add_up_to() {
+        for preset in ["mixtral", "deepseek_v3"] {
+            for pass in layered(preset, 512, 1) {
+                assert_eq!(pass.sliced_ns, pass.experts_ns + pass.transfers_ns, "{pass:?}");
+            }
+        }
+        // Without a shared expert: gradients of weights are half of what experts do backward, and those of all tokens at once.
+        let ([_, whole], [_, in_turn]) = (layered("mixtral", 512, 1), layered("mixtral", 512, 4));
+        let [_, slice] = layered("mixtral", 128, 1);
+        let of_slices = 4 * (slice.transfers_ns + slice.experts_ns / 2);
+        assert_eq!(in_turn.sliced_ns, of_slices + whole.experts_ns / 2);
+    }
+
+    #[test]
+    fn a_backward_pass_computes_twice_as_much_and_plans_nothing() {
+        let [forward, backward] = layered("deepseek_v3", 512, 2);
+        assert_eq!((forward.pass, backward.pass), (Pass::Forward, Pass::Backward));
+        assert_eq!(backward.experts_ns, 2 * forward.experts_ns);
+        assert!(backward.transfers_ns < forward.transfers_ns, "{forward:?} {backward:?}");
+        assert!(backward.overlapped_ns >= backward.experts_ns.max(backward.transfers_ns), "{backward:?}");
+        assert!(backward.overlapped_ns < backward.sliced_ns, "{backward:?}");
+    }
 }

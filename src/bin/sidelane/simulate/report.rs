@@ -143,7 +143,8 @@ impl Group {
         }
         let group = task.group(nodes)?;
         let timed = |way: Way| {
-            let [dispatch, combine] = group.time(&way)?;
+            let placed = group.placed(&way)?;
+            let (dispatch, combine) = (placed.dispatch(), placed.combine());
             Ok(Timed { name: way.name(), way: Some(way), dispatch, combine })
         };
         let ways = Way::all(task.args, nodes).into_iter().map(timed).collect::<Result<_, SimulateError>>()?;

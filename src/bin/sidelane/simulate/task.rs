@@ -250,11 +250,11 @@ impl Group<'_> {
         rows.into_iter().max().unwrap_or(0)
     }
 
-    /// Dispatch and combine, one way.
-    pub fn time(&self, way: &Way) -> Result<[Timing; 2], SimulateError> {
+    /// Placed for one way.
+    pub fn placed(&self, way: &Way) -> Result<Placed, SimulateError> {
         let Task { conditions, hardware, row_bytes, home_bytes, .. } = self.task;
         let partial = way.wire.map_or(4, |wire| wire.size() as u64);
-        let placed = Placed::new(
+        Ok(Placed::new(
             &Case {
                 nodes: self.nodes,
                 map: &self.map,
@@ -269,8 +269,7 @@ impl Group<'_> {
                 notes: conditions.weights == Beside::Rows,
             },
             hardware,
-        )?;
-        Ok([placed.dispatch(), placed.combine()])
+        )?)
     }
 }
 
