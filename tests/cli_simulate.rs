@@ -116,6 +116,7 @@ fn what_makes_no_sense_is_refused_as_a_wrong_command_line() {
         ("simulate --preset gpt", "deepseek_v3"),
         ("simulate --chunks 0", "--chunks"),
         ("simulate --tflops 300", "--slices"),
+        ("simulate --tokens 16 --slices 1,17", "--slices"),
         ("simulate --nodes 1 --wire f32", "--wire"),
         ("simulate --order expert --wire bf16", "--wire"),
         ("simulate --route direct --chunks 4", "--chunks"),

@@ -115,12 +115,19 @@ impl Test {
         }
     }
 
-    /// One call on fresh tensors, of which all that comes is in [`Test::output`] then. Collective.
+    /// One call on fresh tensors, of which all that comes is in [`Test::output`] then: nothing of an earlier call is left there.
+    /// Collective.
     pub fn check(&mut self) -> Result<(), Error> {
-        self.reset();
-        if self.operation == Operation::AllToAllLanded {
-            self.output.copy_from_slice(self.communicator.all_to_all_landed(&self.input)?);
-            return Ok(());
+        match self.operation {
+            Operation::AllReduce | Operation::Broadcast => self.reset(),
+            Operation::AllToAllLanded => {
+                self.input.iter_mut().for_each(|x| *x += 1.0);
+                self.communicator.all_to_all_landed(&self.input)?;
+                self.input.iter_mut().for_each(|x| *x -= 1.0);
+                self.output.copy_from_slice(self.communicator.all_to_all_landed(&self.input)?);
+                return Ok(());
+            }
+            _ => self.output.fill(f32::NAN),
         }
         self.call()
     }

@@ -19,7 +19,7 @@
 
 use serde::Serialize;
 use sidelane::layer::{Times, backward_times, forward_times};
-use sidelane::overlap::Place;
+use sidelane::overlap::{Place, Slices};
 use sidelane::schedule::time::Timing;
 
 use super::args::SimulateArgs;
@@ -153,12 +153,13 @@ impl Parts {
 }
 
 /// What a node takes: of a slice, or of all tokens.
-fn cost(at: Place, slice: &Parts, whole: &Parts) -> u64 {
+fn cost(at: Place, cut: &Cut, whole: &Parts) -> u64 {
+    let slice = || cut.slice(at.work.chunk);
     match at.work.name {
-        "dispatch" => slice.dispatch.ns,
-        "gradient of combine" => slice.combine_backward.ns,
-        "combine" | "gradient of dispatch" => slice.combine.ns,
-        "experts" | "gradient of rows" => slice.experts,
+        "dispatch" => slice().dispatch.ns,
+        "gradient of combine" => slice().combine_backward.ns,
+        "combine" | "gradient of dispatch" => slice().combine.ns,
+        "experts" | "gradient of rows" => slice().experts,
         "gradient of weights" => whole.experts,
         "shared expert" | "gradient of shared rows" | "gradient of shared weights" => whole.shared,
         // Sums, and the counts of sources.
@@ -166,12 +167,46 @@ fn cost(at: Place, slice: &Parts, whole: &Parts) -> u64 {
     }
 }
 
+/// A step in slices: pieces of those that are a token longer than others, and of those others.
+struct Cut {
+    lengths: Vec<u32>,
+    sizes: Vec<(u32, Parts)>,
+}
+
+impl Cut {
+    fn of(task: &Task, way: &Way, products: &Products, slices: u32) -> Result<Self, SimulateError> {
+        let lengths: Vec<u32> =
+            Slices::new(slices).of(task.args.tokens).map(|slice| slice.len() as u32).collect();
+        let mut sizes: Vec<(u32, Parts)> = Vec::new();
+        for &tokens in &lengths {
+            if sizes.iter().all(|(known, _)| *known != tokens) {
+                let args = SimulateArgs { tokens, ..task.args.clone() };
+                sizes.push((tokens, Parts::of(&Task::resolve(&args)?, way, products)?));
+            }
+        }
+        Ok(Cut { lengths, sizes })
+    }
+
+    /// Pieces of one of them.
+    fn slice(&self, nth: u32) -> &Parts {
+        let tokens = self.lengths[nth as usize];
+        let (_, parts) =
+            self.sizes.iter().find(|(known, _)| *known == tokens).expect("every length was placed");
+        parts
+    }
+
+    fn slices(&self) -> u32 {
+        self.lengths.len() as u32
+    }
+}
+
 impl Layered {
-    fn new(way: &Way, slices: u32, pass: Pass, whole: &Parts, slice: &Parts) -> Self {
-        let times = pass.times(slices, |at| cost(at, slice, whole));
+    fn new(way: &Way, pass: Pass, whole: &Parts, cut: &Cut) -> Self {
+        let slices = cut.slices();
+        let times = pass.times(slices, |at| cost(at, cut, whole));
         let (experts_ns, transfers_ns) = (whole.compute(pass), whole.transfers(pass));
         let saved = (experts_ns + transfers_ns) as f64 - times.overlapped as f64;
-        let of_slices = u64::from(slices) * slice.transfers(pass);
+        let of_slices: u64 = (0..slices).map(|nth| cut.slice(nth).transfers(pass)).sum();
         Layered {
             way: way.name(),
             slices,
@@ -181,7 +216,7 @@ impl Layered {
             sliced_ns: times.in_turn,
             overlapped_ns: times.overlapped,
             hidden: saved / experts_ns.min(transfers_ns).max(1) as f64,
-            limit: if experts_ns > of_slices { "experts" } else { slice.busiest(pass) },
+            limit: if experts_ns > of_slices { "experts" } else { cut.slice(0).busiest(pass) },
         }
     }
 }
@@ -193,9 +228,8 @@ pub fn all(task: &Task) -> Result<Vec<Layered>, SimulateError> {
     for way in Way::all(task.args, task.conditions.nodes) {
         let whole = Parts::of(task, &way, &products)?;
         for &slices in &task.args.slices {
-            let args = SimulateArgs { tokens: task.args.tokens.div_ceil(slices), ..task.args.clone() };
-            let slice = Parts::of(&Task::resolve(&args)?, &way, &products)?;
-            found.extend(Pass::BOTH.map(|pass| Layered::new(&way, slices, pass, &whole, &slice)));
+            let cut = Cut::of(task, &way, &products, slices)?;
+            found.extend(Pass::BOTH.map(|pass| Layered::new(&way, pass, &whole, &cut)));
         }
     }
     Ok(found)
@@ -257,6 +291,9 @@ mod tests {
         let [_, slice] = layered("mixtral", 128, 1);
         let of_slices = 4 * (slice.transfers_ns + slice.experts_ns / 2);
         assert_eq!(in_turn.sliced_ns, of_slices + whole.experts_ns / 2);
+        // Of 5 tokens in 2 slices: 2 and 3.
+        let [one, other] = [2, 3].map(|tokens| layered("mixtral", tokens, 1)[0].sliced_ns);
+        assert_eq!(layered("mixtral", 5, 2)[0].sliced_ns, one + other);
     }
 
     #[test]

@@ -150,6 +150,9 @@ impl<'a> Task<'a> {
         if !args.slices.is_empty() && (hosted(&hardware) || args.mode == Room::Slots) {
             return Err(SimulateError::Slices);
         }
+        if args.slices.iter().any(|&slices| slices > args.tokens) {
+            return Err(SimulateError::OutOfRange { option: "--slices", most: args.tokens });
+        }
         if let Some(option) = no_option_of_slots(args) {
             return Err(SimulateError::NotOfSlots { option });
         }
