@@ -172,12 +172,6 @@ fn is_for(program: Program, nodes: &NodeMap, me: u32, to: u32) -> bool {
     }
 }
 
-/// Whether one of the two is a put of this rank to itself, and neither a wait.
-fn is_own(op: Op, next: Op, me: u32) -> bool {
-    let own = |op| matches!(op, Op::Put { to, .. } if to == me);
-    (own(op) || own(next)) && !matches!(next, Op::Wait { .. })
-}
-
 /// Whether `to` hands nothing on, and so waits for the last part of a broadcast alone.
 fn is_last(program: Program, nodes: &NodeMap, to: u32) -> bool {
     let Program::Broadcast { root, .. } = program else { return false };
@@ -189,12 +183,13 @@ fn is_last(program: Program, nodes: &NodeMap, to: u32) -> bool {
 fn harmless(mutation: &Mutation, moves: bool, program: Program, nodes: &NodeMap) -> Option<&'static str> {
     let Mutation { rank: me, item, other, change, .. } = *mutation;
     let last = last_part(program, nodes.ranks());
+    let is_own = |op| matches!(op, Op::Put { to, .. } if to == me);
     let entry_alone =
         |op| matches!(op, Op::Signal { to, flag: Flag::Entry, .. } if !is_for(program, nodes, me, to));
     match (change, item.op, other) {
         (_, Op::Put { .. }, _) if !moves => Some("it moves nothing"),
         (Change::Swap, op, Some(next)) => match (op, next) {
-            (Op::Put { .. }, _) if program == Program::Landed && is_own(op, next, me) => {
+            (op, next) if program == Program::Landed && [op, next].into_iter().any(is_own) => {
                 Some("this rank alone reads what it puts to itself, when the stage is over")
             }
             (Op::Put { to: a, .. }, Op::Put { .. }) if a != me => Some("two puts in either order"),

@@ -13,8 +13,8 @@ impl Communicator {
     /// `n` on all ranks. Collective.
     ///
     /// For large tensors: every rank writes its parts straight to where they are read, and each byte is copied once. All that is paid
-    /// for it is a second meeting, so small ones come sooner by [`Communicator::all_to_all`]: tensors of up to 16 KiB with eight ranks on two
-    /// cores, and of up to 64 KiB with two. From four times that on this is faster (one machine of shared memory).
+    /// for it is a second meeting, so small ones come sooner by [`Communicator::all_to_all`]: on one node of two
+    /// cores tensors of less than 64 KiB with eight ranks, and of less than 256 KiB with two.
     ///
     /// The result lies in this rank's window, which has room for one ([`CommunicatorBuilder::landing`](super::CommunicatorBuilder::landing)).
     /// It borrows the communicator: others may write there again when this rank makes its next call.

@@ -147,10 +147,11 @@ impl Rank {
     }
 
     fn land(&mut self) -> Result<Report, Error> {
-        const PART: usize = 64 << 10;
+        const PART: usize = 32 << 10;
         let ranks = self.world.size() as usize;
         let bytes = (4 * PART * ranks) as u64;
-        let mut communicator = Communicator::builder(&self.world.all()?).landing(bytes).build()?;
+        let mut communicator =
+            Communicator::builder(&self.world.all()?).chunk(16 << 10).landing(bytes).build()?;
         for call in 1.. {
             let of = |rank: u32| (100 * call + u64::from(rank)) as f32;
             let mine = vec![of(self.world.rank()); PART * ranks];

@@ -49,7 +49,7 @@ impl Staging {
     /// [`PlanError::BadParameter`] if a window is then larger than 64 bits can say.
     pub fn with_room(self, bytes: u64) -> Result<Self, PlanError> {
         let room = bytes.checked_next_multiple_of(LINE);
-        match room.filter(|&room| self.bytes().checked_add(room).is_some()) {
+        match room.filter(|&room| self.in_place(0, 0).checked_add(room).is_some()) {
             Some(room) => Ok(Staging { room, ..self }),
             None => {
                 let expected = "what a window in 64 bits has room for";
