@@ -1,17 +1,19 @@
 //! Backward: the graph of a step's gradients, and what its nodes do.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::crew::Crew;
 use super::forward::weigh_into;
+use super::groups::Outgoing;
 use super::moe::{Plan, sources_columns};
 use super::pipeline::{self, Backward};
 use super::router::Routed;
-use super::tape::{Kept, Landed, SavedShared};
+use super::tape::{Kept, Landed, Made, SavedShared};
 use super::values::{Held, round_into, widened};
 use super::{Chunk, MoeLayer, RowOrder, Saved, Segments, Tape};
 use crate::dtype::Element;
-use crate::ep::{ExpertOutput, ExpertParallel};
+use crate::ep::ExpertParallel;
 use crate::error::{Error, LayerError, PlanError};
 use crate::gate::Decision;
 use crate::overlap::Slot;
@@ -58,14 +60,21 @@ pub(super) struct Step<'s, 'm, E> {
 struct Places<E> {
     tokens: Range<usize>,
     landed: Landed,
-    /// What experts made, until the gradients of routing weights are taken of it; and what they saved.
-    made: Slot<(Vec<f32>, Saved)>,
-    /// Gradients of what was combined.
-    of_outputs: Slot<Held>,
-    /// Gradients of rows where peers read them, or why there is no room for them; and those of the rows' weights.
-    of_rows: Slot<(Result<ExpertOutput, Error>, Vec<f32>)>,
+    groups: Vec<OfGroup>,
+    /// Gradients of rows, where peers read them.
+    of_rows: Outgoing,
     /// Gradients of tokens and of routing weights.
     home: Slot<(Vec<E>, Vec<f32>)>,
+}
+
+/// The same, of one group of its experts.
+struct OfGroup {
+    /// What they made, until the gradients of routing weights are taken of it; and what they saved.
+    made: Slot<Made>,
+    /// Gradients of what was combined, of all groups: the last one that is done drops them.
+    of_outputs: Slot<Arc<Held>>,
+    /// Gradients of its rows' weights.
+    of_weights: Slot<Vec<f32>>,
 }
 
 impl MoeLayer {
@@ -82,7 +91,7 @@ impl MoeLayer {
         let plan = self.plan;
         let (crew, world) = self.crew();
         let step = Step::new(&crew, of_out, &routed, (chunks, shared), &plan)?;
-        plan.run(pipeline::backward(&step, step.chunks.len(), plan.turns()), &world)?;
+        plan.run(pipeline::backward(&step, plan.cut(), plan.turns()), &world)?;
         let made = step.made()?;
         self.gradients(&routed, made)
     }
@@ -96,8 +105,8 @@ impl MoeLayer {
     }
 
     /// What nodes have made, and through the router.
-    pub(super) fn gradients<E: Element>(&self, routed: &Routed, made: Made) -> Result<Gradients<E>, Error> {
-        let Made { mut of_x, of_weights, experts, shared } = made;
+    pub(super) fn gradients<E: Element>(&self, routed: &Routed, made: Whole) -> Result<Gradients<E>, Error> {
+        let Whole { mut of_x, of_weights, experts, shared } = made;
         let (through_router, router) = self.route_backward(routed, &of_weights)?;
         add(&mut of_x, &through_router);
         let mut x = vec![E::zeroed(); of_x.len()];
@@ -119,14 +128,16 @@ impl MoeLayer {
 
 impl<E> Places<E> {
     fn new((tokens, kept): (Range<usize>, Kept)) -> Self {
-        let Kept { landed, outputs, saved } = kept;
-        let (of_outputs, of_rows, home) = (Slot::empty(), Slot::empty(), Slot::empty());
-        Places { tokens, landed, made: Slot::new((outputs, saved)), of_outputs, of_rows, home }
+        let Kept { landed, made } = kept;
+        let group =
+            |made| OfGroup { made: Slot::new(made), of_outputs: Slot::empty(), of_weights: Slot::empty() };
+        let groups = made.into_iter().map(group).collect();
+        Places { tokens, landed, groups, of_rows: Outgoing::default(), home: Slot::empty() }
     }
 }
 
 /// What nodes have made when all have ended: gradients of tokens but through the router, of routing weights, of weights.
-pub(super) struct Made {
+pub(super) struct Whole {
     of_x: Vec<f32>,
     of_weights: Vec<f32>,
     experts: Vec<f32>,
@@ -178,7 +189,7 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
     }
 
     /// What nodes have made, once all have ended.
-    pub fn made(self) -> Result<Made, Error> {
+    pub fn made(self) -> Result<Whole, Error> {
         let (mut of_x, mut of_weights) = (Vec::new(), Vec::new());
         for place in &self.chunks {
             let (tokens, weights) = place.home.take()?;
@@ -190,16 +201,17 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
             shared = self.of_shared.take()?;
             add(&mut of_x, &self.beside.take()?);
         }
-        Ok(Made { of_x, of_weights, experts, shared })
+        Ok(Whole { of_x, of_weights, experts, shared })
     }
 }
 
 impl<E: Element> Backward for Step<'_, '_, E> {
     fn combine(&self, chunk: usize) -> Result<(), Error> {
-        let Places { tokens, landed, of_outputs, .. } = &self.chunks[chunk];
+        let Places { tokens, landed, groups, .. } = &self.chunks[chunk];
         let of_out = &self.of_out[tokens.start * self.crew.hidden..tokens.end * self.crew.hidden];
         let (rows, _) = self.crew.ep.with(|ep| ep.combine_backward(of_out, &landed.handle))?;
-        of_outputs.put(Held::new::<E>(rows)?)
+        let of_outputs = Arc::new(Held::new::<E>(rows)?);
+        groups.iter().try_for_each(|group| group.of_outputs.put(Arc::clone(&of_outputs)))
     }
 
     fn sources(&self) -> Result<(), Error> {
@@ -219,35 +231,43 @@ impl<E: Element> Backward for Step<'_, '_, E> {
                 }
             }
         }
-        let padded: Vec<_> = self.chunks.iter().map(|p| p.landed.handle.padded_tokens_per_expert()).collect();
+        // To those who compute a group is a chunk.
+        let pieces = self.chunks.iter().zip(&counts).flat_map(|(places, counts)| {
+            places.landed.groups.iter().map(move |group| (group.counts_of(counts), group.padded()))
+        });
+        let (counts, padded): (Vec<_>, Vec<_>) = pieces.unzip();
         self.order.put(RowOrder::new(&counts, &padded))
     }
 
-    fn experts(&self, chunk: usize) -> Result<(), Error> {
-        let Places { landed, made, of_outputs, of_rows, .. } = &self.chunks[chunk];
-        let (hidden, incoming) = (self.crew.hidden, of_outputs.take()?);
-        let (incoming, weights) = (incoming.values()?, landed.handle.row_weights());
-        made.with(|(outputs, saved)| {
+    fn experts(&self, chunk: usize, group: usize) -> Result<(), Error> {
+        let Places { landed, groups, of_rows, .. } = &self.chunks[chunk];
+        let (Some(own), Some(places)) = (landed.groups.get(group), groups.get(group)) else { return Ok(()) };
+        let (hidden, incoming) = (self.crew.hidden, places.of_outputs.take()?);
+        let values = own.values(hidden);
+        let (incoming, weights) =
+            (&incoming.values()?[values.clone()], &landed.handle.row_weights()[own.rows.clone()]);
+        places.made.with(|Made { outputs, saved }| {
             let rows = incoming.chunks_exact(hidden).zip(outputs.chunks_exact(hidden));
             let dot = |(g, y): (&[f32], &[f32])| {
                 self.crew.rows.dot_rows(Arithmetic::F32, bytemuck::cast_slice(g), bytemuck::cast_slice(y))
             };
-            let of_weights: Vec<f32> = rows.map(dot).collect();
+            places.of_weights.put(rows.map(dot).collect())?;
             *outputs = Vec::new();
             let mut weighted = vec![0.0f32; incoming.len()];
             weigh_into(&mut weighted, incoming, weights, hidden);
-            let gradients = self.crew.experts.rows_backward(landed.segments(hidden)?, saved, weighted)?;
-            let output = landed.handle.output().and_then(|mut output| {
-                round_into(&gradients, output.rows_mut::<E>()?);
-                Ok(output)
-            });
-            of_rows.put((output, of_weights))
+            let gradients =
+                self.crew.experts.rows_backward(landed.segments(own, hidden)?, saved, weighted)?;
+            of_rows.write(&landed.handle, values, |to: &mut [E]| round_into(&gradients, to))
         })
     }
 
     fn dispatch(&self, chunk: usize) -> Result<(), Error> {
-        let Places { tokens, landed, of_rows, home, .. } = &self.chunks[chunk];
-        let (handle, (output, of_weights)) = (&landed.handle, of_rows.take()?);
+        let Places { tokens, landed, groups, of_rows, home } = &self.chunks[chunk];
+        let (handle, output) = (&landed.handle, of_rows.take()?);
+        let mut of_weights = Vec::with_capacity(handle.row_weights().len());
+        for group in groups {
+            of_weights.extend(group.of_weights.take()?);
+        }
         let mut of_tokens = vec![E::zeroed(); tokens.len() * self.crew.hidden];
         let mut of_choices = vec![0.0; tokens.len() * self.routed.decision.top_k() as usize];
         let (to, weights) = ((&mut of_tokens[..], &mut of_choices[..]), Some(&of_weights[..]));
@@ -259,12 +279,14 @@ impl<E: Element> Backward for Step<'_, '_, E> {
     }
 
     fn weights(&self) -> Result<(), Error> {
+        let groups = self.chunks.iter().flat_map(|places| &places.groups);
         let saved: Vec<Saved> =
-            self.chunks.iter().map(|places| Ok(places.made.take()?.1)).collect::<Result<_, Error>>()?;
-        let rows = self.chunks.iter().map(|places| places.landed.segments(self.crew.hidden));
-        let rows = rows.collect::<Result<Vec<_>, _>>()?;
-        let chunks: Vec<_> =
-            rows.into_iter().zip(&saved).map(|(rows, saved)| Chunk { rows, saved }).collect();
+            groups.map(|group| Ok(group.made.take()?.saved)).collect::<Result<_, Error>>()?;
+        let rows = self.chunks.iter().flat_map(|Places { landed, .. }| {
+            landed.groups.iter().map(|group| landed.segments(group, self.crew.hidden))
+        });
+        let chunks = rows.zip(&saved).map(|(rows, saved)| Ok(Chunk { rows: rows?, saved }));
+        let chunks: Vec<_> = chunks.collect::<Result<_, Error>>()?;
         let order = self.order.take()?;
         self.of_experts.put(self.crew.experts.weights_backward(&chunks, &order)?)
     }

@@ -3,7 +3,7 @@
 use super::backward::{self, Gradients};
 use super::forward::{self, Input};
 use super::moe::Plan;
-use super::pipeline::{Backward, Forward};
+use super::pipeline::{Backward, Cut, Forward};
 use super::{MoeLayer, Tape};
 use crate::dtype::Element;
 use crate::error::{Error, Stream, Work};
@@ -31,7 +31,7 @@ impl MoeLayer {
             Err(error) => return Err(self.refuse_backward(&tape, error)),
         };
         let Tape { instance, routed: before, chunks, shared } = tape;
-        let (plan, cut) = (self.plan, self.plan.chunks as usize);
+        let (plan, cut) = (self.plan, self.plan.cut());
         let mut out = vec![E::zeroed(); input.x.len()];
         let (crew, world) = self.crew();
         let ahead = forward::Step::new(&crew, input, &routed, &mut out, &plan);
@@ -42,7 +42,7 @@ impl MoeLayer {
         });
         let combined: Vec<_> = last.forward.into_iter().collect();
         let sum = Work { name: "sum", chunk: MICROBATCHES[0] };
-        graph.add(Stream::Compute(0), sum, &combined, |_| all(cut, |chunk| ahead.sum(chunk)));
+        graph.add(Stream::Compute(0), sum, &combined, |_| all(cut.chunks, |chunk| ahead.sum(chunk)));
         let deadline = plan.deadline.saturating_mul(plan.chunks);
         Plan { deadline, ..plan }.run(graph, &world)?;
         let (chunks, shared) = ahead.kept()?;
@@ -55,21 +55,25 @@ impl MoeLayer {
 /// What a step of the two passes does.
 fn work_of<'g, E: Element>(
     step: Step,
-    chunks: usize,
+    Cut { chunks, groups }: Cut,
     ahead: &'g forward::Step<'_, '_, E>,
     back: &'g backward::Step<'_, '_, E>,
 ) -> Option<Body<'g, Run>> {
     Some(match (step.pass, step.part) {
         (Pass::Forward, Part::Before) => Box::new(|_| ahead.shared()),
         (Pass::Forward, Part::Dispatch) => Box::new(move |_| all(chunks, |chunk| ahead.dispatch(chunk))),
-        (Pass::Forward, Part::Experts) => Box::new(move |_| all(chunks, |chunk| ahead.experts(chunk))),
+        (Pass::Forward, Part::Experts) => {
+            Box::new(move |_| all(chunks, |chunk| all(groups, |group| ahead.experts(chunk, group))))
+        }
         (Pass::Forward, Part::Combine) => Box::new(move |_| all(chunks, |chunk| ahead.combine(chunk))),
         (Pass::Backward, Part::Combine) => Box::new(move |_| {
             all(chunks, |chunk| back.combine(chunk))?;
             // As backward alone does it: two objects called in two orders would wait for each other, where one names the difference.
             back.sources()
         }),
-        (Pass::Backward, Part::Experts) => Box::new(move |_| all(chunks, |chunk| back.experts(chunk))),
+        (Pass::Backward, Part::Experts) => {
+            Box::new(move |_| all(chunks, |chunk| all(groups, |group| back.experts(chunk, group))))
+        }
         (Pass::Backward, Part::Dispatch) => Box::new(move |_| all(chunks, |chunk| back.dispatch(chunk))),
         (Pass::Backward, Part::Before) => Box::new(|_| back.shared()),
         (Pass::WeightGradient, Part::Experts) => Box::new(|_| back.weights()),
@@ -78,6 +82,6 @@ fn work_of<'g, E: Element>(
     })
 }
 
-fn all(chunks: usize, work: impl Fn(usize) -> Result<(), Error>) -> Result<(), Error> {
-    (0..chunks).try_for_each(work)
+fn all(count: usize, work: impl Fn(usize) -> Result<(), Error>) -> Result<(), Error> {
+    (0..count).try_for_each(work)
 }

@@ -19,7 +19,7 @@ use crate::rows::Arithmetic;
 use crate::topology::Route;
 use crate::world::Group;
 
-/// Settings of a [`MoeLayer`]. All ranks must choose alike, but for weights, overlap, streams and the deadline.
+/// Settings of a [`MoeLayer`]. All ranks must choose alike, but for weights, overlap, streams, groups of experts and the deadline.
 pub struct MoeLayerBuilder<'g> {
     group: &'g Group,
     gate: GateConfig,
@@ -63,7 +63,7 @@ impl<'g> MoeLayerBuilder<'g> {
             shared: None,
             losses: Losses::default(),
             slices: None,
-            plan: Plan { chunks: 1, overlap: true, streams: 1, at_once: 1, deadline },
+            plan: Plan { chunks: 1, groups: 1, overlap: true, streams: 1, at_once: 1, deadline },
         }
     }
 
@@ -145,7 +145,15 @@ impl<'g> MoeLayerBuilder<'g> {
         self
     }
 
-    /// Over how many compute streams the chunks' experts go round, and how many may be at it at once
+    /// Into how many groups of neighbours the experts of a chunk are divided, as even by rows as can be
+    /// ([`expert_groups`](crate::overlap::expert_groups)): each is a turn on the compute streams, so that
+    /// [several](Self::streams) share a chunk. Gradients of weights are made in one piece, in whose order only experts know. Default: 1.
+    pub fn expert_groups(mut self, groups: u32) -> Self {
+        self.plan.groups = groups;
+        self
+    }
+
+    /// Over how many compute streams the chunks' experts, or groups of them, go round, and how many may be at it at once
     /// ([`Rotation`](crate::overlap::Rotation)); but in [`MoeLayer::forward_beside_backward`], whose experts all have the caller's
     /// thread. Default: 1 and 1.
     pub fn streams(mut self, streams: u32, at_once: u32) -> Self {
@@ -171,6 +179,8 @@ impl<'g> MoeLayerBuilder<'g> {
         if let Some(rule) = &self.slices {
             self.plan.chunks = rule.slices(&self.load()).count();
         }
+        self.plan.groups =
+            self.plan.groups.clamp(1, u32::try_from(self.experts.count().max(1)).unwrap_or(u32::MAX));
         let checked = self.check();
         let (group, plan) = (self.group, self.plan);
         // A rank with bad settings still takes part in the comparison: the others are told, not left waiting.

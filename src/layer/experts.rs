@@ -52,10 +52,10 @@ pub type Saved = Box<dyn Any + Send + Sync>;
 /// Why experts cannot do what they are asked for.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// One chunk of a step, for the gradient of the weights.
+/// What one call of [`forward`](Experts::forward) had, for the gradient of the weights.
 #[derive(Clone, Copy, Debug)]
 pub struct Chunk<'a> {
-    /// Its rows.
+    /// The rows.
     pub rows: Segments<'a>,
     /// What the experts saved.
     pub saved: &'a Saved,
@@ -63,13 +63,14 @@ pub struct Chunk<'a> {
 
 /// The experts of one rank, as a layer uses them.
 ///
-/// A layer may cut its tokens into chunks: `forward` and `rows_backward` are called once per chunk, `weights_backward` once for
+/// A layer may cut its tokens into chunks, and their rows by groups of experts, where those of other groups have none: `forward` and
+/// `rows_backward` are called once per group of a chunk, `weights_backward` once for
 /// all, after them. So that results do not depend on how tokens are cut, an output row must be made of its own row and the weights
 /// alone, in whatever company it comes; and the gradient of the weights be summed in the order that [`RowOrder`] gives.
 /// [`GroupedSwiGlu`](super::GroupedSwiGlu) does it so.
 ///
 /// Outputs are not weighted: the layer multiplies them with the routing weights. Calls come from several threads, one after another; those of
-/// `forward` and of `rows_backward` for different chunks several at once, where a layer is to have
+/// `forward` and of `rows_backward` for different chunks or groups several at once, where a layer is to have
 /// [several at it](super::MoeLayerBuilder::streams). A call that fails, panics or returns another number of values ends the
 /// world: an [`Error`](crate::Error) that it gives stays that, others become a [`LayerError`](crate::error::LayerError).
 pub trait Experts: Send + Sync {

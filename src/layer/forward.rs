@@ -1,16 +1,17 @@
 //! Forward: the graph of a step, and what its nodes do.
 
 use std::ops::Range;
+use std::sync::OnceLock;
 
 use super::crew::Crew;
+use super::groups::Outgoing;
 use super::moe::{Plan, routing_of};
 use super::pipeline::{self, Forward};
 use super::router::Routed;
-use super::tape::{Kept, Landed, SavedShared};
+use super::tape::{Kept, Landed, Made, SavedShared};
 use super::values::{Held, round_into, widened};
 use super::{MoeLayer, Saved, Segments, Tape};
 use crate::dtype::Element;
-use crate::ep::ExpertOutput;
 use crate::error::{Error, OverlapError};
 use crate::gate::{Draw, Routing};
 use crate::overlap::Slot;
@@ -54,10 +55,12 @@ pub(super) struct Step<'s, 'm, E> {
 /// What nodes leave to each other, of one chunk.
 struct Places<'s, E> {
     tokens: Range<usize>,
-    landed: Slot<Landed>,
-    made: Slot<(Vec<f32>, Saved)>,
-    /// Where peers read; or why there is no room for it, which the combine tells all ranks.
-    output: Slot<Result<ExpertOutput, Error>>,
+    /// Read by all groups of experts at once.
+    landed: OnceLock<Landed>,
+    /// By each group.
+    made: Vec<Slot<Made>>,
+    /// Where peers read.
+    output: Outgoing,
     out: Slot<&'s mut [E]>,
 }
 
@@ -80,31 +83,33 @@ impl MoeLayer {
         let mut out = vec![E::zeroed(); input.x.len()];
         let (crew, world) = self.crew();
         let step = Step::new(&crew, input, &routed, &mut out, &plan);
-        plan.run(pipeline::forward(&step, step.chunks.len(), plan.turns()), &world)?;
+        plan.run(pipeline::forward(&step, plan.cut(), plan.turns()), &world)?;
         let (chunks, shared) = step.kept()?;
         Ok((out, Tape { instance, routed, chunks, shared }))
     }
 }
 
-fn places<'s, E>(
-    out: &'s mut [E],
-    slices: impl Iterator<Item = Range<usize>>,
-    hidden: usize,
-) -> Vec<Places<'s, E>> {
+fn places<'s, E>(out: &'s mut [E], tokens: usize, plan: &Plan, hidden: usize) -> Vec<Places<'s, E>> {
     let mut rest = out;
     let place = |tokens: Range<usize>| {
         let (part, behind) = std::mem::take(&mut rest).split_at_mut(tokens.len() * hidden);
         rest = behind;
-        let (landed, made, output) = (Slot::empty(), Slot::empty(), Slot::empty());
+        let made = (0..plan.groups).map(|_| Slot::empty()).collect();
+        let (landed, output) = (OnceLock::new(), Outgoing::default());
         Places { tokens, landed, made, output, out: Slot::new(part) }
     };
-    slices.map(place).collect()
+    plan.slices(tokens).map(place).collect()
 }
 
 impl<E> Places<'_, E> {
+    fn landed(&self) -> Result<&Landed, Error> {
+        Ok(self.landed.get().ok_or(OverlapError::SlotEmpty)?)
+    }
+
     fn kept(self) -> Option<Kept> {
-        let (landed, (outputs, saved)) = (self.landed.into_inner()?, self.made.into_inner()?);
-        Some(Kept { landed, outputs, saved })
+        let landed = self.landed.into_inner()?;
+        let made = self.made.into_iter().take(landed.groups.len()).map(Slot::into_inner);
+        Some(Kept { made: made.collect::<Option<_>>()?, landed })
     }
 }
 
@@ -116,7 +121,7 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
         out: &'s mut [E],
         plan: &Plan,
     ) -> Self {
-        let chunks = places(out, plan.slices(routed.tokens()), crew.hidden);
+        let chunks = places(out, routed.tokens(), plan, crew.hidden);
         let routing = routed.decision.routing();
         Step { crew, input: *input, routing, x: &routed.x, beside: Slot::empty(), chunks }
     }
@@ -131,11 +136,12 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
 
 impl<E: Element> Forward for Step<'_, '_, E> {
     fn dispatch(&self, chunk: usize) -> Result<(), Error> {
-        let Places { tokens, landed, .. } = &self.chunks[chunk];
+        let Places { tokens, landed, made, .. } = &self.chunks[chunk];
         let routing = routing_of(&self.routing, tokens)?;
         let x = &self.input.x[tokens.start * self.crew.hidden..tokens.end * self.crew.hidden];
         let (rows, handle) = self.crew.ep.with(|ep| ep.dispatch(x, &routing))?;
-        landed.put(Landed { rows: Held::new::<E>(rows)?, handle })
+        let here = Landed::new(Held::new::<E>(rows)?, handle, made.len() as u32);
+        landed.set(here).map_err(|_| OverlapError::SlotInUse.into())
     }
 
     fn shared(&self) -> Result<(), Error> {
@@ -145,34 +151,23 @@ impl<E: Element> Forward for Step<'_, '_, E> {
         self.beside.put(shared.forward(rows)?)
     }
 
-    fn experts(&self, chunk: usize) -> Result<(), Error> {
-        let Places { landed, made, output, .. } = &self.chunks[chunk];
-        landed.with(|landed| {
-            let (outputs, saved) = self.crew.experts.forward(landed.segments(self.crew.hidden)?)?;
-            let ready = match landed.handle.output() {
-                Ok(mut output) => {
-                    weigh_into(
-                        output.rows_mut::<E>()?,
-                        &outputs,
-                        landed.handle.row_weights(),
-                        self.crew.hidden,
-                    );
-                    Ok(output)
-                }
-                Err(error) => Err(error),
-            };
-            output.put(ready)?;
-            made.put((outputs, saved))
-        })
+    fn experts(&self, chunk: usize, group: usize) -> Result<(), Error> {
+        let (places, hidden) = (&self.chunks[chunk], self.crew.hidden);
+        let landed = places.landed()?;
+        let Some(own) = landed.groups.get(group) else { return Ok(()) };
+        let (outputs, saved) = self.crew.experts.forward(landed.segments(own, hidden)?)?;
+        let weights = &landed.handle.row_weights()[own.rows.clone()];
+        let fill = |to: &mut [E]| weigh_into(to, &outputs, weights, hidden);
+        places.output.write(&landed.handle, own.values(hidden), fill)?;
+        places.made[group].put(Made { outputs, saved })
     }
 
     fn combine(&self, chunk: usize) -> Result<(), Error> {
-        let Places { landed, output, out, .. } = &self.chunks[chunk];
-        landed.with(|landed| {
-            self.crew.ep.with(|ep| match output.take()? {
-                Ok(output) => out.with(|out| ep.combine_into(output, &landed.handle, out)),
-                Err(error) => Err(ep.refuse_combine(&landed.handle, error)),
-            })
+        let places = &self.chunks[chunk];
+        let Landed { handle, .. } = places.landed()?;
+        self.crew.ep.with(|ep| match places.output.take()? {
+            Ok(output) => places.out.with(|out| ep.combine_into(output, handle, out)),
+            Err(error) => Err(ep.refuse_combine(handle, error)),
         })
     }
 

@@ -22,7 +22,9 @@
 //! Forward, dispatches are four chunks ahead of the combine that comes next (five are in front of the first); backward, all gradients of combine come first: their rows are kept for the gradients of
 //! weights anyhow. All ranks issue transfers in this order. [`MoeLayer::forward_beside_backward`] puts both passes, of two microbatches, into one graph.
 //!
-//! **Bits** do not depend on chunks, streams, or overlap: rows of experts and of
+//! Where several compute streams share a chunk, its experts are [divided](MoeLayerBuilder::expert_groups): each group is a turn.
+//!
+//! **Bits** do not depend on chunks, groups, streams, or overlap: rows of experts and of
 //! combine know nothing of each other, and weight gradients are summed in [one order](RowOrder). Sums are f32:
 //!
 //! | result | order, each from the left |
@@ -50,6 +52,7 @@ mod call;
 mod crew;
 mod experts;
 mod forward;
+mod groups;
 mod moe;
 mod order;
 mod pipeline;

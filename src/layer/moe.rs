@@ -4,6 +4,7 @@ use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::pipeline::Cut;
 use super::router::Losses;
 use super::{Experts, MoeLayerBuilder};
 use crate::dtype::Dtype;
@@ -66,6 +67,8 @@ pub struct MoeLayer {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Plan {
     pub chunks: u32,
+    /// Of the experts of a chunk.
+    pub groups: u32,
     pub overlap: bool,
     pub streams: u32,
     pub at_once: u32,
@@ -77,6 +80,11 @@ impl Plan {
     pub fn slices(&self, tokens: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let slices = Slices::new(self.chunks).of(tokens as u32);
         slices.map(|tokens| tokens.start as usize..tokens.end as usize)
+    }
+
+    /// Into what a pass is cut.
+    pub fn cut(&self) -> Cut {
+        Cut { chunks: self.chunks as usize, groups: self.groups as usize }
     }
 
     /// Whose turn it is to compute.

@@ -5,11 +5,19 @@ use std::collections::VecDeque;
 use crate::error::{Error, Stream, Work};
 use crate::overlap::{Graph, Rotation};
 
+/// Into what a pass is cut.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cut {
+    pub chunks: usize,
+    /// Of the experts of each chunk, at most: where there are fewer, the last ones have nothing to do.
+    pub groups: usize,
+}
+
 /// What the nodes of a forward pass do to a chunk.
 pub(super) trait Forward: Sync {
     fn dispatch(&self, chunk: usize) -> Result<(), Error>;
     fn shared(&self) -> Result<(), Error>;
-    fn experts(&self, chunk: usize) -> Result<(), Error>;
+    fn experts(&self, chunk: usize, group: usize) -> Result<(), Error>;
     fn combine(&self, chunk: usize) -> Result<(), Error>;
     fn sum(&self, chunk: usize) -> Result<(), Error>;
 }
@@ -20,7 +28,7 @@ pub(super) trait Backward: Sync {
     /// Everybody's choices, and so the order of the rows that came by them.
     fn sources(&self) -> Result<(), Error>;
     fn shared(&self) -> Result<(), Error>;
-    fn experts(&self, chunk: usize) -> Result<(), Error>;
+    fn experts(&self, chunk: usize, group: usize) -> Result<(), Error>;
     fn dispatch(&self, chunk: usize) -> Result<(), Error>;
     fn weights(&self) -> Result<(), Error>;
     fn shared_weights(&self) -> Result<(), Error>;
@@ -38,7 +46,8 @@ fn work(name: &'static str, chunk: usize) -> Work {
 }
 
 /// Chunk by chunk, dispatches ahead. Sums come last, where they hold up no experts: all but the last are beside the last combine.
-pub(super) fn forward<'g, G, W: Forward>(step: &'g W, chunks: usize, mut turns: Rotation) -> Graph<'g, G> {
+pub(super) fn forward<'g, G, W: Forward>(step: &'g W, cut: Cut, mut turns: Rotation) -> Graph<'g, G> {
+    let Cut { chunks, groups } = cut;
     let (compute, transfer) = STREAMS;
     let mut graph = Graph::new();
     let dispatch = |graph: &mut Graph<'g, G>, chunk: usize| {
@@ -54,8 +63,10 @@ pub(super) fn forward<'g, G, W: Forward>(step: &'g W, chunks: usize, mut turns: 
         }
         let landed = landing.pop_front();
         let after = landed.as_slice();
-        let made = turns.add(&mut graph, work("experts", chunk), after, move |_| step.experts(chunk));
-        home.push(graph.add(transfer, work("combine", chunk), &[made], move |_| step.combine(chunk)));
+        let group =
+            |group| turns.add(&mut graph, work("experts", chunk), after, move |_| step.experts(chunk, group));
+        let made: Vec<_> = (0..groups).map(group).collect();
+        home.push(graph.add(transfer, work("combine", chunk), &made, move |_| step.combine(chunk)));
     }
     for (chunk, combine) in home.into_iter().enumerate() {
         graph.add(compute, work("sum", chunk), &[combine, beside], move |_| step.sum(chunk));
@@ -65,7 +76,8 @@ pub(super) fn forward<'g, G, W: Forward>(step: &'g W, chunks: usize, mut turns: 
 
 /// Gradients of combine first, so that no product waits for a way home in front of what it needs. What trains weights comes last, as it
 /// needs the rows of all chunks: it has what is left of the ways home beside it.
-pub(super) fn backward<'g, G, W: Backward>(step: &'g W, chunks: usize, mut turns: Rotation) -> Graph<'g, G> {
+pub(super) fn backward<'g, G, W: Backward>(step: &'g W, cut: Cut, mut turns: Rotation) -> Graph<'g, G> {
+    let Cut { chunks, groups } = cut;
     let (compute, transfer) = STREAMS;
     let mut graph = Graph::new();
     let combine =
@@ -75,10 +87,12 @@ pub(super) fn backward<'g, G, W: Backward>(step: &'g W, chunks: usize, mut turns
     let beside = graph.add(compute, work("gradient of shared rows", 0), &[], |_| step.shared());
     for (chunk, landed) in landing.into_iter().enumerate() {
         let name = "gradient of rows";
-        let made = turns.add(&mut graph, work(name, chunk), &[landed], move |_| step.experts(chunk));
-        before_weights.push(made);
+        let group =
+            |group| turns.add(&mut graph, work(name, chunk), &[landed], move |_| step.experts(chunk, group));
+        let made: Vec<_> = (0..groups).map(group).collect();
+        before_weights.extend_from_slice(&made);
         let name = "gradient of dispatch";
-        graph.add(transfer, work(name, chunk), &[made], move |_| step.dispatch(chunk));
+        graph.add(transfer, work(name, chunk), &made, move |_| step.dispatch(chunk));
     }
     turns.add(&mut graph, work("gradient of weights", 0), &before_weights, |_| step.weights());
     let name = "gradient of shared weights";

@@ -1,5 +1,6 @@
 //! What a forward pass leaves to the backward pass.
 
+use super::groups::{Group, groups};
 use super::router::Routed;
 use super::values::Held;
 use super::{Saved, Segments};
@@ -22,7 +23,13 @@ pub struct Tape {
 /// A chunk that experts have gone through.
 pub(super) struct Kept {
     pub landed: Landed,
-    /// What they made, `[rows, hidden]`, before it was weighted.
+    /// Of each of its groups.
+    pub made: Vec<Made>,
+}
+
+/// What a group of experts made of a chunk.
+pub(super) struct Made {
+    /// `[rows, hidden]`, before it was weighted.
     pub outputs: Vec<f32>,
     pub saved: Saved,
 }
@@ -32,16 +39,22 @@ pub(super) struct Kept {
 pub(super) struct Landed {
     pub rows: Held,
     pub handle: Handle,
+    pub groups: Vec<Group>,
 }
 
 /// What the shared expert saved.
 pub(super) struct SavedShared(pub Saved);
 
 impl Landed {
-    /// As experts see it.
-    pub fn segments(&self, hidden: usize) -> Result<Segments<'_>, MemoryError> {
-        let (counts, padded) = (self.handle.tokens_per_expert(), self.handle.padded_tokens_per_expert());
-        Ok(Segments { rows: self.rows.values()?, hidden, counts, padded })
+    /// For so many groups of experts at most.
+    pub fn new(rows: Held, handle: Handle, most: u32) -> Self {
+        let groups = groups(handle.tokens_per_expert(), handle.padded_tokens_per_expert(), most);
+        Landed { rows, handle, groups }
+    }
+
+    /// As a group of experts sees it.
+    pub fn segments<'a>(&'a self, group: &'a Group, hidden: usize) -> Result<Segments<'a>, MemoryError> {
+        Ok(group.segments(self.rows.values()?, hidden))
     }
 }
 

@@ -1,6 +1,6 @@
 //! How long a pass would take: the graph of a step, with nothing carried out.
 
-use super::pipeline::{self, Backward, Forward};
+use super::pipeline::{self, Backward, Cut, Forward};
 use crate::error::{Error, Place};
 use crate::overlap::{Forecast, Graph, Rotation};
 
@@ -31,7 +31,7 @@ pub struct Times {
 /// assert_eq!(times.in_turn, 16 * (5 + 10 + 5));
 /// ```
 pub fn forward_times(chunks: u32, cost: impl Fn(Place) -> u64) -> Times {
-    timed(pipeline::forward(&Timed, chunks as usize, Rotation::new(1, 1)), cost)
+    timed(pipeline::forward(&Timed, whole(chunks), Rotation::new(1, 1)), cost)
 }
 
 /// The same of a backward pass: `gradient of combine`, `gradient of rows` and `gradient of dispatch` of a chunk, the `counts of sources`,
@@ -52,7 +52,12 @@ pub fn forward_times(chunks: u32, cost: impl Fn(Place) -> u64) -> Times {
 /// assert_eq!(times.in_turn, 3 * 4 * 10 + 40);
 /// ```
 pub fn backward_times(chunks: u32, cost: impl Fn(Place) -> u64) -> Times {
-    timed(pipeline::backward(&Timed, chunks as usize, Rotation::new(1, 1)), cost)
+    timed(pipeline::backward(&Timed, whole(chunks), Rotation::new(1, 1)), cost)
+}
+
+/// All experts of a chunk at once.
+fn whole(chunks: u32) -> Cut {
+    Cut { chunks: chunks as usize, groups: 1 }
 }
 
 fn timed(graph: Graph<'_, ()>, cost: impl Fn(Place) -> u64) -> Times {
@@ -76,7 +81,7 @@ impl Forward for Timed {
     fn shared(&self) -> Result<(), Error> {
         Ok(())
     }
-    fn experts(&self, _: usize) -> Result<(), Error> {
+    fn experts(&self, _: usize, _: usize) -> Result<(), Error> {
         Ok(())
     }
     fn combine(&self, _: usize) -> Result<(), Error> {
@@ -97,7 +102,7 @@ impl Backward for Timed {
     fn shared(&self) -> Result<(), Error> {
         Ok(())
     }
-    fn experts(&self, _: usize) -> Result<(), Error> {
+    fn experts(&self, _: usize, _: usize) -> Result<(), Error> {
         Ok(())
     }
     fn dispatch(&self, _: usize) -> Result<(), Error> {

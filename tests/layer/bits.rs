@@ -15,8 +15,9 @@ fn cuts(seed: u64, count: usize) -> Vec<Cut> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let mut one = || {
         let mut pick = |from: u32, to: u32| from + rng.next_u32() % (to - from + 1);
-        let (chunks, streams, at_once) = (pick(1, 9), pick(1, 3), pick(1, 4));
-        Cut { chunks, overlap: pick(0, 3) > 0, streams, at_once, align: [1, 1, 4][pick(0, 2) as usize] }
+        let (chunks, groups, streams, at_once) = (pick(1, 9), pick(1, 4), pick(1, 3), pick(1, 4));
+        let (overlap, align) = (pick(0, 3) > 0, [1, 1, 4][pick(0, 2) as usize]);
+        Cut { chunks, groups, overlap, streams, at_once, align }
     };
     (0..count).map(|_| one()).collect()
 }
@@ -33,9 +34,11 @@ where
 }
 
 #[test]
-fn chunks_streams_and_overlap_change_no_bit() {
+fn chunks_groups_streams_and_overlap_change_no_bit() {
     same_in_all_cuts::<f32>(&Case::new(&[0, 0, 0], &[17, 0, 30], WHOLE), 1, 8);
     same_in_all_cuts::<bf16>(&Case::new(&[0, 0], &[9, 21], WHOLE), 2, 6);
+    // All experts in one place: groups of many sizes.
+    same_in_all_cuts::<f32>(&Case::new(&[0], &[33], WHOLE), 4, 8);
 }
 
 #[test]
@@ -49,8 +52,8 @@ fn they_change_none_where_nodes_hand_on_and_experts_are_replicated() {
 #[test]
 fn a_forward_beside_a_backward_has_the_bits_of_both() {
     let (first, second) = ([9, 0, 12], [4, 17, 1]);
-    for (chunks, overlap) in [(1, true), (1, false), (3, true)] {
-        let cut = Cut { chunks, overlap, ..WHOLE };
+    for (chunks, groups, overlap) in [(1, 1, true), (1, 2, false), (3, 2, true)] {
+        let cut = Cut { chunks, groups, overlap, ..WHOLE };
         let alone = [first, second].map(|tokens| Case::new(&[0, 0, 0], &tokens, WHOLE).step::<f32>());
         let case = Case::new(&[0, 0, 0], &first, cut);
         let seen = on_ranks(&case.nodes, &small(), |world| {

@@ -22,13 +22,14 @@ pub const Z: f32 = 0.02;
 #[derive(Clone, Copy, Debug)]
 pub struct Cut {
     pub chunks: u32,
+    pub groups: u32,
     pub overlap: bool,
     pub streams: u32,
     pub at_once: u32,
     pub align: u32,
 }
 
-pub const WHOLE: Cut = Cut { chunks: 1, overlap: false, streams: 1, at_once: 1, align: 1 };
+pub const WHOLE: Cut = Cut { chunks: 1, groups: 1, overlap: false, streams: 1, at_once: 1, align: 1 };
 
 #[derive(Clone, Debug)]
 pub struct Case {
@@ -118,7 +119,7 @@ impl Case {
     }
 
     pub fn cut<'g>(&self, builder: MoeLayerBuilder<'g>) -> MoeLayerBuilder<'g> {
-        let Cut { chunks, overlap, streams, at_once, align } = self.cut;
+        let Cut { chunks, groups, overlap, streams, at_once, align } = self.cut;
         builder
             .router(router())
             .shared(swiglu([SHARED]))
@@ -128,6 +129,7 @@ impl Case {
             .route(self.route)
             .max_tokens(64)
             .chunks(chunks)
+            .expert_groups(groups)
             .overlap(overlap)
             .streams(streams, at_once)
             .align(align)

@@ -9,6 +9,7 @@ use super::account::{Bound, Lap, Part, Phase, Timing, Work};
 use super::hardware::at_rate;
 use super::ring::Ring;
 use super::task::{Line, Task};
+use super::tracks::Tracks;
 use super::{Executor, Hardware};
 use crate::schedule::Flag;
 
@@ -35,6 +36,7 @@ enum Event {
     Far { from: u32, to: u32, ns: u64, end: u64 },
 }
 
+/// A line.
 #[derive(Debug, Default)]
 struct State {
     tasks: Tracks,
@@ -44,56 +46,6 @@ struct State {
     joined: Vec<usize>,
     /// Time in tasks, waits left out.
     busy: u64,
-}
-
-/// What a line has to do: in the order in which it was handed over, but for a card, which takes turns with its partners as its
-/// queue pairs do, a piece each.
-#[derive(Debug, Default)]
-struct Tracks {
-    /// By rank and partner; all tasks of other lines are one.
-    tracks: HashMap<(u32, u32), VecDeque<Task>>,
-    turns: VecDeque<(u32, u32)>,
-}
-
-/// Bytes that a card sends to one partner before it turns to the next.
-const PIECE: u64 = 256 << 10;
-
-impl Tracks {
-    fn push(&mut self, track: (u32, u32), task: Task) {
-        let tasks = self.tracks.entry(track).or_default();
-        if tasks.is_empty() {
-            self.turns.push_back(track);
-        }
-        tasks.push_back(task);
-    }
-
-    /// The next task or piece of one, and for whom.
-    fn pop(&mut self) -> Option<(u32, Task)> {
-        let track = self.turns.pop_front()?;
-        let tasks = self.tracks.get_mut(&track).expect("a turn is a track's");
-        let task = match tasks.front_mut().expect("a track with a turn has a task") {
-            Task::Send { to, messages, bytes, .. } if *bytes > PIECE => {
-                // Its messages are as long as each other, as far as that goes.
-                let sent = (*messages * PIECE / *bytes).min(*messages - 1);
-                (*messages, *bytes) = (*messages - sent, *bytes - PIECE);
-                Task::Send { to: *to, messages: sent, bytes: PIECE, rest: *bytes }
-            }
-            _ => tasks.pop_front().expect("as before"),
-        };
-        if !tasks.is_empty() {
-            self.turns.push_back(track);
-        }
-        Some((track.0, task))
-    }
-
-    /// Puts back what has to wait.
-    fn put_back(&mut self, track: (u32, u32), task: Task) {
-        let tasks = self.tracks.entry(track).or_default();
-        tasks.push_front(task);
-        if tasks.len() == 1 {
-            self.turns.push_front(track);
-        }
-    }
 }
 
 /// One side of a link or card, or a core: whoever comes first is served first.

@@ -32,6 +32,7 @@
 
 mod account;
 mod hardware;
+mod lines;
 mod lower;
 mod machine;
 mod placed;
@@ -40,6 +41,7 @@ mod slots;
 mod task;
 #[cfg(test)]
 mod tests;
+mod tracks;
 
 pub use account::{Bound, Lap, Part, Phase, Timing, Work};
 pub use hardware::{Card, Compute, Engines, Executor, Hardware, Host, Link, UnknownHardware};
