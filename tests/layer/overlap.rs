@@ -76,12 +76,14 @@ fn the_next_dispatch_goes_on_under_experts_and_gradients_go_home_under_those_of_
 
 /// Nobody comes back from an odd call before the next one has begun.
 struct InPairs {
-    inner: GroupedSwiGlu,
     calls: AtomicU32,
 }
 
-impl InPairs {
-    fn meet(&self) -> Result<(), Failure> {
+impl Meddler for InPairs {
+    fn before(&self, pass: Pass) -> Result<(), Failure> {
+        if pass == Pass::WeightsBackward {
+            return Ok(());
+        }
         let both = (self.calls.fetch_add(1, Ordering::AcqRel) | 1) + 1;
         let since = std::time::Instant::now();
         while self.calls.load(Ordering::Acquire) < both {
@@ -94,43 +96,6 @@ impl InPairs {
     }
 }
 
-impl Experts for InPairs {
-    fn count(&self) -> usize {
-        self.inner.count()
-    }
-
-    fn hidden(&self) -> usize {
-        self.inner.hidden()
-    }
-
-    fn forward(&self, rows: Segments<'_>) -> Result<(Vec<f32>, Saved), Failure> {
-        self.meet()?;
-        self.inner.forward(rows)
-    }
-
-    fn rows_backward(
-        &self,
-        rows: Segments<'_>,
-        saved: &mut Saved,
-        of_outputs: Vec<f32>,
-    ) -> Result<Vec<f32>, Failure> {
-        self.meet()?;
-        self.inner.rows_backward(rows, saved, of_outputs)
-    }
-
-    fn weights_backward(&self, chunks: &[Chunk<'_>], order: &RowOrder) -> Result<Vec<f32>, Failure> {
-        self.inner.weights_backward(chunks, order)
-    }
-
-    fn weights(&self) -> &[f32] {
-        self.inner.weights()
-    }
-
-    fn weights_mut(&mut self) -> &mut [f32] {
-        self.inner.weights_mut()
-    }
-}
-
 #[test]
 fn groups_of_a_chunk_compute_beside_each_other() {
     let two = Cut { groups: 2, overlap: true, streams: 2, at_once: 2, ..WHOLE };
@@ -138,7 +103,7 @@ fn groups_of_a_chunk_compute_beside_each_other() {
     let expected = Case { cut: WHOLE, ..case.clone() }.step::<f32>();
     let seen = on_ranks(&case.nodes, &small(), |world| {
         let inner = swiglu(case.held(0));
-        let experts = InPairs { inner, calls: AtomicU32::new(0) };
+        let experts = Meddled { inner, by: InPairs { calls: AtomicU32::new(0) } };
         let group = world.all().unwrap();
         let builder = MoeLayer::builder(&group, gate(), HIDDEN, experts).dtype(Dtype::F32);
         let mut layer = case.cut(builder).build().unwrap();
