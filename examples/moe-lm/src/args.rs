@@ -30,7 +30,7 @@ pub struct Arguments {
     #[arg(long)]
     pub expert_parallel: Option<usize>,
     /// Plays this many ranks in this process, one after another: the same bits.
-    #[arg(long, value_name = "RANKS")]
+    #[arg(long, value_name = "RANKS", conflicts_with_all = ["overlap", "chunks"])]
     pub reference: Option<usize>,
     /// Whether transfers go on beside compute: the same bits.
     #[arg(long, value_enum, default_value_t = Switch::On)]

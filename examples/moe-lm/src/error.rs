@@ -66,6 +66,30 @@ pub enum Error {
         /// The smallest that will do.
         least: usize,
     },
+    /// A number that is too large.
+    #[error("{what}: {seen}, at most {most} are allowed")]
+    TooMany {
+        /// What.
+        what: &'static str,
+        /// The number.
+        seen: u128,
+        /// The largest that will do.
+        most: u128,
+    },
+    /// A coefficient with which nothing can be learned.
+    #[error("{what}: {seen} is not a number from 0 on")]
+    NotANumber {
+        /// Which.
+        what: &'static str,
+        /// The number.
+        seen: f64,
+    },
+    /// A process that plays all ranks is one of several.
+    #[error("--reference plays all ranks in one process, and this is one of {ranks}")]
+    NotAlone {
+        /// Processes.
+        ranks: usize,
+    },
     /// A checkpoint of a run with other settings.
     #[error("{path} is of another run: {what} differs", path = path.display())]
     OtherRun {

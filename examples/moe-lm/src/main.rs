@@ -33,6 +33,9 @@ fn main() -> ExitCode {
 fn run(arguments: &Arguments) -> Result<()> {
     let identity = identity()?;
     let ranks = identity.as_ref().map_or(1, |identity| identity.size as usize);
+    if arguments.reference.is_some() && ranks > 1 {
+        return Err(Error::NotAlone { ranks });
+    }
     let settings = arguments.settings(arguments.reference.unwrap_or(ranks));
     settings.check()?;
     let page = arguments.text.clone().map_or_else(text::book, Ok)?;

@@ -96,7 +96,7 @@ fn ranks_that_would_learn_different_things_do_not_begin() {
 }
 
 #[test]
-fn sizes_of_which_nothing_is_learned_are_refused() {
+fn sizes_of_which_nothing_is_learned_or_for_which_no_memory_is_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let text = folder.path().join("text.md");
     std::fs::write(&text, TEXT).unwrap();
@@ -104,7 +104,14 @@ fn sizes_of_which_nothing_is_learned_are_refused() {
         ("--window", "0", "a window"),
         ("--layers", "0", "layers"),
         ("--vocabulary", "0", "different tokens"),
-        ("--window", "1152921504606846976", "are needed"),
+        ("--window", "100000000000", "values of the mask"),
+        ("--vocabulary", "1152921504606846976", "weights"),
+        ("--experts", "4294967360", "weights"),
+        ("--layers", "1152921504606846976", "weights"),
+        ("--top-k", "4294967304", "experts that a token chooses"),
+        ("--batch", "1152921504606846976", "are needed"),
+        ("--rate", "NaN", "learning rate"),
+        ("--balance", "inf", "coefficient of the balance"),
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_moe-lm"));
         let refused = command.arg(&text).args([size, value]).output().unwrap();
@@ -114,9 +121,28 @@ fn sizes_of_which_nothing_is_learned_are_refused() {
 }
 
 #[test]
-fn a_checkpoint_after_every_no_step_is_refused() {
-    let refused =
-        Command::new(env!("CARGO_BIN_EXE_moe-lm")).args(["--checkpoint-every", "0"]).output().unwrap();
-    assert_eq!(refused.status.code(), Some(2));
-    assert!(String::from_utf8(refused.stderr).unwrap().contains("--checkpoint-every"));
+fn options_that_cannot_be_meant_are_refused() {
+    for (options, named) in [
+        ("--checkpoint-every 0", "--checkpoint-every"),
+        ("--chunks 0", "--chunks"),
+        ("--chunks some", "neither auto nor a number"),
+        ("--reference 4 --chunks 2", "--reference"),
+        ("--reference 4 --overlap on", "--reference"),
+    ] {
+        let refused = Command::new(env!("CARGO_BIN_EXE_moe-lm")).args(options.split(' ')).output().unwrap();
+        let said = String::from_utf8(refused.stderr).unwrap();
+        assert!(refused.status.code() == Some(2) && said.contains(named), "{options}: {said}");
+    }
+}
+
+#[test]
+fn one_that_plays_all_ranks_is_not_one_of_several() {
+    let folder = tempfile::tempdir().unwrap();
+    let [text, out] = ["text.md", "out"].map(|name| folder.path().join(name));
+    std::fs::write(&text, TEXT).unwrap();
+    for rank in ranks(&out, &text, "several", |_| &["--reference", "4"]) {
+        let output = rank.wait_with_output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(1) && said.contains("--reference plays all ranks"), "{said}");
+    }
 }
