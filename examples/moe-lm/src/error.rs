@@ -116,6 +116,14 @@ pub enum Error {
         /// The tensor.
         name: String,
     },
+    /// Another rank cannot go on.
+    #[error("rank {rank}: {said}")]
+    Elsewhere {
+        /// The first that cannot.
+        rank: usize,
+        /// Why.
+        said: String,
+    },
     /// A rank has written a file, and the first rank does not see it.
     #[error("{path} was written by a rank and is not here: --out must be one folder for all ranks", path = path.display())]
     NotShared {
@@ -144,8 +152,8 @@ pub enum Error {
         /// Steps that were made.
         steps: usize,
     },
-    /// There is no checkpoint to go on from.
-    #[error("{path} has no checkpoint", path = path.display())]
+    /// There is no checkpoint to go on from, or none that has all its files.
+    #[error("{path} has no whole checkpoint", path = path.display())]
     NoCheckpoint {
         /// Where it was looked for.
         path: PathBuf,
