@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, ValueEnum};
 use moe_lm::batches::Batches;
-use moe_lm::parallel::Plan;
+use moe_lm::parallel::{Chunks, Plan};
 use moe_lm::settings::{Settings, Shape};
 use serde_json::json;
 
@@ -30,14 +30,14 @@ pub struct Arguments {
     #[arg(long)]
     pub expert_parallel: Option<usize>,
     /// Plays this many ranks in this process, one after another: the same bits.
-    #[arg(long, value_name = "RANKS")]
+    #[arg(long, value_name = "RANKS", conflicts_with_all = ["overlap", "chunks"])]
     pub reference: Option<usize>,
     /// Whether transfers go on beside compute: the same bits.
     #[arg(long, value_enum, default_value_t = Switch::On)]
     pub overlap: Switch,
-    /// Chunks into which the tokens of a layer are cut: the same bits.
-    #[arg(long, default_value_t = 2)]
-    pub chunks: u32,
+    /// Chunks into which the tokens of a layer are cut, or auto: as many as its sizes are worth. The same bits.
+    #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = chunks)]
+    pub chunks: Chunks,
     /// A checkpoint after so many steps each; there is one at the end anyway.
     #[arg(long)]
     pub checkpoint_every: Option<NonZero<usize>>,
@@ -71,6 +71,16 @@ pub struct Arguments {
 pub enum Switch {
     On,
     Off,
+}
+
+fn chunks(said: &str) -> Result<Chunks, String> {
+    if said == "auto" {
+        return Ok(Chunks::AUTO);
+    }
+    let number = said.parse::<NonZero<u32>>();
+    number
+        .map(|number| Chunks::Number(number.get()))
+        .map_err(|error| format!("neither auto nor a number: {error}"))
 }
 
 /// Sizes of the model.
@@ -127,7 +137,7 @@ impl Arguments {
             "moe-lm": env!("CARGO_PKG_VERSION"),
             "settings": settings,
             "text": batches.digest(),
-            "chunks": self.chunks,
+            "chunks": format!("{:?}", self.chunks),
             "checkpoint_every": self.checkpoint_every,
             "resume": self.resume,
         })

@@ -4,14 +4,19 @@
 //!   out/step-000300/run.json              what the run is, and what came of it       rank 0
 //!                   dense.safetensors     what all ranks have alike                  rank 0
 //!                   experts-16.safetensors   those of a rank, from 16 on             the first that has them
+//!
+//!   step-000300.part      being written: each file, then the folder, goes to the disk
+//!   step-000300.old       one that had the name before, until the new one has it
 //! ```
 //!
 //! Each tensor stands beside the two means that its optimizer keeps (`first/..`, `second/..`). A checkpoint is written under
-//! another name, and takes its own when all ranks have written: there is none that is half there. `run.json` names its files,
-//! and no other is read: a run that was stopped while it wrote may have had its experts in others.
+//! another name, and takes its own when all ranks have written and what they wrote is on the disk. So whenever a run is stopped,
+//! the newest checkpoint that was made is there whole, under its name or as `.old`. `run.json` names its files, and no other is read: a
+//! run that was stopped while it wrote may have had its experts in others. A checkpoint that lacks one of them, for whatever
+//! reason, is passed over.
 
 use std::collections::HashMap;
-use std::fs;
+use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
@@ -22,6 +27,7 @@ use crate::error::{Error, Result};
 use crate::settings::Settings;
 use crate::trainer::{History, Learned, Ranks, Trainer};
 
+const RUN: &str = "run.json";
 const DENSE: &str = "dense.safetensors";
 
 /// What every rank of a run that goes on must agree on.
@@ -35,53 +41,104 @@ struct Run {
     history: History,
 }
 
+/// Makes a folder, and proves that each rank can write its part of a checkpoint there. Collective.
+///
+/// # Errors
+/// On all ranks: [`Error::File`], and [`Error::Elsewhere`] where another rank has it; [`Error::NotShared`] if the folder is not
+/// one for all.
+pub fn prepare<R: Ranks>(trainer: &Trainer<R>, out: &Path) -> Result<()> {
+    let ranks = &trainer.ranks;
+    let probe = |first: usize| format!("{}.probe", of_experts(first));
+    let own = ranks.writes_experts().then(|| out.join(probe(ranks.own_experts().start)));
+    let wrote = own.as_deref().map_or(Ok(()), |own| {
+        fs::create_dir_all(out).map_err(Error::file(out))?;
+        fs::write(own, "whether a checkpoint can be written here").map_err(Error::file(own))
+    });
+    let probes: Vec<String> = parts(trainer).map(probe).collect();
+    let shared = ranks.agree(wrote).and_then(|()| check_shared(ranks, out, &probes));
+    let removed = own.map_or(Ok(()), |own| fs::remove_file(&own).map_err(Error::file(own)));
+    shared?;
+    ranks.agree(removed)
+}
+
 /// Writes one of a run's, named by its steps. Collective.
 ///
 /// # Errors
-/// [`Error::File`]; [`Error::NotShared`] on all ranks if the folder is not one for all; and if a rank does not come.
+/// As [`prepare`], and if a rank does not come. The last one that was made is still there.
 pub fn save<R: Ranks>(trainer: &Trainer<R>, out: &Path) -> Result<PathBuf> {
     let place = out.join(format!("step-{:06}", trainer.steps()));
     let part = place.with_extension("part");
     let (ranks, files) = (&trainer.ranks, files(trainer));
-    if ranks.writes_dense() {
-        remove(&part)?;
+    let first = |act: &dyn Fn() -> Result<()>| ranks.agree(if ranks.writes_dense() { act() } else { Ok(()) });
+    first(&|| remove(&part))?;
+    ranks.agree(write_own(trainer, &part, &files))?;
+    check_shared(ranks, &part, &files)?;
+    first(&|| publish(&part, &place))?;
+    Ok(place)
+}
+
+/// What a rank has to write, on the disk when this returns.
+fn write_own<R: Ranks>(trainer: &Trainer<R>, part: &Path, files: &[String]) -> Result<()> {
+    let ranks = &trainer.ranks;
+    if !ranks.writes_dense() && !ranks.writes_experts() {
+        return Ok(());
     }
-    ranks.meet()?;
-    fs::create_dir_all(&part).map_err(Error::file(&part))?;
+    fs::create_dir_all(part).map_err(Error::file(part))?;
     if ranks.writes_dense() {
         write(&trainer.state.dense, &part.join(DENSE))?;
         let (settings, text) = (trainer.settings, trainer.batches.digest());
-        let run = Run { settings, text, files: files.clone(), history: trainer.history.clone() };
-        let path = part.join("run.json");
+        let run = Run { settings, text, files: files.to_vec(), history: trainer.history.clone() };
+        let path = part.join(RUN);
         let text = serde_json::to_string(&run).map_err(Error::malformed(&path))?;
         fs::write(&path, text).map_err(Error::file(&path))?;
+        sync(&path)?;
     }
     if ranks.writes_experts() {
         write(&trainer.state.experts, &part.join(of_experts(ranks.own_experts().start)))?;
     }
-    ranks.meet()?;
-    let absent = files.iter().find(|file| ranks.writes_dense() && !part.join(file).is_file());
+    sync(part)
+}
+
+/// Gives what was written its name. What has that name is deleted when the new one has it.
+fn publish(part: &Path, place: &Path) -> Result<()> {
+    let old = place.with_extension("old");
+    if place.exists() {
+        remove(&old)?;
+        fs::rename(place, &old).map_err(Error::file(place))?;
+    }
+    fs::rename(part, place).map_err(Error::file(place))?;
+    place.parent().map_or(Ok(()), sync)?;
+    remove(&old)
+}
+
+/// Whether the first rank sees the files that ranks wrote in a folder. Collective.
+fn check_shared<R: Ranks>(ranks: &R, folder: &Path, files: &[String]) -> Result<()> {
+    let absent = files.iter().find(|file| ranks.writes_dense() && !folder.join(file).is_file());
     let said = ranks.gather(absent.map_or(&[], |file| file.as_bytes()))?;
-    if let Some(file) = said.iter().find(|file| !file.is_empty()) {
-        return Err(Error::NotShared { path: part.join(&*String::from_utf8_lossy(file)) });
+    match said.iter().find(|file| !file.is_empty()) {
+        Some(file) => Err(Error::NotShared { path: folder.join(&*String::from_utf8_lossy(file)) }),
+        None => Ok(()),
     }
-    if ranks.writes_dense() {
-        remove(&place)?;
-        fs::rename(&part, &place).map_err(Error::file(&place))?;
-    }
-    ranks.meet()?;
-    Ok(place)
+}
+
+/// The first expert of each rank that writes experts.
+fn parts<R: Ranks>(trainer: &Trainer<R>) -> impl Iterator<Item = usize> {
+    let own = trainer.ranks.own_experts().len().max(1);
+    (0..trainer.settings.shape.experts).step_by(own)
 }
 
 /// What all ranks together write of tensors.
 fn files<R: Ranks>(trainer: &Trainer<R>) -> Vec<String> {
-    let own = trainer.ranks.own_experts().len().max(1);
-    let of_experts = (0..trainer.settings.shape.experts).step_by(own).map(of_experts);
-    std::iter::once(DENSE.to_owned()).chain(of_experts).collect()
+    std::iter::once(DENSE.to_owned()).chain(parts(trainer).map(of_experts)).collect()
 }
 
 fn of_experts(first: usize) -> String {
     format!("experts-{first}.safetensors")
+}
+
+/// A file, or the names in a folder, to the disk.
+fn sync(path: &Path) -> Result<()> {
+    File::open(path).and_then(|file| file.sync_all()).map_err(Error::file(path))
 }
 
 /// A folder that may be there.
@@ -92,11 +149,12 @@ fn remove(folder: &Path) -> Result<()> {
     }
 }
 
-/// Brings a trainer to where the latest one in a folder left it. Collective.
+/// Brings a trainer to where the latest one in a folder left it, and says which. Collective.
 ///
 /// # Errors
-/// [`Error::OtherCheckpoint`] if ranks find different ones, and those of [`latest`] and [`load`].
-pub fn resume<R: Ranks>(trainer: &mut Trainer<R>, out: &Path) -> Result<()> {
+/// [`Error::OtherCheckpoint`] if ranks find different ones, and those of [`latest`] and [`load`]; [`Error::Elsewhere`] where
+/// another rank has them.
+pub fn resume<R: Ranks>(trainer: &mut Trainer<R>, out: &Path) -> Result<PathBuf> {
     let found = latest(out);
     let name = found.as_ref().ok().and_then(|place| place.file_name()).unwrap_or_default();
     let names = trainer.ranks.gather(name.as_encoded_bytes())?;
@@ -105,23 +163,40 @@ pub fn resume<R: Ranks>(trainer: &mut Trainer<R>, out: &Path) -> Result<()> {
         let [seen, expected] = [rank, 0].map(|rank| String::from_utf8_lossy(&names[rank]).into_owned());
         return Err(Error::OtherCheckpoint { rank, seen, expected });
     }
-    load(trainer, &place)
+    let loaded = load(trainer, &place);
+    trainer.ranks.agree(loaded)?;
+    Ok(place)
 }
 
-/// The latest one in a folder.
+/// The latest one in a folder that is whole: all files that it names are there.
 ///
 /// # Errors
-/// [`Error::NoCheckpoint`].
+/// [`Error::File`], [`Error::NoCheckpoint`].
 pub fn latest(out: &Path) -> Result<PathBuf> {
     let entries = fs::read_dir(out).map_err(Error::file(out))?.flatten().map(|entry| entry.path());
-    let complete = entries.filter(|path| path.join("run.json").is_file());
-    let latest = complete.filter_map(|path| Some((steps_of(&path)?, path))).max();
-    latest.map(|(_, path)| path).ok_or_else(|| Error::NoCheckpoint { path: out.to_owned() })
+    let mut named: Vec<_> = entries.filter_map(|path| Some((age(&path)?, path))).collect();
+    named.sort_unstable();
+    let latest = named.into_iter().rev().map(|(_, path)| path).find(|path| is_whole(path));
+    latest.ok_or_else(|| Error::NoCheckpoint { path: out.to_owned() })
 }
 
-/// After how many steps a checkpoint was written, by its name; none for one that is half there.
-fn steps_of(place: &Path) -> Option<usize> {
-    place.file_name()?.to_str()?.strip_prefix("step-")?.parse().ok()
+fn is_whole(place: &Path) -> bool {
+    let run = run_of(place);
+    run.is_ok_and(|run| run.files.iter().all(|file| place.join(file).is_file()))
+}
+
+/// After how many steps a checkpoint was written, by its name, and whether it has its place; none for one that is being
+/// written.
+fn age(place: &Path) -> Option<(usize, bool)> {
+    let name = place.file_name()?.to_str()?.strip_prefix("step-")?;
+    let old = name.strip_suffix(".old");
+    Some((old.unwrap_or(name).parse().ok()?, old.is_none()))
+}
+
+fn run_of(place: &Path) -> Result<Run> {
+    let path = place.join(RUN);
+    let text = fs::read_to_string(&path).map_err(Error::file(&path))?;
+    serde_json::from_str(&text).map_err(Error::malformed(&path))
 }
 
 /// Brings a trainer to where it was.
@@ -129,13 +204,11 @@ fn steps_of(place: &Path) -> Option<usize> {
 /// # Errors
 /// [`Error::OtherRun`] if it is not of this run, [`Error::Missing`], [`Error::Twice`], and those of files.
 pub fn load<R: Ranks>(trainer: &mut Trainer<R>, place: &Path) -> Result<()> {
-    let path = place.join("run.json");
-    let text = fs::read_to_string(&path).map_err(Error::file(&path))?;
-    let run: Run = serde_json::from_str(&text).map_err(Error::malformed(&path))?;
+    let run = run_of(place)?;
     let same =
         [("a setting", run.settings == trainer.settings), ("the text", run.text == trainer.batches.digest())];
     if let Some((what, _)) = same.into_iter().find(|(_, same)| !same) {
-        return Err(Error::OtherRun { path, what });
+        return Err(Error::OtherRun { path: place.join(RUN), what });
     }
     let mut tensors = HashMap::new();
     for file in &run.files {
@@ -170,7 +243,8 @@ fn write(learned: &Learned, path: &Path) -> Result<()> {
             tensors.insert(format!("{prefix}{}", entry.name), tensor);
         }
     }
-    Ok(safetensors::save(&tensors, path)?)
+    safetensors::save(&tensors, path)?;
+    sync(path)
 }
 
 fn read(learned: &mut Learned, tensors: &HashMap<String, Tensor>, path: &Path) -> Result<()> {

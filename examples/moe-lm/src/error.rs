@@ -66,6 +66,30 @@ pub enum Error {
         /// The smallest that will do.
         least: usize,
     },
+    /// A number that is too large.
+    #[error("{what}: {seen}, at most {most} are allowed")]
+    TooMany {
+        /// What.
+        what: &'static str,
+        /// The number.
+        seen: u128,
+        /// The largest that will do.
+        most: u128,
+    },
+    /// A coefficient with which nothing can be learned.
+    #[error("{what}: {seen} is not a number from 0 on")]
+    NotANumber {
+        /// Which.
+        what: &'static str,
+        /// The number.
+        seen: f64,
+    },
+    /// A process that plays all ranks is one of several.
+    #[error("--reference plays all ranks in one process, and this is one of {ranks}")]
+    NotAlone {
+        /// Processes.
+        ranks: usize,
+    },
     /// A checkpoint of a run with other settings.
     #[error("{path} is of another run: {what} differs", path = path.display())]
     OtherRun {
@@ -91,6 +115,14 @@ pub enum Error {
         path: PathBuf,
         /// The tensor.
         name: String,
+    },
+    /// Another rank cannot go on.
+    #[error("rank {rank}: {said}")]
+    Elsewhere {
+        /// The first that cannot.
+        rank: usize,
+        /// Why.
+        said: String,
     },
     /// A rank has written a file, and the first rank does not see it.
     #[error("{path} was written by a rank and is not here: --out must be one folder for all ranks", path = path.display())]
@@ -120,8 +152,8 @@ pub enum Error {
         /// Steps that were made.
         steps: usize,
     },
-    /// There is no checkpoint to go on from.
-    #[error("{path} has no checkpoint", path = path.display())]
+    /// There is no checkpoint to go on from, or none that has all its files.
+    #[error("{path} has no whole checkpoint", path = path.display())]
     NoCheckpoint {
         /// Where it was looked for.
         path: PathBuf,

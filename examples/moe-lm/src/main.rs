@@ -33,6 +33,9 @@ fn main() -> ExitCode {
 fn run(arguments: &Arguments) -> Result<()> {
     let identity = identity()?;
     let ranks = identity.as_ref().map_or(1, |identity| identity.size as usize);
+    if arguments.reference.is_some() && ranks > 1 {
+        return Err(Error::NotAlone { ranks });
+    }
     let settings = arguments.settings(arguments.reference.unwrap_or(ranks));
     settings.check()?;
     let page = arguments.text.clone().map_or_else(text::book, Ok)?;
@@ -69,10 +72,13 @@ fn world(identity: Option<Identity>, conditions: String) -> Result<World> {
 
 fn train<R: Ranks>(arguments: &Arguments, mut trainer: Trainer<R>) -> Result<()> {
     let (out, settings) = (&arguments.out, trainer.settings);
-    if arguments.resume {
-        checkpoint::resume(&mut trainer, out)?;
-    }
-    let report = Report::new(trainer.ranks.writes_dense(), arguments.json, &trainer);
+    // Before the first step: what would lose them all if it failed behind the last.
+    let beside = arguments.beside.as_deref().filter(|_| trainer.ranks.writes_dense());
+    let beside = trainer.ranks.agree(beside.map(losses_of).transpose())?;
+    let resumed = arguments.resume.then(|| checkpoint::resume(&mut trainer, out)).transpose()?;
+    checkpoint::prepare(&trainer, out)?;
+    let report = Report::new(trainer.ranks.writes_dense(), arguments.json, &trainer, resumed.as_deref());
+    let whole = resumed.is_some() && trainer.steps() == settings.steps;
     while trainer.steps() < settings.steps {
         if trainer.steps().is_multiple_of((settings.steps / 6).max(1)) {
             trainer.judge()?;
@@ -80,13 +86,17 @@ fn train<R: Ranks>(arguments: &Arguments, mut trainer: Trainer<R>) -> Result<()>
         }
         trainer.step()?;
         report.step(&trainer.history);
-        if arguments.checkpoint_every.is_some_and(|every| trainer.steps().is_multiple_of(every.get())) {
+        let steps = trainer.steps();
+        let due = arguments.checkpoint_every.is_some_and(|every| steps.is_multiple_of(every.get()));
+        if due && steps < settings.steps {
             report.wrote(&checkpoint::save(&trainer, out)?);
         }
     }
     let decisions = trainer.judge()?;
     report.held(&trainer.history);
-    report.wrote(&checkpoint::save(&trainer, out)?);
+    if !whole {
+        report.wrote(&checkpoint::save(&trainer, out)?);
+    }
     if trainer.ranks.writes_dense() {
         let path = out.join("routing.jsonl");
         decisions.write(&path, &settings)?;
@@ -95,14 +105,18 @@ fn train<R: Ranks>(arguments: &Arguments, mut trainer: Trainer<R>) -> Result<()>
         let text = serde_json::to_string(&trainer.history).map_err(Error::malformed(&path))?;
         std::fs::write(&path, text).map_err(Error::file(&path))?;
         report.wrote(&path);
-        draw(arguments, &trainer, &report)?;
+        draw(arguments, &trainer, beside, &report)?;
     }
     Ok(())
 }
 
 /// The loss curve, beside that of another run if there is one.
-fn draw<R: Ranks>(arguments: &Arguments, trainer: &Trainer<R>, report: &Report) -> Result<()> {
-    let beside = arguments.beside.as_deref().map(losses_of).transpose()?;
+fn draw<R: Ranks>(
+    arguments: &Arguments,
+    trainer: &Trainer<R>,
+    beside: Option<(String, History)>,
+    report: &Report,
+) -> Result<()> {
     if let Some((_, other)) = &beside {
         report.compared(&trainer.history, other);
     }

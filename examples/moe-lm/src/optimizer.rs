@@ -1,14 +1,12 @@
 //! AdamW, element by element: a rank that has some of the weights does to them what a rank with all would do.
 
-use serde::{Deserialize, Serialize};
-
 const FIRST: f64 = 0.9;
 const SECOND: f64 = 0.95;
 const EPSILON: f32 = 1e-8;
 const DECAY: f32 = 0.1;
 
 /// Means of the gradient and of its square, one of each per weight.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct AdamW {
     /// Of the gradient.
     pub first: Vec<f32>,

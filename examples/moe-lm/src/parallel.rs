@@ -13,6 +13,7 @@ use std::ops::Range;
 use sidelane::collective::Communicator;
 use sidelane::gate::{Balance, Parts, Preset, Share};
 use sidelane::layer::{Experts, GroupedSwiGlu, MoeLayer};
+use sidelane::overlap::SliceRule;
 use sidelane::{Dtype, Group, World};
 
 use crate::batches::Batches;
@@ -23,11 +24,26 @@ use crate::record::Decisions;
 use crate::settings::{Settings, Shape};
 use crate::trainer::{Ranks, State};
 
+/// Into how many chunks the tokens of a layer are cut. All ranks must come to the same number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Chunks {
+    /// As many as a rule finds for a layer's sizes.
+    By(SliceRule),
+    /// So many.
+    Number(u32),
+}
+
+impl Chunks {
+    /// By figures of ranks that are processes on the cores of one machine: a dispatch or combine of one token takes as long as
+    /// about 64 KiB of a large one, and a row costs an expert hardly less in products of more than 32.
+    pub const AUTO: Chunks = Chunks::By(SliceRule { call_bytes: 64 << 10, gemm_rows: 32, most: 8 });
+}
+
 /// How a step is carried out, of which no bit depends.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
-    /// Chunks into which the tokens of a layer are cut.
-    pub chunks: u32,
+    /// Chunks of a layer's tokens.
+    pub chunks: Chunks,
     /// Whether transfers go on beside compute.
     pub overlap: bool,
 }
@@ -147,7 +163,11 @@ pub fn layers<E: Experts + 'static>(
         let tokens = settings.windows() * window;
         let builder =
             MoeLayer::builder(group, gate.clone(), width, wrap(experts)).dtype(Dtype::F32).balance(balance);
-        let builder = builder.max_tokens(tokens as u32).chunks(plan.chunks).overlap(plan.overlap);
+        let builder = builder.max_tokens(tokens as u32).overlap(plan.overlap);
+        let builder = match plan.chunks {
+            Chunks::By(rule) => builder.slices(rule),
+            Chunks::Number(chunks) => builder.chunks(chunks),
+        };
         Ok(Moe::new(builder.build()?))
     };
     (0..layers).map(layer).collect()

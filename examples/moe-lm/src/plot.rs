@@ -41,15 +41,27 @@ impl Axes {
         (LEFT + (RIGHT - LEFT) * step / self.steps, BOTTOM + (TOP - BOTTOM) * up)
     }
 
+    /// Between lines, of which there are at most 21 however far losses are apart: halves, ones, or a power of ten.
+    fn apart(&self) -> f64 {
+        let whole = self.losses.1 - self.losses.0;
+        let wide = 10f64.powf((whole / 2.0).log10().floor());
+        if whole > 10.0 {
+            wide
+        } else if whole > 3.0 {
+            1.0
+        } else {
+            0.5
+        }
+    }
+
     fn draw(&self, svg: &mut Svg) {
         let (from, to) = self.losses;
-        let step = if to - from > 3.0 { 1.0 } else { 0.5 };
-        let mut loss = from;
-        while loss <= to {
+        let apart = self.apart();
+        for nth in 0..=((to - from) / apart).floor() as u32 {
+            let loss = from + f64::from(nth) * apart;
             let ((x, y), (end, _)) = (self.at(0.0, loss), self.at(self.steps, loss));
             svg.line("line", (x, y), (end, y));
             svg.label("quiet end", x - 8.0, y + 4.0, &format!("{loss:.1}"));
-            loss += step;
         }
         for sixth in 0..=6 {
             let step = (self.steps * f64::from(sixth) / 6.0).round();
@@ -119,5 +131,16 @@ mod tests {
         assert_eq!(elements.iter().filter(|element| element.starts_with("circle")).count(), 2 + 1);
         // The highest lies within the axes.
         assert_eq!(Axes::of(&[&own, &beside]).losses, (3.5, 7.5));
+    }
+
+    #[test]
+    fn losses_of_any_size_have_few_lines() {
+        for (most, expected) in [(2.0f32, 5), (8.0, 9), (15.0, 16), (99.0, 10), (1e30, 11), (f32::MAX, 4)] {
+            let run = History { losses: vec![0.0, most], held: vec![] };
+            let picture = losses("loss", ("a", &run), None);
+            let lines = svg::tests::elements(&picture);
+            let lines = lines.iter().filter(|element| element.starts_with("line class=\"line\"")).count();
+            assert_eq!(lines, expected, "{most}");
+        }
     }
 }

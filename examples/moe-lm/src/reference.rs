@@ -18,7 +18,7 @@ use sidelane::layer::{Chunk, Experts, Failure, GroupedSwiGlu, RowOrder, Saved, S
 use crate::batches::Batches;
 use crate::error::Result;
 use crate::model::{Model, Pass};
-use crate::parallel::{Plan, layers};
+use crate::parallel::{Chunks, Plan, layers};
 use crate::record::Decisions;
 use crate::settings::Settings;
 use crate::trainer::{Learned, Ranks, State};
@@ -36,7 +36,7 @@ impl Reference {
     /// # Errors
     /// Those of the layers.
     pub fn new(world: World, settings: &Settings) -> Result<Reference> {
-        let plan = Plan { chunks: 1, overlap: false };
+        let plan = Plan { chunks: Chunks::Number(1), overlap: false };
         let in_turn = |experts| InTurn::new(experts, settings.expert_parallel);
         let layers = layers(&world.all()?, settings, plan, settings.shape.experts, in_turn)?;
         Ok(Reference { settings: *settings, model: Model::new(settings.shape, layers)?, _world: world })

@@ -18,8 +18,8 @@ pub struct Report {
 }
 
 impl Report {
-    /// Says what will be trained on what.
-    pub fn new<R: Ranks>(speaks: bool, json: bool, trainer: &Trainer<R>) -> Report {
+    /// Says what will be trained on what, and from which checkpoint on.
+    pub fn new<R: Ranks>(speaks: bool, json: bool, trainer: &Trainer<R>, resumed: Option<&Path>) -> Report {
         let shown = speaks && !json && std::io::stderr().is_terminal();
         let bar = if shown { ProgressBar::new(trainer.settings.steps as u64) } else { ProgressBar::hidden() };
         let style = ProgressStyle::with_template("{bar:30} {pos}/{len} steps, {elapsed}, loss {msg}");
@@ -29,9 +29,11 @@ impl Report {
         let (train, settings) = (trainer.batches.train(), &trainer.settings);
         let own = trainer.state.experts.weights.values.len() / trainer.ranks.own_experts().len().max(1);
         let weights = trainer.state.dense.weights.values.len() + own * settings.shape.experts;
-        report.say(json!({"train": train, "weights": weights, "settings": settings}), || {
+        let data = json!({"train": train, "weights": weights, "settings": settings, "resumed": resumed});
+        report.say(data, || {
+            let from = resumed.map(|place| format!(", from {} on", place.display())).unwrap_or_default();
             format!(
-                "{train} tokens to learn from, {weights} weights, {} ranks, experts over {}\n\n\
+                "{train} tokens to learn from, {weights} weights, {} ranks, experts over {}{from}\n\n\
                  | steps | loss on held-out tokens, nats per token | seconds |\n|---|---|---|",
                 settings.ranks, settings.expert_parallel
             )

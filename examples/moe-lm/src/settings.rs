@@ -4,6 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
+/// Values of a model that are not small any more: beyond, numbers that are mistyped would end in want of memory.
+const MOST: u128 = 1 << 32;
+
 /// Sizes of the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shape {
@@ -67,7 +70,7 @@ impl Settings {
     /// Whether the numbers go together.
     ///
     /// # Errors
-    /// [`Error::TooFew`], [`Error::NotMultiple`].
+    /// [`Error::TooFew`], [`Error::TooMany`], [`Error::NotMultiple`], [`Error::NotANumber`].
     pub fn check(&self) -> Result<()> {
         let Shape { vocabulary, window, layers, width, heads, experts, top_k, expert_width } = self.shape;
         let least = [
@@ -91,7 +94,34 @@ impl Settings {
                 return Err(Error::NotMultiple { what, seen, of });
             }
         }
-        Ok(())
+        let most = [
+            ("experts that a token chooses", top_k as u128, experts as u128),
+            ("weights, and values of the mask of attention", self.values(), MOST),
+        ];
+        if let Some((what, seen, most)) = most.into_iter().find(|&(_, seen, most)| seen > most) {
+            return Err(Error::TooMany { what, seen, most });
+        }
+        let numbers = [("learning rate", self.rate), ("coefficient of the balance", self.balance.into())];
+        match numbers.into_iter().find(|(_, seen)| !seen.is_finite() || *seen < 0.0) {
+            Some((what, seen)) => Err(Error::NotANumber { what, seen }),
+            None => Ok(()),
+        }
+    }
+
+    /// What the shape has to be in memory, over all ranks.
+    fn values(&self) -> u128 {
+        let Shape { vocabulary, window, layers, width, experts, expert_width, .. } = self.shape;
+        let product = |of: &[usize]| of.iter().fold(1, |all: u128, &each| all.saturating_mul(each as u128));
+        [
+            product(&[2, vocabulary, width]),
+            product(&[window, width]),
+            product(&[window, window]),
+            product(&[layers, 4, width, width]),
+            product(&[layers, width, experts]),
+            product(&[layers, experts, 3, width, expert_width]),
+        ]
+        .into_iter()
+        .fold(0, u128::saturating_add)
     }
 
     /// Windows of one rank in a step.

@@ -39,12 +39,20 @@ pub trait Ranks {
     /// If one does not come.
     fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>>;
 
-    /// Waits for all ranks.
+    /// What this rank came to, if all came to something: a rank that fails ends all, and none waits for it. Collective.
     ///
     /// # Errors
-    /// If one does not come.
-    fn meet(&self) -> Result<()> {
-        self.gather(&[]).map(drop)
+    /// Its own; [`Error::Elsewhere`] with that of the first rank that has one; and if one does not come.
+    fn agree<T>(&self, own: Result<T>) -> Result<T> {
+        let said = own.as_ref().err().map(ToString::to_string).unwrap_or_default();
+        let all = self.gather(said.as_bytes())?;
+        let own = own?;
+        match all.iter().position(|said| !said.is_empty()) {
+            Some(rank) => {
+                Err(Error::Elsewhere { rank, said: String::from_utf8_lossy(&all[rank]).into_owned() })
+            }
+            None => Ok(own),
+        }
     }
 }
 

@@ -35,9 +35,7 @@ fn a_run_that_goes_on_from_a_checkpoint_has_the_bits_of_one_that_never_stopped()
     std::fs::create_dir(&part).unwrap();
     std::fs::write(part.join(STALE), "not of this run").unwrap();
     on_ranks(&settings, OVERLAPPED, |trainer| stop(trainer, folder.path()));
-    let names = std::fs::read_dir(checkpoint::latest(folder.path()).unwrap()).unwrap();
-    let mut names: Vec<_> = names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
+    let names = names(&checkpoint::latest(folder.path()).unwrap());
     assert_eq!(names, ["dense.safetensors", "experts-0.safetensors", "experts-8.safetensors", "run.json"]);
     for rank in on_ranks(&settings, OVERLAPPED, |trainer| go_on(trainer, folder.path())) {
         assert_same_bits(&rank, &whole);
@@ -46,17 +44,111 @@ fn a_run_that_goes_on_from_a_checkpoint_has_the_bits_of_one_that_never_stopped()
     assert_same_bits(&go_on(in_turn(&settings), folder.path()), &whole);
 }
 
+/// A whole checkpoint, under this name.
+fn make(folder: &Path, name: &str) {
+    let made = checkpoint::save(&in_turn(&settings(1, 1)), &folder.join("made")).unwrap();
+    std::fs::rename(made, folder.join(name)).unwrap();
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).unwrap();
+    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
 #[test]
-fn the_latest_checkpoint_is_the_one_after_most_steps() {
+fn the_latest_checkpoint_is_the_one_after_most_steps_that_has_all_its_files() {
     let folder = tempfile::tempdir().unwrap();
-    let steps = ["step-000007", "step-999999", "step-1000000", "step-2000000.part", "step-3000000"];
-    for name in steps {
-        std::fs::create_dir(folder.path().join(name)).unwrap();
+    let place = |name: &str| folder.path().join(name);
+    let latest = || checkpoint::latest(folder.path()).unwrap();
+    for name in ["step-000007", "step-999999", "step-1000000", "step-2000000.part", "step-3000000"] {
+        make(folder.path(), name);
     }
-    for name in &steps[..4] {
-        std::fs::write(folder.path().join(name).join("run.json"), "{}").unwrap();
+    assert_eq!(latest(), place("step-3000000"));
+    for (file, before) in [("run.json", "step-1000000"), ("experts-0.safetensors", "step-999999")] {
+        std::fs::remove_file(latest().join(file)).unwrap();
+        assert_eq!(latest(), place(before));
     }
-    assert_eq!(checkpoint::latest(folder.path()).unwrap(), folder.path().join("step-1000000"));
+    std::fs::write(latest().join("run.json"), "{").unwrap();
+    assert_eq!(latest(), place("step-000007"));
+    std::fs::remove_file(place("step-000007/dense.safetensors")).unwrap();
+    assert!(matches!(checkpoint::latest(folder.path()), Err(Error::NoCheckpoint { .. })));
+}
+
+#[test]
+fn a_run_that_was_stopped_while_a_checkpoint_took_the_place_of_another_goes_on_from_either() {
+    let settings = settings(2, 2);
+    let whole = finish(in_turn(&settings));
+    let folder = tempfile::tempdir().unwrap();
+    let [place, old] = ["step-000006", "step-000006.old"].map(|name| folder.path().join(name));
+    on_ranks(&settings, OVERLAPPED, |trainer| stop(trainer, folder.path()));
+    // Stopped when one of the name was out of the way, and the new one had it not yet.
+    std::fs::rename(&place, &old).unwrap();
+    assert_eq!(checkpoint::latest(folder.path()).unwrap(), old);
+    for rank in on_ranks(&settings, OVERLAPPED, |trainer| go_on(trainer, folder.path())) {
+        assert_same_bits(&rank, &whole);
+    }
+    // Made again twice, with the one that is out of the way still there, and with one in place: one is left, of these files.
+    for _ in 0..2 {
+        std::fs::create_dir_all(&place).unwrap();
+        std::fs::write(place.join(STALE), "not of this run").unwrap();
+        on_ranks(&settings, OVERLAPPED, |trainer| stop(trainer, folder.path()));
+        assert_eq!(names(folder.path()), ["step-000006"]);
+        assert_eq!(
+            names(&place),
+            ["dense.safetensors", "experts-0.safetensors", "experts-8.safetensors", "run.json"]
+        );
+    }
+}
+
+#[test]
+fn what_has_the_name_of_a_checkpoint_is_deleted_after_the_new_one_has_it() {
+    let settings = settings(2, 2);
+    let folder = tempfile::tempdir().unwrap();
+    // A file is no folder, and so is not deleted as one.
+    std::fs::write(folder.path().join("step-000000"), "in the way").unwrap();
+    let refused =
+        on_ranks(&settings, OVERLAPPED, |trainer| checkpoint::save(&trainer, folder.path()).unwrap_err());
+    let [own, other] = &refused[..] else { panic!("{refused:?}") };
+    assert!(matches!(own, Error::File { path, .. } if path.ends_with("step-000000.old")), "{own}");
+    assert!(
+        matches!(other, Error::Elsewhere { rank: 0, said } if said.contains("step-000000.old")),
+        "{other}"
+    );
+    assert_eq!(checkpoint::latest(folder.path()).unwrap(), folder.path().join("step-000000"));
+}
+
+#[test]
+fn a_folder_that_a_rank_cannot_write_is_named_on_all_ranks_before_a_step() {
+    let settings = settings(2, 2);
+    let folder = tempfile::tempdir().unwrap();
+    let [file, good] = ["file", "good"].map(|name| folder.path().join(name));
+    std::fs::write(&file, "").unwrap();
+    for bad in [0, 1] {
+        let refused = on_ranks(&settings, OVERLAPPED, |trainer| {
+            let own = usize::from(!trainer.ranks.writes_dense());
+            let out = if own == bad { file.join("out") } else { good.clone() };
+            (own, checkpoint::prepare(&trainer, &out).unwrap_err())
+        });
+        for (rank, refused) in refused {
+            let named = match &refused {
+                Error::File { path, .. } => rank == bad && *path == file.join("out"),
+                Error::Elsewhere { rank: other, said } => {
+                    *other == bad && rank != bad && said.contains("file/out")
+                }
+                _ => false,
+            };
+            assert!(named, "{rank}: {refused}");
+        }
+    }
+    let refused = on_ranks(&settings, OVERLAPPED, |trainer| {
+        let own = if trainer.ranks.writes_dense() { "good" } else { "other" };
+        checkpoint::prepare(&trainer, &folder.path().join(own)).unwrap_err()
+    });
+    assert!(refused.iter().all(|refused| matches!(refused, Error::NotShared { .. })), "{refused:?}");
+    on_ranks(&settings, OVERLAPPED, |trainer| checkpoint::prepare(&trainer, &good).unwrap());
+    assert!(names(&good).is_empty(), "what was tried is taken away");
 }
 
 #[test]

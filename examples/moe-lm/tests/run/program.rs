@@ -11,7 +11,7 @@ use crate::case::TEXT;
 /// What a small run is given, into `out`.
 fn program(out: &Path, text: &Path) -> Command {
     let sizes = "--vocabulary 256 --window 16 --layers 2 --width 32 --heads 2 --experts 16 --top-k 2 --expert-width 16";
-    let run = "--steps 6 --batch 4 --warm-up 2 --expert-parallel 2 --checkpoint-every 4 --json";
+    let run = "--steps 6 --batch 4 --warm-up 2 --expert-parallel 2 --checkpoint-every 2 --json";
     let mut command = Command::new(env!("CARGO_BIN_EXE_moe-lm"));
     command.args(sizes.split(' ')).args(run.split(' ')).arg("--out").args([out, text]);
     command.env("RAYON_NUM_THREADS", "1").env("SIDELANE_HEAP", "96M").stdout(Stdio::piped());
@@ -53,6 +53,8 @@ fn processes_write_what_one_that_plays_them_writes() {
     assert!(lines[1..].iter().all(Vec::is_empty), "only the first rank speaks");
     let steps: Vec<&Value> = lines[0].iter().filter(|line| line["loss"].is_number()).collect();
     assert_eq!(steps.len(), 6);
+    // The last step is saved once, though the number divides it.
+    assert_eq!(checkpoints(&lines[0]), ["step-000002", "step-000004", "step-000006"]);
 
     let losses = out.join("losses.json");
     let alone = program(&beside, &text).args(["--reference", "4", "--beside"]).arg(&losses).spawn().unwrap();
@@ -75,7 +77,40 @@ fn processes_write_what_one_that_plays_them_writes() {
     let before = std::fs::read(&losses).unwrap();
     let lines = said(ranks(&out, &text, "again", |_| &["--resume"]));
     assert_eq!(lines[0].iter().filter(|line| line["loss"].is_number()).count(), 2);
+    assert!(lines[0][0]["resumed"].as_str().unwrap().ends_with("step-000004"));
+    assert_eq!(checkpoints(&lines[0]), ["step-000006"]);
     assert_eq!(std::fs::read(&losses).unwrap(), before);
+    // And from the last: there is nothing left to learn, nor to save.
+    let lines = said(ranks(&out, &text, "last", |_| &["--resume"]));
+    assert!(checkpoints(&lines[0]).is_empty());
+    assert_eq!(std::fs::read(&losses).unwrap(), before);
+}
+
+/// What a run said it wrote of them.
+fn checkpoints(lines: &[Value]) -> Vec<&str> {
+    let wrote = lines.iter().filter_map(|line| line["wrote"].as_str()?.rsplit('/').next());
+    wrote.filter(|name| name.starts_with("step-")).collect()
+}
+
+#[test]
+fn paths_that_cannot_be_used_end_all_ranks_before_the_first_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let [text, out] = ["text.md", "out"].map(|name| folder.path().join(name));
+    std::fs::write(&text, TEXT).unwrap();
+    let missing = folder.path().join("missing.json").into_os_string().into_string().unwrap();
+    let beside = ["--beside", &missing];
+    let within = text.join("out");
+    for (job, out, more, named) in
+        [("within", &within, &[][..], "text.md/out"), ("beside", &out, &beside[..], "missing.json")]
+    {
+        for (rank, child) in ranks(out, &text, job, |_| more).into_iter().enumerate() {
+            let output = child.wait_with_output().unwrap();
+            let [said, steps] = [output.stderr, output.stdout].map(|said| String::from_utf8(said).unwrap());
+            assert!(output.status.code() == Some(1) && said.contains(named), "{job}, {rank}: {said}");
+            assert!(steps.is_empty(), "{job}, {rank}: {steps}");
+        }
+    }
+    assert!(!out.exists());
 }
 
 #[test]
@@ -96,7 +131,7 @@ fn ranks_that_would_learn_different_things_do_not_begin() {
 }
 
 #[test]
-fn sizes_of_which_nothing_is_learned_are_refused() {
+fn sizes_of_which_nothing_is_learned_or_for_which_no_memory_is_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let text = folder.path().join("text.md");
     std::fs::write(&text, TEXT).unwrap();
@@ -104,7 +139,14 @@ fn sizes_of_which_nothing_is_learned_are_refused() {
         ("--window", "0", "a window"),
         ("--layers", "0", "layers"),
         ("--vocabulary", "0", "different tokens"),
-        ("--window", "1152921504606846976", "are needed"),
+        ("--window", "100000000000", "values of the mask"),
+        ("--vocabulary", "1152921504606846976", "weights"),
+        ("--experts", "4294967360", "weights"),
+        ("--layers", "1152921504606846976", "weights"),
+        ("--top-k", "4294967304", "experts that a token chooses"),
+        ("--batch", "1152921504606846976", "are needed"),
+        ("--rate", "NaN", "learning rate"),
+        ("--balance", "inf", "coefficient of the balance"),
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_moe-lm"));
         let refused = command.arg(&text).args([size, value]).output().unwrap();
@@ -114,9 +156,28 @@ fn sizes_of_which_nothing_is_learned_are_refused() {
 }
 
 #[test]
-fn a_checkpoint_after_every_no_step_is_refused() {
-    let refused =
-        Command::new(env!("CARGO_BIN_EXE_moe-lm")).args(["--checkpoint-every", "0"]).output().unwrap();
-    assert_eq!(refused.status.code(), Some(2));
-    assert!(String::from_utf8(refused.stderr).unwrap().contains("--checkpoint-every"));
+fn options_that_cannot_be_meant_are_refused() {
+    for (options, named) in [
+        ("--checkpoint-every 0", "--checkpoint-every"),
+        ("--chunks 0", "--chunks"),
+        ("--chunks some", "neither auto nor a number"),
+        ("--reference 4 --chunks 2", "--reference"),
+        ("--reference 4 --overlap on", "--reference"),
+    ] {
+        let refused = Command::new(env!("CARGO_BIN_EXE_moe-lm")).args(options.split(' ')).output().unwrap();
+        let said = String::from_utf8(refused.stderr).unwrap();
+        assert!(refused.status.code() == Some(2) && said.contains(named), "{options}: {said}");
+    }
+}
+
+#[test]
+fn one_that_plays_all_ranks_is_not_one_of_several() {
+    let folder = tempfile::tempdir().unwrap();
+    let [text, out] = ["text.md", "out"].map(|name| folder.path().join(name));
+    std::fs::write(&text, TEXT).unwrap();
+    for rank in ranks(&out, &text, "several", |_| &["--reference", "4"]) {
+        let output = rank.wait_with_output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(1) && said.contains("--reference plays all ranks"), "{said}");
+    }
 }

@@ -1,9 +1,12 @@
 //! Ranks beside one process that plays them, and beside a plain run.
 
-use moe_lm::settings::Settings;
+use moe_lm::parallel::{Chunks, Parallel, Plan};
+use moe_lm::settings::{Settings, Shape};
 use moe_lm::trainer::{Learned, Ranks, State, Trainer};
+use sidelane::World;
+use sidelane::overlap::SliceRule;
 
-use crate::case::{OVERLAPPED, PLAIN, assert_same_bits, finish, in_turn, on_ranks, settings};
+use crate::case::{BY_SIZE, OVERLAPPED, PLAIN, assert_same_bits, finish, in_turn, on_ranks, settings};
 
 fn assert_learned(losses: &[f32]) {
     let mean = |part: &[f32]| part.iter().sum::<f32>() / part.len() as f32;
@@ -16,12 +19,55 @@ fn ranks_learn_to_the_last_bit_what_one_process_learns_in_their_place() {
         let settings = settings(ranks, expert_parallel);
         let reference = finish(in_turn(&settings));
         assert_learned(&reference.losses);
-        for plan in [OVERLAPPED, PLAIN] {
+        // As by size, but by figures that cut a small model.
+        let rule = SliceRule { call_bytes: 512, gemm_rows: 4, most: 8 };
+        for plan in [OVERLAPPED, PLAIN, Plan { chunks: Chunks::By(rule), overlap: true }] {
             let outcomes = on_ranks(&settings, plan, finish);
             assert_eq!(outcomes.len(), ranks);
             outcomes.iter().for_each(|rank| assert_same_bits(rank, &reference));
         }
     }
+}
+
+/// Larger, so that its layers are cut by default.
+fn larger() -> Settings {
+    let small = settings(2, 2);
+    let shape = Shape { window: 64, width: 64, top_k: 4, ..small.shape };
+    Settings { shape, ..small }
+}
+
+/// Whether a rank whose chunks are by size makes so many, as the others of it do: else they are refused.
+fn are_made(settings: &Settings, chunks: u32) -> bool {
+    let number = Plan { chunks: Chunks::Number(chunks), overlap: true };
+    let worlds = World::threads(settings.ranks as u32).unwrap();
+    std::thread::scope(|scope| {
+        let rank = |world: World| {
+            let plan = if world.rank() == 0 { BY_SIZE } else { number };
+            scope.spawn(move || Parallel::new(&world, settings, plan).is_ok())
+        };
+        let ranks: Vec<_> = worlds.into_iter().map(rank).collect();
+        let built: Vec<bool> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+        assert!(built.iter().all(|rank| *rank == built[0]), "{built:?}");
+        built[0]
+    })
+}
+
+#[test]
+fn by_default_there_are_as_many_chunks_as_sizes_are_worth() {
+    let by_default = Settings { shape: Shape::default(), batch: 16, ..settings(4, 4) };
+    for (settings, expected) in [(settings(2, 2), 1), (larger(), 2), (by_default, 5)] {
+        for chunks in [1, 2, 4, 5, 6] {
+            assert_eq!(are_made(&settings, chunks), chunks == expected, "{chunks}, {expected} expected");
+        }
+    }
+}
+
+#[test]
+fn chunks_by_size_leave_the_bits_as_they_are() {
+    let settings = larger();
+    let reference = finish(in_turn(&settings));
+    assert_learned(&reference.losses);
+    on_ranks(&settings, BY_SIZE, finish).iter().for_each(|rank| assert_same_bits(rank, &reference));
 }
 
 /// Logits of the experts from 12 on are zero, and stay so: without a loss that balances, nothing is learned of experts that nobody
