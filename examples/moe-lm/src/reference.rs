@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Each has a layer with all experts, so no row leaves. Gradients of experts are one product over the rows of all ranks
-//! that share them ([`InTurn`]), by rank and token: so the layer sums rows that come from other ranks.
+//! that share them (`InTurn`), by rank and token: so the layer sums rows that come from other ranks.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
