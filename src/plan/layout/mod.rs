@@ -75,8 +75,8 @@ pub struct Layout {
     pub sum_starts: Vec<u32>,
     /// For each of `sums` its place in `[tokens, top_k]`; of a partial, that of one of its rows.
     pub sum_choices: Vec<u32>,
-    /// With [`Order::Rank`] and [`Order::Node`]: lengths of groups of summands that are summed first, or
-    /// [`PARTIAL`] for one that a relay has summed. Empty otherwise.
+    /// With [`Order::Rank`](crate::plan::Order) and [`Order::Node`](crate::plan::Order): lengths of groups of summands that
+    /// are summed first, or [`PARTIAL`](crate::dtype::PARTIAL) for one that a relay has summed. Empty otherwise.
     pub groups: Vec<u32>,
     /// First group of each token; empty with `groups`.
     pub group_starts: Vec<u32>,
