@@ -16,7 +16,7 @@
 //!              compute    |sh| |g0| |g1| |g2| |o0| |o1| |o2|        sh shared expert, g experts, o sums to the output
 //!
 //!   backward   transfer   |c0'| |c1'| |c2'| |n| |d0'| |d1'| |d2'|   c' gradient of combine, d' of dispatch; n counts of sources
-//!              compute    |sh'| |g0'| |g1'| |g2'| |w|               g' gradients of rows, w of weights: beside what is left of d'
+//!              compute    |sh'| |g0'| |g1'| |g2'| |w|               g' gradients of rows, w of weights: beside what is left of d'; sh' both of the shared expert
 //! ```
 //!
 //! Forward, dispatches are four chunks ahead of the combine that comes next (five are in front of the first); backward, all gradients of combine come first: their rows are kept for the gradients of

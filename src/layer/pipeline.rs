@@ -85,6 +85,8 @@ pub(super) fn backward<'g, G, W: Backward>(step: &'g W, cut: Cut, mut turns: Rot
     let landing: Vec<_> = (0..chunks).map(combine).collect();
     let mut before_weights = vec![graph.add(transfer, work("counts of sources", 0), &[], |_| step.sources())];
     let beside = graph.add(compute, work("gradient of shared rows", 0), &[], |_| step.shared());
+    // Until the first gradients have come there is nothing else to do.
+    turns.add(&mut graph, work("gradient of shared weights", 0), &[beside], |_| step.shared_weights());
     for (chunk, landed) in landing.into_iter().enumerate() {
         let name = "gradient of rows";
         let group =
@@ -95,7 +97,5 @@ pub(super) fn backward<'g, G, W: Backward>(step: &'g W, cut: Cut, mut turns: Rot
         graph.add(transfer, work(name, chunk), &made, move |_| step.dispatch(chunk));
     }
     turns.add(&mut graph, work("gradient of weights", 0), &before_weights, |_| step.weights());
-    let name = "gradient of shared weights";
-    turns.add(&mut graph, work(name, 0), &[beside], |_| step.shared_weights());
     graph
 }
