@@ -38,8 +38,10 @@ const SMALL: &str = "--nodes 2 --ranks-per-node 2 --tokens 32 --hidden 128";
 fn what_is_left_open_is_compared_and_what_is_asked_for_is_not() {
     let all = report(SMALL, "all");
     let found = ways(&all);
-    assert_eq!(found.len(), 8);
-    for way in ["expert-major, direct", "rank-major, pxn", "rank-major, pxn, node sums in bf16"] {
+    assert_eq!(found.len(), 12);
+    for way in
+        ["expert-major, direct", "rank-major, pxn, rank sums in f32", "rank-major, pxn, node sums in bf16"]
+    {
         assert!(found.contains(&way), "{way} in {found:?}");
     }
     let one = "--route pxn --order node --wire bf16 --layout rank-major --chunks 1,4";

@@ -13,15 +13,23 @@ const PANELS: [(&str, f64, f64); 2] = [("dispatch", 70.0, 452.0), ("combine", 52
 /// Of the legend.
 const LINE: f64 = 17.0;
 
-const CLASSES: [&str; 8] = ["a", "b", "c", "d", "e", "f", "g", "h"];
+/// A colour for each way of one layout, dashed for the other.
+const CLASSES: [&str; 12] = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l"];
 const STYLE: Style = Style {
     light: "\
 .curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
-.a { stroke: #2166c2; } .dot.a { fill: #2166c2; } .b { stroke: #0f8a86; } .dot.b { fill: #0f8a86; }
-.c { stroke: #b3541e; } .dot.c { fill: #b3541e; } .d { stroke: #8250df; } .dot.d { fill: #8250df; }
-.e { stroke: #2166c2; stroke-dasharray: 5 3; } .dot.e { fill: #2166c2; } .f { stroke: #0f8a86; stroke-dasharray: 5 3; }
-.dot.f { fill: #0f8a86; } .g { stroke: #b3541e; stroke-dasharray: 5 3; } .dot.g { fill: #b3541e; }
-.h { stroke: #8250df; stroke-dasharray: 5 3; } .dot.h { fill: #8250df; }
+.a { stroke: #2166c2; } .dot.a { fill: #2166c2; }
+.b { stroke: #0f8a86; } .dot.b { fill: #0f8a86; }
+.c { stroke: #b3541e; } .dot.c { fill: #b3541e; }
+.d { stroke: #8250df; } .dot.d { fill: #8250df; }
+.e { stroke: #c2185b; } .dot.e { fill: #c2185b; }
+.f { stroke: #6b7a00; } .dot.f { fill: #6b7a00; }
+.g { stroke: #2166c2; stroke-dasharray: 5 3; } .dot.g { fill: #2166c2; }
+.h { stroke: #0f8a86; stroke-dasharray: 5 3; } .dot.h { fill: #0f8a86; }
+.i { stroke: #b3541e; stroke-dasharray: 5 3; } .dot.i { fill: #b3541e; }
+.j { stroke: #8250df; stroke-dasharray: 5 3; } .dot.j { fill: #8250df; }
+.k { stroke: #c2185b; stroke-dasharray: 5 3; } .dot.k { fill: #c2185b; }
+.l { stroke: #6b7a00; stroke-dasharray: 5 3; } .dot.l { fill: #6b7a00; }
 circle.dot { stroke: none; }",
     dark: "",
 };
@@ -110,6 +118,6 @@ mod tests {
         let count = |name: &str| tags.iter().filter(|tag| tag.starts_with(name)).count();
         let ways = report.groups.iter().map(|group| group.ways.len());
         assert_eq!(report.groups.iter().map(|group| group.nodes).collect::<Vec<_>>(), [2, 1, 4]);
-        assert_eq!((count("polyline"), count("circle")), (16, 2 * ways.sum::<usize>()));
+        assert_eq!((count("polyline"), count("circle")), (24, 2 * ways.sum::<usize>()));
     }
 }
