@@ -162,8 +162,8 @@ fn a_plain_run_comes_to_gradients_of_the_same_length() {
             experts +=
                 gradients(&rank.experts).filter(|(_, gradient)| gradient.iter().any(|&g| g != 0.0)).count();
         }
-        // Three matrices of 16 experts in two layers, on as many ranks as have them; nearly all were chosen.
-        assert!(experts > 80 * 4 / spread, "{experts}");
+        // Three matrices of 16 experts in two layers, on as many ranks as have them. How many were chosen depends on the text: most.
+        assert!(experts > 48 * 4 / spread, "{experts}");
     }
     // The balance would be missed.
     let without = with(0.0, (1, 1), PLAIN).remove(0);
