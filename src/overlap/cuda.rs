@@ -146,7 +146,8 @@ impl<'l> Launch<'l> {
     ) -> Result<(), OverlapError> {
         let mut awaited = vec![false; entries.len()];
         for (entry, &stream) in entries.iter().zip(streams) {
-            entry.after.iter().for_each(|&before| awaited[before] |= !ptr::eq(streams[before], stream));
+            let before = entry.after.iter().map(|edge| edge.node);
+            before.for_each(|before| awaited[before] |= !ptr::eq(streams[before], stream));
         }
         // What is beside the caller's stream begins behind what is in that now.
         let first = entries.iter().zip(streams).find(|(_, stream)| !ptr::eq(**stream, self.caller));
@@ -159,7 +160,8 @@ impl<'l> Launch<'l> {
         for (index, Entry { place, after, body }) in entries.into_iter().enumerate() {
             let stream = streams[index];
             let enters = self.enters(stream, place);
-            let waits = begin.filter(|_| enters).into_iter().chain(after.iter().filter_map(|&at| ends[at]));
+            let waits =
+                begin.filter(|_| enters).into_iter().chain(after.iter().filter_map(|edge| ends[edge.node]));
             for mark in waits {
                 let waited = stream.wait_event(&self.marks.all[mark]);
                 waited.map_err(|error| failed(place, error, not_begun))?;

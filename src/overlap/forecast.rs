@@ -65,7 +65,7 @@ impl<F: Fn(Place) -> u64> Executor for Forecast<F> {
         // Launch order: what a node waits for stands before it.
         for entry in &graph.entries {
             let free = free.entry(entry.place.stream).or_default();
-            let begin = entry.after.iter().map(|&before| spans[before].end).fold(*free, u64::max);
+            let begin = entry.after.iter().map(|edge| spans[edge.node].end).fold(*free, u64::max);
             *free = begin.saturating_add((self.cost)(entry.place));
             spans.push(Span { at: entry.place, begin, end: *free });
         }

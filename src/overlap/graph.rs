@@ -22,7 +22,23 @@ pub trait Executor {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Node {
     graph: u64,
-    index: usize,
+    edge: Edge,
+}
+
+impl Node {
+    /// The same, for those that wait only until it is halfway ([`Run::halfway`](super::Run::halfway)). Where nodes cannot say
+    /// so, and where they do not, it is waited for to its end.
+    pub fn halfway(self) -> Node {
+        Node { edge: Edge { halfway: true, ..self.edge }, ..self }
+    }
+}
+
+/// An earlier node that one waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Edge {
+    pub node: usize,
+    /// It is enough if that is halfway.
+    pub halfway: bool,
 }
 
 /// The work of a node, as [`Graph::add`] takes it.
@@ -32,7 +48,7 @@ pub type Body<'a, G> = Box<dyn FnOnce(&G) -> Result<(), Error> + Send + 'a>;
 pub(super) struct Entry<'a, G> {
     pub place: Place,
     /// Earlier nodes of other streams. Those of its own need no edge.
-    pub after: Vec<usize>,
+    pub after: Vec<Edge>,
     pub body: Body<'a, G>,
 }
 
@@ -73,7 +89,7 @@ impl<'a, G> Graph<'a, G> {
     }
 
     /// Adds a node behind all others in launch order. It begins when the node before it on its stream and all nodes of
-    /// `after` have ended. A node of another graph in `after` makes [`run`](Self::run) refuse the graph.
+    /// `after` have ended, or are [halfway](Node::halfway) where that is enough. A node of another graph in `after` makes [`run`](Self::run) refuse the graph.
     pub fn add(
         &mut self,
         stream: Stream,
@@ -85,9 +101,10 @@ impl<'a, G> Graph<'a, G> {
         if after.iter().any(|node| node.graph != self.number) {
             self.foreign.get_or_insert(place);
         }
-        let other = |node: &&Node| self.entries.get(node.index).is_some_and(|e| e.place.stream != stream);
-        let after = after.iter().filter(other).map(|node| node.index).collect();
-        let node = Node { graph: self.number, index: self.entries.len() };
+        let other = |edge: &Edge| self.entries.get(edge.node).is_some_and(|e| e.place.stream != stream);
+        let after = after.iter().map(|node| node.edge).filter(other).collect();
+        let edge = Edge { node: self.entries.len(), halfway: false };
+        let node = Node { graph: self.number, edge };
         self.entries.push(Entry { place, after, body: Box::new(body) });
         node
     }

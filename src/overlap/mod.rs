@@ -23,7 +23,10 @@
 //! name it by. Launch order is therefore an order in which all of the graph can be done by a single thread; and of the
 //! nodes that are not done yet, the first in launch order waits for nothing any more: neither on its own stream nor by
 //! an edge. So something can always go on. Between ranks the same holds if all add their collective calls in one order
-//! to one stream.
+//! to one stream, or each behind [half](Node::halfway) of the one before, on whatever stream.
+//!
+//! **Halfway.** Some nodes have done early what others wait for: a transfer that all ranks have agreed on has but its rows to move.
+//! It says so ([`Run::halfway`]), and an edge may be content with that ([`Node::halfway`]).
 //!
 //! **Same bits.** Nodes run once, after what their edges name. If each reads and writes what edges order, which
 //! [`Slot`]s watch over, results do not depend on which streams there are, or on whether there are any.

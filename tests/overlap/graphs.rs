@@ -1,10 +1,10 @@
 //! Random graphs: what runs when, and that results do not depend on it.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, OnceLock};
 
 use proptest::prelude::*;
-use sidelane::overlap::{Graph, HostExecutor, Node, Rotation, Stream, Work};
+use sidelane::overlap::{Graph, HostExecutor, Node, Rotation, Run, Stream, Work};
 
 /// A node of a random graph: its stream, and earlier nodes that it reads.
 type Shape = Vec<(Stream, Vec<usize>)>;
@@ -84,9 +84,52 @@ proptest! {
     }
 }
 
+/// Two nodes, of which the second waits for half of the first, and the first for `second` to have begun; whether both ran.
+fn halves(
+    executor: HostExecutor<'_>,
+    first: impl FnOnce(&Run, &Condvar, &Mutex<bool>) -> bool + Send,
+) -> [bool; 2] {
+    let (begun, changed, mut both) = (Mutex::new(false), Condvar::new(), [false; 2]);
+    let [one, other] = &mut both;
+    let mut graph = Graph::new();
+    let before = graph.add(Stream::Transfer(0), Work { name: "dispatch", chunk: 0 }, &[], |run| {
+        *one = first(run, &changed, &begun);
+        Ok(())
+    });
+    graph.add(Stream::Transfer(1), Work { name: "dispatch", chunk: 1 }, &[before.halfway()], |_| {
+        *begun.lock().unwrap() = true;
+        changed.notify_all();
+        *other = true;
+        Ok(())
+    });
+    graph.run(&executor).unwrap();
+    both
+}
+
+#[test]
+fn who_waits_for_half_of_a_node_begins_while_that_is_at_it() {
+    let seen = halves(HostExecutor::new(), |run, changed, begun| {
+        run.halfway();
+        *changed.wait_while(begun.lock().unwrap(), |begun| !*begun).unwrap()
+    });
+    assert_eq!(seen, [true, true]);
+}
+
+#[test]
+fn a_node_that_does_not_say_it_is_halfway_is_waited_for_to_its_end() {
+    let not_begun = |_: &Run, _: &Condvar, begun: &Mutex<bool>| !*begun.lock().unwrap();
+    assert_eq!(halves(HostExecutor::new(), not_begun), [true, true]);
+    // Nor does anybody begin beside the rest of it where there is but one stream.
+    let says = |run: &Run, _: &Condvar, begun: &Mutex<bool>| {
+        run.halfway();
+        !*begun.lock().unwrap()
+    };
+    assert_eq!(halves(HostExecutor::new().overlap(false), says), [true, true]);
+}
+
 /// Nodes that all wait until `together` of them are at it, and the most that ever were.
 fn rotate(streams: u32, at_once: u32, together: usize) -> usize {
-    let (at_it, most) = (std::sync::Mutex::new((0, 0)), std::sync::Condvar::new());
+    let (at_it, most) = (Mutex::new((0, 0)), Condvar::new());
     let mut graph = Graph::new();
     let mut rotation = Rotation::new(streams, at_once);
     for chunk in 0..12 {

@@ -200,6 +200,17 @@ fn refused_beside(
 }
 
 #[test]
+fn nobody_begins_behind_half_of_a_node_that_fails_before_it() {
+    let mut graph = Graph::new();
+    let before = graph.add(TRANSFER, work("dispatch", 0), &[], |_| Err(wrong()));
+    let never = |_: &Run| panic!("it was not agreed on");
+    graph.add(Stream::Transfer(1), work("dispatch", 1), &[before.halfway()], never);
+    let error = graph.run(&HostExecutor::new()).unwrap_err();
+    let OverlapError::Failed { at, not_begun: 1, .. } = error else { panic!("{error}") };
+    assert_eq!(at, Place { work: work("dispatch", 0), stream: TRANSFER });
+}
+
+#[test]
 fn a_refusal_hides_nothing_worse_that_happens_beside_it() {
     let refused = |error: &OverlapError| matches!(error, OverlapError::Failed { at, .. } if at.work == work("dispatch", 1));
     let wait = |run: &Run| {

@@ -1,12 +1,14 @@
-//! What all streams of a run know: which nodes have ended, which are at it since when, and what went wrong.
+//! What all streams of a run know: how far nodes are, which are at it since when, and what went wrong.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{Hook, HostExecutor, Run};
 use crate::bootstrap::{interrupted, questioned};
 use crate::error::{OverlapError, Place};
 use crate::exec::Recorder;
+use crate::overlap::graph::Edge;
 use crate::overlap::outcome::Why;
 
 /// The shortest sleep of the watcher: limits below it are noticed a little late, and nobody spins.
@@ -16,17 +18,34 @@ const SOON: Duration = Duration::from_millis(1);
 const ASK_EVERY: Duration = Duration::from_millis(20);
 
 pub struct Ledger<'h> {
-    pub run: Run,
+    board: Arc<Board>,
     places: Vec<Place>,
     limit: Option<Duration>,
     hook: Option<&'h Hook<'h>>,
     recorder: Option<&'h Recorder>,
+    /// A stream has left, or it is over: the watcher need not wake up for every node.
+    rare: Condvar,
+}
+
+/// What nodes see of it, too.
+#[derive(Debug)]
+pub struct Board {
+    given_up: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,
 }
 
+/// How far a node is, for those that wait for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Reached {
+    Nothing,
+    Half,
+    End,
+}
+
+#[derive(Debug)]
 struct State {
-    ended: Vec<bool>,
+    reached: Vec<Reached>,
     begun: usize,
     /// Nodes that are at it, since when.
     at_it: Vec<(usize, Instant)>,
@@ -42,6 +61,7 @@ struct State {
 }
 
 /// What went wrong: the first, or the first that is over for others too.
+#[derive(Debug)]
 struct Trouble {
     error: OverlapError,
     /// The node that took too long, and is still at it.
@@ -54,18 +74,38 @@ pub struct Leaving<'l, 'h>(&'l Ledger<'h>);
 impl Drop for Leaving<'_, '_> {
     fn drop(&mut self) {
         self.0.state().streams -= 1;
-        self.0.changed.notify_all();
+        self.0.board.changed.notify_all();
+        self.0.rare.notify_all();
+    }
+}
+
+impl Board {
+    /// Whether a node has gone wrong.
+    pub fn is_given_up(&self) -> bool {
+        self.given_up.load(Ordering::Relaxed)
+    }
+
+    /// A node is halfway.
+    pub fn halfway(&self, node: usize) {
+        let mut state = self.state();
+        state.reached[node] = state.reached[node].max(Reached::Half);
+        self.changed.notify_all();
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl<'h> Ledger<'h> {
     pub fn new(places: Vec<Place>, executor: &HostExecutor<'h>) -> Self {
         let HostExecutor { limit, hook, recorder, .. } = *executor;
-        let ended = vec![false; places.len()];
+        let reached = vec![Reached::Nothing; places.len()];
         let (begun, at_it, named, streams, trouble) = (0, Vec::new(), Vec::new(), 0, None);
-        let state = State { ended, begun, at_it, named, streams, trouble, telling: false, over: false };
-        let (state, changed) = (Mutex::new(state), Condvar::new());
-        Ledger { run: Run::default(), places, limit, hook, recorder, state, changed }
+        let state = State { reached, begun, at_it, named, streams, trouble, telling: false, over: false };
+        let (given_up, state, changed) = (AtomicBool::new(false), Mutex::new(state), Condvar::new());
+        let board = Arc::new(Board { given_up, state, changed });
+        Ledger { board, places, limit, hook, recorder, rare: Condvar::new() }
     }
 
     /// A stream takes part.
@@ -74,17 +114,18 @@ impl<'h> Ledger<'h> {
         Leaving(self)
     }
 
-    /// Waits until a node can begin, and says when it did; none begins once something went wrong.
-    pub fn begin(&self, node: usize, after: &[usize]) -> Option<Instant> {
+    /// Waits until a node can begin, and says to whom and when it did; none begins once something went wrong.
+    pub fn begin(&self, node: usize, after: &[Edge]) -> Option<(Run, Instant)> {
         let mut state = self.state();
-        while state.trouble.is_none() && !after.iter().all(|&before| state.ended[before]) {
+        let needed = |edge: &Edge| if edge.halfway { Reached::Half } else { Reached::End };
+        while state.trouble.is_none() && after.iter().any(|edge| state.reached[edge.node] < needed(edge)) {
             state = self.sleep(state);
         }
         state.trouble.is_none().then(|| {
             let now = Instant::now();
             state.begun += 1;
             state.at_it.push((node, now));
-            now
+            (Run { board: Arc::clone(&self.board), node }, now)
         })
     }
 
@@ -99,9 +140,10 @@ impl<'h> Ledger<'h> {
     /// Until something has changed. A caller that brings a question asks it now and then, and gives up if it is to.
     fn sleep<'g>(&'g self, state: MutexGuard<'g, State>) -> MutexGuard<'g, State> {
         if !questioned() {
-            return self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            return self.board.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        let (state, _) = self.changed.wait_timeout(state, ASK_EVERY).unwrap_or_else(PoisonError::into_inner);
+        let (state, _) =
+            self.board.changed.wait_timeout(state, ASK_EVERY).unwrap_or_else(PoisonError::into_inner);
         if state.trouble.is_some() || !interrupted() {
             return state;
         }
@@ -119,7 +161,7 @@ impl<'h> Ledger<'h> {
         let took = since.elapsed();
         let mut state = self.told(state);
         state.at_it.retain(|(at_it, _)| *at_it != node);
-        state.ended[node] = true;
+        state.reached[node] = Reached::End;
         if state.named.contains(&node) {
             if let Some(Trouble { error: OverlapError::Overran { took: late_for, .. }, late }) =
                 &mut state.trouble
@@ -127,7 +169,7 @@ impl<'h> Ledger<'h> {
             {
                 (*late_for, *late) = (took, None);
             }
-            return self.changed.notify_all();
+            return self.board.changed.notify_all();
         }
         let error = match outcome {
             Err(why) => Some(why.at(self.places[node], self.places.len() - state.begun)),
@@ -136,7 +178,7 @@ impl<'h> Ledger<'h> {
                 self.limit.filter(|limit| took > *limit).map(|limit| self.overran(&state, node, took, limit))
             }
         };
-        self.changed.notify_all();
+        self.board.changed.notify_all();
         if let Some(error) = error {
             self.trouble(state, error, None);
         }
@@ -168,15 +210,15 @@ impl<'h> Ledger<'h> {
             }
             // What begins meanwhile has its time up later, so nobody has to say that it began.
             let left = limit - oldest.map_or(Duration::ZERO, |(_, took)| took);
-            let waited = self.changed.wait_timeout(state, left.max(SOON));
+            let waited = self.rare.wait_timeout(state, left.max(SOON));
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
     /// What went wrong, once all streams have left.
     pub fn conclude(self) -> Result<(), OverlapError> {
-        let state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
-        state.trouble.map_or(Ok(()), |trouble| Err(trouble.error))
+        let trouble = self.state().trouble.take();
+        trouble.map_or(Ok(()), |trouble| Err(trouble.error))
     }
 
     fn overran(&self, state: &State, node: usize, took: Duration, limit: Duration) -> OverlapError {
@@ -191,8 +233,8 @@ impl<'h> Ledger<'h> {
         }
         state.trouble.get_or_insert_with(|| Trouble { error: error.clone(), late });
         state.telling = true;
-        self.run.give_up();
-        self.changed.notify_all();
+        self.board.given_up.store(true, Ordering::Relaxed);
+        self.board.changed.notify_all();
         drop(state);
         let over = self.hook.is_none_or(|hook| hook(&error).is_break());
         let mut state = self.state();
@@ -200,15 +242,16 @@ impl<'h> Ledger<'h> {
         if over {
             state.trouble = Some(Trouble { error, late });
         }
-        self.changed.notify_all();
+        self.board.changed.notify_all();
+        self.rare.notify_all();
     }
 
     /// Once the hook has heard what it is being told.
     fn told<'g>(&self, state: MutexGuard<'g, State>) -> MutexGuard<'g, State> {
-        self.changed.wait_while(state, |state| state.telling).unwrap_or_else(PoisonError::into_inner)
+        self.board.changed.wait_while(state, |state| state.telling).unwrap_or_else(PoisonError::into_inner)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.board.state()
     }
 }

@@ -14,27 +14,34 @@ mod ledger;
 
 use std::fmt;
 use std::ops::ControlFlow;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
 use std::thread::{self, Scope};
 use std::time::Duration;
 
-use self::ledger::{Leaving, Ledger};
+use self::ledger::{Board, Leaving, Ledger};
 use super::graph::Entry;
 use super::{Executor, Graph, Stream, outcome};
 use crate::error::OverlapError;
 use crate::exec::Recorder;
 use crate::lane::beside_compute;
 
-/// The run that a node of the host belongs to.
-#[derive(Debug, Default)]
+/// The run that a node of the host belongs to, as that node sees it.
+#[derive(Clone, Debug)]
 pub struct Run {
-    given_up: AtomicBool,
+    board: Arc<Board>,
+    node: usize,
 }
 
 impl Run {
     /// Whether a node has gone wrong meanwhile, so that what this one makes will not be used. A long one may look, and end.
     pub fn is_given_up(&self) -> bool {
-        self.given_up.load(Ordering::Relaxed)
+        self.board.is_given_up()
+    }
+
+    /// Lets nodes begin that wait for no more than that this one is [halfway](super::Node::halfway). What comes behind that is
+    /// beside them.
+    pub fn halfway(&self) {
+        self.board.halfway(self.node);
     }
 }
 
@@ -178,14 +185,8 @@ fn spawn<'s>(
 /// The life of a stream.
 fn work_off(ledger: &Ledger<'_>, queue: Queue<'_>, _leaving: Leaving<'_, '_>) {
     for (index, Entry { after, body, .. }) in queue {
-        let Some(since) = ledger.begin(index, &after) else { return };
-        let outcome = outcome::of(body, &ledger.run);
+        let Some((run, since)) = ledger.begin(index, &after) else { return };
+        let outcome = outcome::of(body, &run);
         ledger.end(index, since, outcome);
-    }
-}
-
-impl Run {
-    fn give_up(&self) {
-        self.given_up.store(true, Ordering::Relaxed);
     }
 }
