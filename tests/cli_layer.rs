@@ -2,6 +2,7 @@
 #![cfg(feature = "cli")]
 
 use std::process::{Command, Output};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use serde_json::Value;
 
@@ -14,8 +15,11 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
+/// Another one for each call: tests are threads of one process.
 fn file(name: &str) -> std::path::PathBuf {
-    std::env::temp_dir().join(format!("sidelane-layer-{}-{name}", std::process::id()))
+    static CALLS: AtomicU32 = AtomicU32::new(0);
+    let (process, call) = (std::process::id(), CALLS.fetch_add(1, Ordering::Relaxed));
+    std::env::temp_dir().join(format!("sidelane-layer-{process}-{call}-{name}"))
 }
 
 const SMALL: &str = "--tokens 48 --hidden 64 --ffn 32 --experts 6 --top-k 2 --chunks 5 --rounds 2 --backward";
@@ -48,32 +52,55 @@ fn overlapped_steps_have_the_bits_of_steps_in_turn_on_every_lane() {
     }
 }
 
-#[test]
-fn a_step_is_written_as_a_trace_with_experts_beside_transfers() {
+/// Rank, begin and end of what bears a name in the trace of a step.
+type Spans = Vec<(Value, f64, f64)>;
+
+/// The transfers and the experts of a step.
+fn traced(options: &str) -> (Spans, Spans) {
     let trace = file("trace.json");
-    let output = layer(&format!("{SMALL} --pace 64M/200 --trace-out {}", trace.display()));
+    let output = layer(&format!("{SMALL} {options} --trace-out {}", trace.display()));
     assert!(output.status.success(), "{}", text(&output.stderr));
     let events: Value = serde_json::from_str(&std::fs::read_to_string(&trace).unwrap()).unwrap();
     std::fs::remove_file(trace).unwrap();
     let events = events["traceEvents"].as_array().unwrap();
-    let spans = |name: &str| -> Vec<_> {
+    let spans = |name: &str| -> Spans {
         let named = |event: &&Value| {
             event["ph"] == "X" && event["name"].as_str().is_some_and(|seen| seen.starts_with(name))
         };
         let of = |event: &Value, key: &str| event[key].as_f64().unwrap();
         let span =
             |event: &Value| (event["pid"].clone(), of(event, "ts"), of(event, "ts") + of(event, "dur"));
-        events.iter().filter(named).map(span).collect()
+        let spans: Spans = events.iter().filter(named).map(span).collect();
+        // Two ranks, five chunks.
+        assert!(spans.len() >= 10, "{name}: {} of {}", spans.len(), events.len());
+        spans
     };
-    // Two ranks, five chunks, there and back.
-    for name in ["dispatch", "combine", "experts"] {
-        assert!(spans(name).len() >= 10, "{name}: {} of {}", spans(name).len(), events.len());
-    }
-    let transfers = [spans("dispatch"), spans("combine")].concat();
-    let beside = |(rank, begin, end): &(Value, f64, f64)| {
-        transfers.iter().any(|(other, from, to)| other == rank && from < end && begin < to)
+    ([spans("dispatch"), spans("combine")].concat(), spans("experts"))
+}
+
+/// How many are, for a part of their time, beside one of the others.
+fn beside(spans: &Spans, others: &Spans) -> usize {
+    let meets = |(rank, begin, end): &(Value, f64, f64)| {
+        let meets = |(other, from, to): &&(Value, f64, f64)| other == rank && from < end && begin < to;
+        // Not with itself.
+        others.iter().filter(meets).any(|(_, from, to)| (from, to) != (begin, end))
     };
-    assert!(spans("experts").iter().any(beside), "no transfer beside experts");
+    spans.iter().filter(|span| meets(span)).count()
+}
+
+#[test]
+fn a_step_is_written_as_a_trace_with_experts_beside_transfers() {
+    let (transfers, experts) = traced("--pace 64M/200");
+    assert!(beside(&experts, &transfers) > 0, "no transfer beside experts");
+}
+
+#[test]
+fn as_many_transfers_are_under_way_at_once_as_may_be() {
+    // Rows of a chunk are on the wire for some 20 ms.
+    let (one_by_one, _) = traced("--pace 64K/200 --transfers 1");
+    assert_eq!(beside(&one_by_one, &one_by_one), 0);
+    let (transfers, _) = traced("--pace 64K/200 --transfers 2");
+    assert!(beside(&transfers, &transfers) > transfers.len() / 2, "{transfers:?}");
 }
 
 #[test]
@@ -82,6 +109,7 @@ fn what_is_no_layer_is_refused_before_a_rank_is_started() {
         ("--experts 3", "3 experts: there must be one for each of 2 ranks at least, and --top-k (4) at most"),
         ("--chunks 0", "--chunks must be between 1 and 1024"),
         ("--tokens 8", "--chunks must be between 1 and 8"),
+        ("--chunks 4 --transfers 5", "--transfers must be between 1 and 4"),
         ("--hidden 12", "rows of 12 x bf16 are no multiple of 16 bytes"),
         ("--nodes 1 --ranks-per-node 2 --pace 1G/10", "--pace is for wires between nodes of one machine"),
         ("--pace fast", "bytes per second"),

@@ -54,6 +54,9 @@ impl Drop for Begun<'_> {
     }
 }
 
+/// What is done once all ranks have agreed on a call.
+pub(super) type Agreed = Box<dyn FnOnce() + Send + Sync>;
+
 /// The tag of a rank that is ready for the call, or of one that refuses.
 pub(super) fn entry<T>(tag: Tag, ready: &Result<T, Error>) -> Tag {
     match *ready {
@@ -136,6 +139,26 @@ impl ExpertParallel {
         take_back: impl FnOnce(T),
     ) -> Result<T, Error> {
         self.fixed.meeting(self.calls, mine.kind).conclude(mine, ready, take_back)
+    }
+
+    /// Makes one call, and does this once all ranks have agreed on it: from then on it is not refused, and what is left of it is to
+    /// move rows. What is refused, or not by exchange, is not told. The gradient of a weighted combine is two calls, and not for this.
+    pub(crate) fn telling<R>(
+        &mut self,
+        agreed: impl FnOnce() + Send + Sync + 'static,
+        call: impl FnOnce(&mut Self) -> R,
+    ) -> R {
+        self.agreed = Some(Box::new(agreed));
+        let done = call(self);
+        self.agreed = None;
+        done
+    }
+
+    /// Whoever wants to know hears that the running call is agreed on.
+    pub(super) fn tell_agreed(&mut self) {
+        if let Some(agreed) = self.agreed.take() {
+            agreed();
+        }
     }
 
     /// Runs operations of the running call, with the layout of a handle.

@@ -306,6 +306,18 @@ impl Collective {
         self.ep.dispatch_cached(rows, &shares.handle)
     }
 
+    /// As [`ExpertParallel::telling`].
+    pub(crate) fn telling<R>(
+        &mut self,
+        agreed: impl FnOnce() + Send + Sync + 'static,
+        call: impl FnOnce(&mut Self) -> R,
+    ) -> R {
+        self.ep.agreed = Some(Box::new(agreed));
+        let done = call(self);
+        self.ep.agreed = None;
+        done
+    }
+
     /// Sums over all ranks of this rank's rows, `[rows, columns]`: from what each rank has for everybody,
     /// `[rows of all, columns]`, laid out as an all-gather along these shares lays them. `rows` is the buffer of
     /// [`Shares::output`], which is used in place, or a slice, which is copied once. Collective.

@@ -243,6 +243,7 @@ impl ExpertParallel {
                 return Err(error);
             }
         };
+        self.tell_agreed();
         let fixed = Arc::clone(&self.fixed);
         let meeting = fixed.meeting(self.calls, call.kind);
         self.tables.bases[fixed.lanes.rank as usize] = chunk.offset();

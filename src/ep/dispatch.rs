@@ -273,6 +273,7 @@ impl ExpertParallel {
         self.meet(&mut relaying)?;
         self.run(skeletons.dispatch.entry.finish(), None, &mut Io::default(), Stores::Cached)?;
         let mut extent = self.agree(tag, ready, drop)?;
+        self.tell_agreed();
         let meeting = self.fixed.meeting(self.calls, kind);
         for peer in 0..self.size() {
             let peers = if peer == self.rank() { tag } else { meeting.tag_of(peer)? };
@@ -314,6 +315,8 @@ impl ExpertParallel {
         if !room {
             announced.trim(sizing.extent_bytes(inner.layout.landed, inner.layout.staged));
         }
+        // Whoever begins another call finds the room that this one does not need.
+        self.tell_agreed();
         self.host.take_moved();
         self.put_rows(&inner, &mut relaying, x, tag.kind)?;
         inner.report.moved = self.host.take_moved();

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crossbeam::queue::ArrayQueue;
 
 use super::builder::Spec;
+use super::call::Agreed;
 use super::fixed::{CHUNKS, Fixed, Ground, Room};
 use super::gather::Gather;
 use super::handle::Inner;
@@ -71,6 +72,8 @@ pub struct ExpertParallel {
     pub(super) spare: Arc<ArrayQueue<Inner>>,
     /// How rows go out, if not by exchange.
     pub(super) gather: Option<Box<Gather>>,
+    /// Who hears that the running call is agreed on.
+    pub(super) agreed: Option<Agreed>,
 }
 
 /// The programs of this rank.
@@ -123,6 +126,7 @@ impl ExpertParallel {
             skeletons: Arc::new(skeletons),
             licence,
             gather,
+            agreed: None,
             fixed,
         })
     }

@@ -16,7 +16,7 @@ use crate::dtype::Element;
 use crate::ep::ExpertParallel;
 use crate::error::{Error, LayerError, PlanError};
 use crate::gate::Decision;
-use crate::overlap::Slot;
+use crate::overlap::{Run, Slot};
 use crate::rows::Arithmetic;
 
 /// Gradients of one step.
@@ -99,7 +99,7 @@ impl MoeLayer {
     /// In place of the first transfer of a backward pass.
     pub(super) fn refuse_backward(&mut self, tape: &Tape, error: Error) -> Error {
         match tape.chunks.first() {
-            Some(kept) => self.ep.refuse_combine_backward(&kept.landed.handle, error),
+            Some(kept) => self.movers[0].refuse_combine_backward(&kept.landed.handle, error),
             None => error,
         }
     }
@@ -167,7 +167,7 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
         plan: &Plan,
     ) -> Result<Self, Error> {
         let slices: Vec<_> = plan.slices(routed.tokens()).collect();
-        let (choices, slots, own) = crew.ep.with(|ep| {
+        let (choices, slots, own) = crew.mover(0).with(|ep| {
             let (map, choices) = (ep.expert_map(), choices(ep, &routed.decision, &slices));
             Ok((choices, map.slots() as usize, map.slots_of(ep.rank())))
         })?;
@@ -205,18 +205,18 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
     }
 }
 
-impl<E: Element> Backward for Step<'_, '_, E> {
-    fn combine(&self, chunk: usize) -> Result<(), Error> {
+impl<E: Element> Backward<Run> for Step<'_, '_, E> {
+    fn combine(&self, chunk: usize, run: &Run) -> Result<(), Error> {
         let Places { tokens, landed, groups, .. } = &self.chunks[chunk];
         let of_out = &self.of_out[tokens.start * self.crew.hidden..tokens.end * self.crew.hidden];
-        let (rows, _) = self.crew.ep.with(|ep| ep.combine_backward(of_out, &landed.handle))?;
+        let (rows, _) = self.crew.moves(chunk, run, |ep| ep.combine_backward(of_out, &landed.handle))?;
         let of_outputs = Arc::new(Held::new::<E>(rows)?);
         groups.iter().try_for_each(|group| group.of_outputs.put(Arc::clone(&of_outputs)))
     }
 
-    fn sources(&self) -> Result<(), Error> {
+    fn sources(&self, run: &Run) -> Result<(), Error> {
         let mine: &[u8] = bytemuck::cast_slice(&self.choices);
-        let all = self.crew.sources.with(|sources| sources.all_gather_along(mine, self.crew.one_each))?;
+        let all = self.crew.gathers(run, |sources| sources.all_gather_along(mine, self.crew.one_each))?;
         let all: Vec<u32> = bytemuck::pod_collect_to_vec(all.rows::<u8>()?);
         let of_chunk = |chunk: usize| -> Vec<Vec<u32>> {
             let own = chunk * self.slots + self.own.start..chunk * self.slots + self.own.end;
@@ -261,7 +261,7 @@ impl<E: Element> Backward for Step<'_, '_, E> {
         })
     }
 
-    fn dispatch(&self, chunk: usize) -> Result<(), Error> {
+    fn dispatch(&self, chunk: usize, run: &Run) -> Result<(), Error> {
         let Places { tokens, landed, groups, of_rows, home } = &self.chunks[chunk];
         let (handle, output) = (&landed.handle, of_rows.take()?);
         let mut of_weights = Vec::with_capacity(handle.row_weights().len());
@@ -271,7 +271,7 @@ impl<E: Element> Backward for Step<'_, '_, E> {
         let mut of_tokens = vec![E::zeroed(); tokens.len() * self.crew.hidden];
         let mut of_choices = vec![0.0; tokens.len() * self.routed.decision.top_k() as usize];
         let (to, weights) = ((&mut of_tokens[..], &mut of_choices[..]), Some(&of_weights[..]));
-        self.crew.ep.with(|ep| match output {
+        self.crew.moves(chunk, run, |ep| match output {
             Ok(output) => ep.dispatch_backward_into(output, weights, handle, to.0, to.1),
             Err(error) => Err(ep.refuse_dispatch_backward(handle, error)),
         })?;

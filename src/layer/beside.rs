@@ -55,26 +55,30 @@ impl MoeLayer {
 /// What a step of the two passes does.
 fn work_of<'g, E: Element>(
     step: Step,
-    Cut { chunks, groups }: Cut,
+    Cut { chunks, groups, .. }: Cut,
     ahead: &'g forward::Step<'_, '_, E>,
     back: &'g backward::Step<'_, '_, E>,
 ) -> Option<Body<'g, Run>> {
     Some(match (step.pass, step.part) {
         (Pass::Forward, Part::Before) => Box::new(|_| ahead.shared()),
-        (Pass::Forward, Part::Dispatch) => Box::new(move |_| all(chunks, |chunk| ahead.dispatch(chunk))),
+        (Pass::Forward, Part::Dispatch) => {
+            Box::new(move |run| all(chunks, |chunk| ahead.dispatch(chunk, run)))
+        }
         (Pass::Forward, Part::Experts) => {
             Box::new(move |_| all(chunks, |chunk| all(groups, |group| ahead.experts(chunk, group))))
         }
-        (Pass::Forward, Part::Combine) => Box::new(move |_| all(chunks, |chunk| ahead.combine(chunk))),
-        (Pass::Backward, Part::Combine) => Box::new(move |_| {
-            all(chunks, |chunk| back.combine(chunk))?;
+        (Pass::Forward, Part::Combine) => Box::new(move |run| all(chunks, |chunk| ahead.combine(chunk, run))),
+        (Pass::Backward, Part::Combine) => Box::new(move |run| {
+            all(chunks, |chunk| back.combine(chunk, run))?;
             // As backward alone does it: two objects called in two orders would wait for each other, where one names the difference.
-            back.sources()
+            back.sources(run)
         }),
         (Pass::Backward, Part::Experts) => {
             Box::new(move |_| all(chunks, |chunk| all(groups, |group| back.experts(chunk, group))))
         }
-        (Pass::Backward, Part::Dispatch) => Box::new(move |_| all(chunks, |chunk| back.dispatch(chunk))),
+        (Pass::Backward, Part::Dispatch) => {
+            Box::new(move |run| all(chunks, |chunk| back.dispatch(chunk, run)))
+        }
         (Pass::Backward, Part::Before) => Box::new(|_| back.shared()),
         (Pass::WeightGradient, Part::Experts) => Box::new(|_| back.weights()),
         (Pass::WeightGradient, Part::Before) => Box::new(|_| back.shared_weights()),

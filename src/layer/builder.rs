@@ -63,7 +63,15 @@ impl<'g> MoeLayerBuilder<'g> {
             shared: None,
             losses: Losses::default(),
             slices: None,
-            plan: Plan { chunks: 1, groups: 1, overlap: true, streams: 1, at_once: 1, deadline },
+            plan: Plan {
+                chunks: 1,
+                groups: 1,
+                transfers: 2,
+                overlap: true,
+                streams: 1,
+                at_once: 1,
+                deadline,
+            },
         }
     }
 
@@ -139,7 +147,16 @@ impl<'g> MoeLayerBuilder<'g> {
         self
     }
 
-    /// Whether transfers go on beside compute, in a thread of their own; else the same is done one after another in the caller's. Default: on.
+    /// How many transfers may be under way at once, each with memory of its own for what ranks tell each other: while rows of one are on
+    /// the link, those of another are packed, placed or summed. All ranks agree on one after another, so what is refused is refused alike. Each
+    /// holds what it needs of the pool until it has ended, and one that finds no room is refused, though it might have found some later. In
+    /// [`MoeLayer::forward_beside_backward`] it is one at a time. Default: 2; as many as chunks at most.
+    pub fn transfers(mut self, transfers: u32) -> Self {
+        self.plan.transfers = transfers;
+        self
+    }
+
+    /// Whether transfers go on beside compute, in threads of their own; else the same is done one after another in the caller's. Default: on.
     pub fn overlap(mut self, overlap: bool) -> Self {
         self.plan.overlap = overlap;
         self
@@ -161,7 +178,7 @@ impl<'g> MoeLayerBuilder<'g> {
         self
     }
 
-    /// How long experts may take for a chunk, or a transfer for one. Default: a little longer than the deadline of the world, by
+    /// How long experts may take for a chunk, or a transfer for one, beside those that are [under way](Self::transfers) before it. Default: a little longer than the deadline of the world, by
     /// which transfers name whom they wait for. The world ends when it has passed; experts that are at it still are waited for, as no
     /// thread can be ended from outside.
     pub fn deadline(mut self, deadline: Duration) -> Self {
@@ -181,35 +198,30 @@ impl<'g> MoeLayerBuilder<'g> {
         }
         self.plan.groups =
             self.plan.groups.clamp(1, u32::try_from(self.experts.count().max(1)).unwrap_or(u32::MAX));
+        self.plan.transfers = self.plan.transfers.clamp(1, self.plan.chunks.max(1));
         let checked = self.check();
         let (group, plan) = (self.group, self.plan);
         // A rank with bad settings still takes part in the comparison: the others are told, not left waiting.
         let settings = [
             ("whether their settings can be used (1: yes)", checked.is_ok().into()),
             ("chunks", plan.chunks.into()),
+            ("transfers at once", plan.transfers.into()),
             ("the digest of the gate's settings and of the losses", self.digest()),
             ("whether there is a shared expert (1: yes)", self.shared.is_some().into()),
         ];
         group.alike(&settings)?;
         checked?;
-        let builder = ExpertParallel::builder(group)?.top_k(self.gate.top_k).hidden(self.hidden);
-        let builder = builder.dtype(self.dtype).max_tokens(self.max_tokens).route(self.route);
-        let builder = builder.order(self.order).align(self.align);
-        let ep = match self.map {
-            Some(map) => builder.expert_map(map),
-            None => builder.experts(self.gate.experts),
-        };
-        let ep = ep.build()?;
+        let movers = (0..plan.transfers).map(|_| self.mover()).collect::<Result<Vec<_>, Error>>()?;
         let zeros = || vec![0.0; self.hidden * self.gate.experts as usize];
         let router = self.router.unwrap_or_else(zeros);
-        let bytes = 4 * sources_columns(plan.chunks, ep.expert_map());
+        let bytes = 4 * sources_columns(plan.chunks, movers[0].expert_map());
         let sources = Collective::builder(group).columns(bytes).dtype(Dtype::Bytes).max_rows(1);
         let mut sources = sources.route(self.route).build()?;
         let one_each = sources.shares(&vec![1; group.size() as usize])?;
         static INSTANCES: AtomicU64 = AtomicU64::new(0);
         Ok(MoeLayer {
             gate: Gate::new(self.gate)?,
-            ep,
+            movers,
             sources,
             one_each,
             router,
@@ -224,6 +236,18 @@ impl<'g> MoeLayerBuilder<'g> {
             world: Arc::clone(&group.shared),
             instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
         })
+    }
+
+    /// One that moves rows of a chunk at a time.
+    fn mover(&self) -> Result<ExpertParallel, Error> {
+        let builder = ExpertParallel::builder(self.group)?.top_k(self.gate.top_k).hidden(self.hidden);
+        let builder = builder.dtype(self.dtype).route(self.route).order(self.order).align(self.align);
+        let builder = builder.max_tokens(self.max_tokens.div_ceil(self.plan.chunks));
+        let builder = match &self.map {
+            Some(map) => builder.expert_map(map.clone()),
+            None => builder.experts(self.gate.experts),
+        };
+        builder.build()
     }
 
     /// A step of the most tokens.

@@ -14,7 +14,7 @@ use super::{MoeLayer, Saved, Segments, Tape};
 use crate::dtype::Element;
 use crate::error::{Error, OverlapError};
 use crate::gate::{Draw, Routing};
-use crate::overlap::Slot;
+use crate::overlap::{Run, Slot};
 
 /// One step's tokens, and what their gate is told.
 #[derive(Clone, Copy, Debug)]
@@ -77,7 +77,7 @@ impl MoeLayer {
     pub fn forward<E: Element>(&mut self, input: &Input<'_, E>) -> Result<(Vec<E>, Tape), Error> {
         let routed = match self.route(input) {
             Ok(routed) => routed,
-            Err(error) => return Err(self.ep.refuse_dispatch(error)),
+            Err(error) => return Err(self.movers[0].refuse_dispatch(error)),
         };
         let (plan, instance) = (self.plan, self.instance);
         let mut out = vec![E::zeroed(); input.x.len()];
@@ -134,12 +134,12 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
     }
 }
 
-impl<E: Element> Forward for Step<'_, '_, E> {
-    fn dispatch(&self, chunk: usize) -> Result<(), Error> {
+impl<E: Element> Forward<Run> for Step<'_, '_, E> {
+    fn dispatch(&self, chunk: usize, run: &Run) -> Result<(), Error> {
         let Places { tokens, landed, made, .. } = &self.chunks[chunk];
         let routing = routing_of(&self.routing, tokens)?;
         let x = &self.input.x[tokens.start * self.crew.hidden..tokens.end * self.crew.hidden];
-        let (rows, handle) = self.crew.ep.with(|ep| ep.dispatch(x, &routing))?;
+        let (rows, handle) = self.crew.moves(chunk, run, |ep| ep.dispatch(x, &routing))?;
         let here = Landed::new(Held::new::<E>(rows)?, handle, made.len() as u32);
         landed.set(here).map_err(|_| OverlapError::SlotInUse.into())
     }
@@ -162,10 +162,10 @@ impl<E: Element> Forward for Step<'_, '_, E> {
         places.made[group].put(Made { outputs, saved })
     }
 
-    fn combine(&self, chunk: usize) -> Result<(), Error> {
+    fn combine(&self, chunk: usize, run: &Run) -> Result<(), Error> {
         let places = &self.chunks[chunk];
         let Landed { handle, .. } = places.landed()?;
-        self.crew.ep.with(|ep| match places.output.take()? {
+        self.crew.moves(chunk, run, |ep| match places.output.take()? {
             Ok(output) => places.out.with(|out| ep.combine_into(output, handle, out)),
             Err(error) => Err(ep.refuse_combine(handle, error)),
         })

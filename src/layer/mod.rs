@@ -19,12 +19,13 @@
 //!              compute    |sh'| |g0'| |g1'| |g2'| |w|               g' gradients of rows, w of weights: beside what is left of d'; sh' both of the shared expert
 //! ```
 //!
-//! Forward, dispatches are four chunks ahead of the combine that comes next (five are in front of the first); backward, all gradients of combine come first: their rows are kept for the gradients of
-//! weights anyhow. All ranks issue transfers in this order. [`MoeLayer::forward_beside_backward`] puts both passes, of two microbatches, into one graph.
+//! Forward, dispatches are six chunks ahead of the combine that comes next (seven are in front of the first); backward, all gradients of combine come first: their rows are kept for the gradients of
+//! weights anyhow. All ranks agree on transfers in this order, and of those that are agreed on [several](MoeLayerBuilder::transfers) are
+//! under way at once. [`MoeLayer::forward_beside_backward`] puts both passes, of two microbatches, into one graph.
 //!
 //! Where several compute streams share a chunk, its experts are [divided](MoeLayerBuilder::expert_groups): each group is a turn.
 //!
-//! **Bits** do not depend on chunks, groups, streams, or overlap: rows of experts and of
+//! **Bits** do not depend on chunks, groups, transfers at once, streams, or overlap: rows of experts and of
 //! combine know nothing of each other, and weight gradients are summed in [one order](RowOrder). Sums are f32:
 //!
 //! | result | order, each from the left |
@@ -60,6 +61,7 @@ mod router;
 mod swiglu;
 mod tape;
 mod timed;
+mod transfers;
 mod values;
 
 pub use backward::Gradients;

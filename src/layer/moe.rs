@@ -43,7 +43,8 @@ use crate::world::{Group, Shared};
 /// # Ok::<(), sidelane::Error>(())
 /// ```
 pub struct MoeLayer {
-    pub(super) ep: ExpertParallel,
+    /// Who moves rows: [`Transfers`](super::transfers::Transfers).
+    pub(super) movers: Vec<ExpertParallel>,
     /// Brings everybody what each rank has for every expert in every chunk.
     pub(super) sources: Collective,
     pub(super) one_each: Shares,
@@ -69,6 +70,8 @@ pub(super) struct Plan {
     pub chunks: u32,
     /// Of the experts of a chunk.
     pub groups: u32,
+    /// Under way at once.
+    pub transfers: u32,
     pub overlap: bool,
     pub streams: u32,
     pub at_once: u32,
@@ -84,7 +87,8 @@ impl Plan {
 
     /// Into what a pass is cut.
     pub fn cut(&self) -> Cut {
-        Cut { chunks: self.chunks as usize, groups: self.groups as usize }
+        let Plan { chunks, groups, transfers, .. } = *self;
+        Cut { chunks: chunks as usize, groups: groups as usize, transfers }
     }
 
     /// Whose turn it is to compute.
@@ -182,7 +186,7 @@ impl MoeLayer {
 
 impl std::fmt::Debug for MoeLayer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("MoeLayer").field("ep", &self.ep).field("plan", &self.plan).finish()
+        f.debug_struct("MoeLayer").field("movers", &self.movers).field("plan", &self.plan).finish()
     }
 }
 

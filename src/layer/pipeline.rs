@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use super::transfers::Transfers;
 use crate::error::{Error, Stream, Work};
 use crate::overlap::{Graph, Rotation};
 
@@ -11,80 +12,84 @@ pub(super) struct Cut {
     pub chunks: usize,
     /// Of the experts of each chunk, at most: where there are fewer, the last ones have nothing to do.
     pub groups: usize,
+    /// Under way at once.
+    pub transfers: u32,
 }
 
-/// What the nodes of a forward pass do to a chunk.
-pub(super) trait Forward: Sync {
-    fn dispatch(&self, chunk: usize) -> Result<(), Error>;
+/// What the nodes of a forward pass do to a chunk. Transfers say when all ranks have agreed on them.
+pub(super) trait Forward<G>: Sync {
+    fn dispatch(&self, chunk: usize, run: &G) -> Result<(), Error>;
     fn shared(&self) -> Result<(), Error>;
     fn experts(&self, chunk: usize, group: usize) -> Result<(), Error>;
-    fn combine(&self, chunk: usize) -> Result<(), Error>;
+    fn combine(&self, chunk: usize, run: &G) -> Result<(), Error>;
     fn sum(&self, chunk: usize) -> Result<(), Error>;
 }
 
-/// What the nodes of a backward pass do to a chunk, or to all.
-pub(super) trait Backward: Sync {
-    fn combine(&self, chunk: usize) -> Result<(), Error>;
+/// The same of a backward pass, or to all chunks.
+pub(super) trait Backward<G>: Sync {
+    fn combine(&self, chunk: usize, run: &G) -> Result<(), Error>;
     /// Everybody's choices, and so the order of the rows that came by them.
-    fn sources(&self) -> Result<(), Error>;
+    fn sources(&self, run: &G) -> Result<(), Error>;
     fn shared(&self) -> Result<(), Error>;
     fn experts(&self, chunk: usize, group: usize) -> Result<(), Error>;
-    fn dispatch(&self, chunk: usize) -> Result<(), Error>;
+    fn dispatch(&self, chunk: usize, run: &G) -> Result<(), Error>;
     fn weights(&self) -> Result<(), Error>;
     fn shared_weights(&self) -> Result<(), Error>;
 }
 
 /// How many dispatches are in front of the combine of the chunk that experts are at. Where transfers take as long as experts, a combine
-/// that is late holds up what is behind it on the link: this much may be late before experts have nothing to do.
-const AHEAD: usize = 4;
+/// that is late holds up what is behind it, which ranks agree on later: this much may be late before experts have nothing to do.
+const AHEAD: usize = 6;
 
-/// Whatever is not experts' is for the first of each kind.
-const STREAMS: (Stream, Stream) = (Stream::Compute(0), Stream::Transfer(0));
+/// Of what is computed, but by routed experts.
+const COMPUTE: Stream = Stream::Compute(0);
 
 fn work(name: &'static str, chunk: usize) -> Work {
     Work { name, chunk: chunk as u32 }
 }
 
 /// Chunk by chunk, dispatches ahead. Sums come last, where they hold up no experts: all but the last are beside the last combine.
-pub(super) fn forward<'g, G, W: Forward>(step: &'g W, cut: Cut, mut turns: Rotation) -> Graph<'g, G> {
-    let Cut { chunks, groups } = cut;
-    let (compute, transfer) = STREAMS;
-    let mut graph = Graph::new();
-    let dispatch = |graph: &mut Graph<'g, G>, chunk: usize| {
-        graph.add(transfer, work("dispatch", chunk), &[], move |_| step.dispatch(chunk))
+pub(super) fn forward<'g, G, W: Forward<G>>(step: &'g W, cut: Cut, mut turns: Rotation) -> Graph<'g, G> {
+    let Cut { chunks, groups, transfers } = cut;
+    let (mut graph, mut transfers) = (Graph::new(), Transfers::new(transfers));
+    let dispatch = |graph: &mut Graph<'g, G>, transfers: &mut Transfers, chunk: usize| {
+        transfers.add(graph, work("dispatch", chunk), &[], move |run| step.dispatch(chunk, run))
     };
     let mut landing = VecDeque::with_capacity(1 + AHEAD);
-    landing.extend((0..chunks.min(AHEAD)).map(|chunk| dispatch(&mut graph, chunk)));
-    let beside = graph.add(compute, work("shared expert", 0), &[], |_| step.shared());
+    landing.extend((0..chunks.min(AHEAD)).map(|chunk| dispatch(&mut graph, &mut transfers, chunk)));
+    let beside = graph.add(COMPUTE, work("shared expert", 0), &[], |_| step.shared());
     let mut home = Vec::with_capacity(chunks);
     for chunk in 0..chunks {
         if chunk + AHEAD < chunks {
-            landing.push_back(dispatch(&mut graph, chunk + AHEAD));
+            landing.push_back(dispatch(&mut graph, &mut transfers, chunk + AHEAD));
         }
         let landed = landing.pop_front();
         let after = landed.as_slice();
         let group =
             |group| turns.add(&mut graph, work("experts", chunk), after, move |_| step.experts(chunk, group));
         let made: Vec<_> = (0..groups).map(group).collect();
-        home.push(graph.add(transfer, work("combine", chunk), &made, move |_| step.combine(chunk)));
+        let combine = move |run: &G| step.combine(chunk, run);
+        home.push(transfers.add(&mut graph, work("combine", chunk), &made, combine));
     }
     for (chunk, combine) in home.into_iter().enumerate() {
-        graph.add(compute, work("sum", chunk), &[combine, beside], move |_| step.sum(chunk));
+        graph.add(COMPUTE, work("sum", chunk), &[combine, beside], move |_| step.sum(chunk));
     }
     graph
 }
 
 /// Gradients of combine first, so that no product waits for a way home in front of what it needs. What trains weights comes last, as it
 /// needs the rows of all chunks: it has what is left of the ways home beside it.
-pub(super) fn backward<'g, G, W: Backward>(step: &'g W, cut: Cut, mut turns: Rotation) -> Graph<'g, G> {
-    let Cut { chunks, groups } = cut;
-    let (compute, transfer) = STREAMS;
-    let mut graph = Graph::new();
-    let combine =
-        |chunk| graph.add(transfer, work("gradient of combine", chunk), &[], move |_| step.combine(chunk));
+pub(super) fn backward<'g, G, W: Backward<G>>(step: &'g W, cut: Cut, mut turns: Rotation) -> Graph<'g, G> {
+    let Cut { chunks, groups, transfers } = cut;
+    let (mut graph, mut transfers) = (Graph::new(), Transfers::new(transfers));
+    let combine = |chunk| {
+        let combine = move |run: &G| step.combine(chunk, run);
+        transfers.add(&mut graph, work("gradient of combine", chunk), &[], combine)
+    };
     let landing: Vec<_> = (0..chunks).map(combine).collect();
-    let mut before_weights = vec![graph.add(transfer, work("counts of sources", 0), &[], |_| step.sources())];
-    let beside = graph.add(compute, work("gradient of shared rows", 0), &[], |_| step.shared());
+    let sources = work("counts of sources", 0);
+    let mut before_weights = vec![transfers.add(&mut graph, sources, &[], |run| step.sources(run))];
+    let beside = graph.add(COMPUTE, work("gradient of shared rows", 0), &[], |_| step.shared());
     // Until the first gradients have come there is nothing else to do.
     turns.add(&mut graph, work("gradient of shared weights", 0), &[beside], |_| step.shared_weights());
     for (chunk, landed) in landing.into_iter().enumerate() {
@@ -94,7 +99,7 @@ pub(super) fn backward<'g, G, W: Backward>(step: &'g W, cut: Cut, mut turns: Rot
         let made: Vec<_> = (0..groups).map(group).collect();
         before_weights.extend_from_slice(&made);
         let name = "gradient of dispatch";
-        graph.add(transfer, work(name, chunk), &made, move |_| step.dispatch(chunk));
+        transfers.add(&mut graph, work(name, chunk), &made, move |run| step.dispatch(chunk, run));
     }
     turns.add(&mut graph, work("gradient of weights", 0), &before_weights, |_| step.weights());
     graph

@@ -13,7 +13,7 @@ pub struct Times {
     pub in_turn: u64,
 }
 
-/// How long a forward pass of so many chunks would take on one compute stream, if each node of it took as long as `cost` says: `dispatch`,
+/// How long a forward pass of so many chunks would take on one compute stream, with one transfer under way at a time, if each node of it took as long as `cost` says: `dispatch`,
 /// `combine`, `experts` and `sum` of a chunk, and the `shared expert`. It is asked in launch order.
 ///
 /// ```
@@ -55,9 +55,9 @@ pub fn backward_times(chunks: u32, cost: impl Fn(Place) -> u64) -> Times {
     timed(pipeline::backward(&Timed, whole(chunks), Rotation::new(1, 1)), cost)
 }
 
-/// All experts of a chunk at once.
+/// All experts of a chunk at once, and one transfer after another, since each has the links to itself in what it is said to take.
 fn whole(chunks: u32) -> Cut {
-    Cut { chunks: chunks as usize, groups: 1 }
+    Cut { chunks: chunks as usize, groups: 1, transfers: 1 }
 }
 
 fn timed(graph: Graph<'_, ()>, cost: impl Fn(Place) -> u64) -> Times {
@@ -74,8 +74,8 @@ fn timed(graph: Graph<'_, ()>, cost: impl Fn(Place) -> u64) -> Times {
 /// Nothing is carried out.
 struct Timed;
 
-impl Forward for Timed {
-    fn dispatch(&self, _: usize) -> Result<(), Error> {
+impl Forward<()> for Timed {
+    fn dispatch(&self, _: usize, (): &()) -> Result<(), Error> {
         Ok(())
     }
     fn shared(&self) -> Result<(), Error> {
@@ -84,7 +84,7 @@ impl Forward for Timed {
     fn experts(&self, _: usize, _: usize) -> Result<(), Error> {
         Ok(())
     }
-    fn combine(&self, _: usize) -> Result<(), Error> {
+    fn combine(&self, _: usize, (): &()) -> Result<(), Error> {
         Ok(())
     }
     fn sum(&self, _: usize) -> Result<(), Error> {
@@ -92,11 +92,11 @@ impl Forward for Timed {
     }
 }
 
-impl Backward for Timed {
-    fn combine(&self, _: usize) -> Result<(), Error> {
+impl Backward<()> for Timed {
+    fn combine(&self, _: usize, (): &()) -> Result<(), Error> {
         Ok(())
     }
-    fn sources(&self) -> Result<(), Error> {
+    fn sources(&self, (): &()) -> Result<(), Error> {
         Ok(())
     }
     fn shared(&self) -> Result<(), Error> {
@@ -105,7 +105,7 @@ impl Backward for Timed {
     fn experts(&self, _: usize, _: usize) -> Result<(), Error> {
         Ok(())
     }
-    fn dispatch(&self, _: usize) -> Result<(), Error> {
+    fn dispatch(&self, _: usize, (): &()) -> Result<(), Error> {
         Ok(())
     }
     fn weights(&self) -> Result<(), Error> {

@@ -9,14 +9,12 @@ use crate::error::MemoryError;
 
 /// Elements as f32, exactly. Of bytes there are none: a layer is not built for them.
 pub(super) fn widened<E: Element>(values: &[E]) -> Vec<f32> {
-    let mut wide = vec![0.0; values.len()];
     match E::DTYPE {
-        Dtype::F32 => wide.copy_from_slice(bytemuck::cast_slice(values)),
-        Dtype::Bf16 => bytemuck::cast_slice::<_, bf16>(values).convert_to_f32_slice(&mut wide),
-        Dtype::F16 => bytemuck::cast_slice::<_, f16>(values).convert_to_f32_slice(&mut wide),
-        Dtype::Bytes => {}
+        Dtype::F32 => bytemuck::cast_slice(values).to_vec(),
+        Dtype::Bf16 => bytemuck::cast_slice::<_, bf16>(values).to_f32_vec(),
+        Dtype::F16 => bytemuck::cast_slice::<_, f16>(values).to_f32_vec(),
+        Dtype::Bytes => Vec::new(),
     }
-    wide
 }
 
 /// f32 rounded to elements, to nearest even.

@@ -16,8 +16,9 @@ fn cuts(seed: u64, count: usize) -> Vec<Cut> {
     let mut one = || {
         let mut pick = |from: u32, to: u32| from + rng.next_u32() % (to - from + 1);
         let (chunks, groups, streams, at_once) = (pick(1, 9), pick(1, 4), pick(1, 3), pick(1, 4));
+        let transfers = pick(1, 4);
         let (overlap, align) = (pick(0, 3) > 0, [1, 1, 4][pick(0, 2) as usize]);
-        Cut { chunks, groups, overlap, streams, at_once, align }
+        Cut { chunks, groups, transfers, overlap, streams, at_once, align }
     };
     (0..count).map(|_| one()).collect()
 }
@@ -34,7 +35,7 @@ where
 }
 
 #[test]
-fn chunks_groups_streams_and_overlap_change_no_bit() {
+fn chunks_groups_transfers_streams_and_overlap_change_no_bit() {
     same_in_all_cuts::<f32>(&Case::new(&[0, 0, 0], &[17, 0, 30], WHOLE), 1, 8);
     same_in_all_cuts::<bf16>(&Case::new(&[0, 0], &[9, 21], WHOLE), 2, 6);
     // All experts in one place: groups of many sizes.

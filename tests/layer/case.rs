@@ -23,13 +23,15 @@ pub const Z: f32 = 0.02;
 pub struct Cut {
     pub chunks: u32,
     pub groups: u32,
+    pub transfers: u32,
     pub overlap: bool,
     pub streams: u32,
     pub at_once: u32,
     pub align: u32,
 }
 
-pub const WHOLE: Cut = Cut { chunks: 1, groups: 1, overlap: false, streams: 1, at_once: 1, align: 1 };
+pub const WHOLE: Cut =
+    Cut { chunks: 1, groups: 1, transfers: 2, overlap: false, streams: 1, at_once: 1, align: 1 };
 
 #[derive(Clone, Debug)]
 pub struct Case {
@@ -119,7 +121,7 @@ impl Case {
     }
 
     pub fn cut<'g>(&self, builder: MoeLayerBuilder<'g>) -> MoeLayerBuilder<'g> {
-        let Cut { chunks, groups, overlap, streams, at_once, align } = self.cut;
+        let Cut { chunks, groups, transfers, overlap, streams, at_once, align } = self.cut;
         builder
             .router(router())
             .shared(swiglu([SHARED]))
@@ -130,6 +132,7 @@ impl Case {
             .max_tokens(64)
             .chunks(chunks)
             .expert_groups(groups)
+            .transfers(transfers)
             .overlap(overlap)
             .streams(streams, at_once)
             .align(align)

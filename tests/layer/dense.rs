@@ -94,7 +94,7 @@ where
 
 #[test]
 fn a_token_gets_what_its_experts_make_of_it_to_the_bit() {
-    let cut = Cut { chunks: 3, groups: 2, overlap: true, streams: 2, at_once: 2, align: 1 };
+    let cut = Cut { chunks: 3, groups: 2, transfers: 2, overlap: true, streams: 2, at_once: 2, align: 1 };
     follows_the_formula::<f32>(&Case::new(&[0, 0, 0], &[11, 0, 6], cut));
     follows_the_formula::<f32>(&Case::new(&[0, 0], &[1, 16], WHOLE));
     follows_the_formula::<bf16>(&Case::new(&[0, 0], &[7, 12], cut));

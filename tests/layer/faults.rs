@@ -165,7 +165,7 @@ fn is_of_the_fault(error: &Error, fault: Fault, pass: Pass, cut: Cut) -> bool {
 
 #[test]
 fn experts_that_fail_end_the_step_on_all_ranks_and_the_rebuilt_world_is_right() {
-    let cut = Cut { chunks: 3, groups: 2, overlap: true, streams: 2, at_once: 2, align: 1 };
+    let cut = Cut { chunks: 3, groups: 2, transfers: 2, overlap: true, streams: 2, at_once: 2, align: 1 };
     let expected = case(3, WHOLE).step::<f32>();
     let passes = [Pass::Forward, Pass::RowsBackward, Pass::WeightsBackward];
     let faults = [Fault::TooFew, Fault::Fails, Fault::Panics, Fault::Overruns];
@@ -199,7 +199,7 @@ fn threads() -> usize {
 fn a_rank_of_the_world_below() {
     let pass =
         if std::env::var_os("SIDELANE_TEST_BACKWARD").is_some() { Pass::RowsBackward } else { Pass::Forward };
-    let cut = Cut { chunks: 3, groups: 2, overlap: true, streams: 2, at_once: 2, align: 1 };
+    let cut = Cut { chunks: 3, groups: 2, transfers: 2, overlap: true, streams: 2, at_once: 2, align: 1 };
     let world = Arc::new(World::from_env().unwrap());
     let (me, before) = (world.rank(), threads());
     let error = broken_step(&case(3, cut), &world, Fault::Dies, pass);

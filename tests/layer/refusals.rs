@@ -74,6 +74,44 @@ fn a_step_that_finds_no_room_is_refused_on_all_ranks_and_the_next_works() {
     });
 }
 
+/// One rank computes in turn and the others beside their transfers, of which several are under way; the room of one of them ends
+/// somewhere in the step.
+#[test]
+fn wherever_in_a_step_room_ends_all_ranks_stop_at_the_same_call() {
+    let cut = Cut { chunks: 6, transfers: 3, ..WHOLE };
+    let case = Case::new(&[0, 0, 0], &[60, 64, 7], cut);
+    let stopped = on_ranks(&case.nodes, &small(), |world| {
+        let me = world.rank() as usize;
+        let own = Case { cut: Cut { overlap: me != 1, ..cut }, ..case.clone() };
+        let mut layer = own.layer::<f32>(&world);
+        let [x, residual, of_out] = tensors::<f32>(me, case.tokens[me]);
+        let before = step(&mut layer, &x, &residual, &of_out);
+        let meet = || world.all().unwrap().gather(&[]).unwrap();
+        let stop = |rows: u64| {
+            let taken = (me == 0).then(|| {
+                let free = world.pool().report();
+                world.pool().take(free.total - free.used - rows * 4 * HIDDEN as u64).unwrap()
+            });
+            meet();
+            let ended = layer.forward(&Input::new(&x));
+            meet();
+            drop(taken);
+            let Err(error) = ended else { return None };
+            let Error::Overlap(OverlapError::Failed { at, error, .. }) = error else { panic!("{error}") };
+            assert!(matches!(*error, Error::Memory(_)), "{error}");
+            Some(at.work)
+        };
+        let stopped: Vec<_> = (0..16).map(|nth| 16 + 12 * nth).map(stop).collect();
+        assert_eq!(world.health().cause(), None, "the world is as good as before");
+        assert_eq!(step(&mut layer, &x, &residual, &of_out), before);
+        stopped
+    });
+    assert!(stopped.iter().all(|of_rank| *of_rank == stopped[0]), "{stopped:?}");
+    let mut places: Vec<_> = stopped[0].iter().flatten().map(|work| (work.name, work.chunk)).collect();
+    places.dedup();
+    assert!(places.len() > 3, "it ends in several places: {places:?}");
+}
+
 #[test]
 fn tapes_go_backward_in_any_order_and_only_in_their_layer() {
     let case = Case::new(&[0, 0], &[6, 11], Cut { chunks: 2, overlap: true, ..WHOLE });
@@ -173,6 +211,11 @@ fn settings_that_cannot_be_used_are_named_on_the_rank_that_has_them() {
         }
         let error = right().chunks(2 + world.rank()).build().unwrap_err();
         assert!(matches!(error, Error::Call(CallError::ConfigsDiffer { what: "chunks", .. })), "{error}");
+        let error = right().chunks(4).transfers(1 + world.rank()).build().unwrap_err();
+        assert!(
+            matches!(error, Error::Call(CallError::ConfigsDiffer { what: "transfers at once", .. })),
+            "{error}"
+        );
         let differ = |builder: MoeLayerBuilder<'_>, of: &str| {
             let error = builder.build().unwrap_err();
             let named =

@@ -34,7 +34,7 @@ fn asked(times: impl Fn(&dyn Fn(Place) -> u64) -> Times) -> (Vec<Node>, Times) {
 #[test]
 fn nodes_are_timed_in_the_order_in_which_a_layer_carries_them_out() {
     for chunks in [1, 3, 7] {
-        let case = Case::new(&[0, 0], &[9, 14], Cut { chunks, ..WHOLE });
+        let case = Case::new(&[0, 0], &[9, 14], Cut { chunks, transfers: 1, ..WHOLE });
         let options = Options { record: 4096, ..small() };
         let seen = on_ranks(&case.nodes, &options, |world| {
             let rank = world.rank() as usize;

@@ -49,6 +49,10 @@ pub struct LayerArgs {
     #[arg(long, value_name = "N", default_value_t = 32)]
     pub chunks: u32,
 
+    /// Transfers under way at once [default: 2, or 1 where there is but one chunk]
+    #[arg(long, value_name = "N")]
+    pub transfers: Option<u32>,
+
     /// The link between nodes of one machine: `even` (as fast as the experts), `none` (copies), or bytes per second, a slash
     /// and microseconds
     #[arg(long, value_name = "even|none|RATE/US", default_value = "even")]

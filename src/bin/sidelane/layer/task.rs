@@ -47,6 +47,8 @@ pub struct Shape {
     pub experts: u32,
     pub top_k: u32,
     pub chunks: u32,
+    /// Under way at once.
+    pub transfers: u32,
     pub seed: u64,
 }
 
@@ -73,9 +75,9 @@ impl Shape {
 
     /// What it is, in words.
     pub fn words(&self) -> String {
-        let Shape { tokens, hidden, ffn, experts, top_k, chunks, .. } = self;
+        let Shape { tokens, hidden, ffn, experts, top_k, chunks, transfers, .. } = self;
         format!(
-            "{tokens} tokens a rank in {chunks} chunks, rows of {hidden} x bf16, {experts} experts of {ffn}, top-{top_k}"
+            "{tokens} tokens a rank in {chunks} chunks, {transfers} under way at once, rows of {hidden} x bf16, {experts} experts of {ffn}, top-{top_k}"
         )
     }
 
@@ -108,6 +110,7 @@ impl Shape {
             ("--top-k", self.top_k, 1 << 10),
             ("--experts", self.experts, 1 << 14),
             ("--chunks", self.chunks, self.tokens.clamp(1, 1 << 10)),
+            ("--transfers", self.transfers, self.chunks),
         ];
         if let Some(&(option, _, most)) = sizes.iter().find(|(_, seen, most)| !(1..=*most).contains(seen)) {
             return Err(LayerError::OutOfRange { option, most });
@@ -139,7 +142,8 @@ impl Task {
     pub fn resolve(args: &LayerArgs) -> Result<Self, LayerError> {
         let ranks_per_node = node_sizes_or((2, 1), args.nodes, &args.ranks_per_node)?;
         let &LayerArgs { tokens, hidden, ffn, experts, top_k, chunks, seed, .. } = args;
-        let shape = Shape { ranks_per_node, tokens, hidden, ffn, experts, top_k, chunks, seed };
+        let transfers = args.transfers.unwrap_or(chunks.min(2));
+        let shape = Shape { ranks_per_node, tokens, hidden, ffn, experts, top_k, chunks, transfers, seed };
         shape.check()?;
         // Between machines, and within a node, transfers take what they take.
         let wires = shape.ranks_per_node.len() > 1 && args.machines.node_rank.is_none();
@@ -179,7 +183,17 @@ impl Task {
 #[cfg(test)]
 pub fn sample() -> Shape {
     let ranks_per_node = vec![1, 1];
-    Shape { ranks_per_node, tokens: 64, hidden: 32, ffn: 16, experts: 8, top_k: 2, chunks: 4, seed: 0 }
+    Shape {
+        ranks_per_node,
+        tokens: 64,
+        hidden: 32,
+        ffn: 16,
+        experts: 8,
+        top_k: 2,
+        chunks: 4,
+        transfers: 2,
+        seed: 0,
+    }
 }
 
 #[cfg(test)]

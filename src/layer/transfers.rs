@@ -1,0 +1,50 @@
+//! Transfers: several under way at once, agreed on one after another.
+//!
+//! A transfer is on the link for a part of its time only. Before, ranks tell each other what they have, and rows are packed; behind it they
+//! are placed or summed; and whoever was late, everybody else has waited for it. One after another, the link has nothing to do meanwhile.
+//! So chunks go round several streams, each with an [`ExpertParallel`](crate::ExpertParallel) of its own:
+//!
+//! ```text
+//!   one at a time   transfer 0   |m0|==========|m1|==========|m2|==========|        m ranks agree, rows are packed
+//!                                                                                  = rows on the link
+//!   two             transfer 0   |m0|==========|  |m2|==========|
+//!                   transfer 1        |m1|========....|  |m3|========....|         . waits for the link
+//!
+//!   link            --------------|============================================
+//! ```
+//!
+//! **Ranks agree in launch order.** A transfer begins when all ranks have agreed on the one before it, whatever stream that is on. So
+//! one that is refused is refused before anybody has begun a later one, and all that were begun before come to their end: on all ranks the
+//! same calls were made, and the next step is as good as this.
+
+use crate::error::{Error, Stream, Work};
+use crate::overlap::{Graph, Node};
+
+/// Puts transfers on streams: those of chunk `c` on stream `c` modulo how many there are.
+#[derive(Debug)]
+pub(super) struct Transfers {
+    streams: u32,
+    last: Option<Node>,
+}
+
+impl Transfers {
+    /// So many at once; 0 counts as 1.
+    pub fn new(streams: u32) -> Self {
+        Transfers { streams: streams.max(1), last: None }
+    }
+
+    /// Adds a node to the graph, which is [halfway](Node::halfway) when all ranks have agreed on it; `after` as in [`Graph::add`].
+    pub fn add<'a, G>(
+        &mut self,
+        graph: &mut Graph<'a, G>,
+        work: Work,
+        after: &[Node],
+        body: impl FnOnce(&G) -> Result<(), Error> + Send + 'a,
+    ) -> Node {
+        let stream = Stream::Transfer(work.chunk % self.streams);
+        let after: Vec<Node> = after.iter().copied().chain(self.last.map(Node::halfway)).collect();
+        let node = graph.add(stream, work, &after, body);
+        self.last = Some(node);
+        node
+    }
+}
