@@ -79,6 +79,9 @@ impl<'a> Mutant<'a> {
                 Some("nobody waits for a part behind the last")
             }
             (Flag::Landed, Change::First) if to == me => Some(ITS_RELAY_SAYS_SO),
+            (Flag::Read, Change::Retrack) if self.mutation.stage == "pull rest" => {
+                Some("what it vouches for was read in an earlier stage")
+            }
             (Flag::Landed, Change::Raise | Change::Retrack) if to == me && self.engines => {
                 Some(ITS_RELAY_SAYS_SO)
             }
@@ -97,26 +100,24 @@ impl<'a> Mutant<'a> {
             (Flag::Block, "headers") if kind == CallKind::CachedDispatch => {
                 Some("no header comes in such calls, and parts are awaited by themselves")
             }
-            (Flag::Block, "met") if self.inline && (!all || paths.locals().next().is_none()) => {
+            (Flag::Block, "node entered") if self.inline && (!all || paths.locals().next().is_none()) => {
                 Some("its caller's thread is its own")
             }
-            (Flag::Entry, "entry") if self.inline && paths.rails() => {
+            (Flag::Entry, "all entered") if self.inline => {
+                Some("its rank waits for the same in the same thread, before it judges")
+            }
+            (Flag::Entry, "entry" | "offer") if self.inline && paths.rails() => {
                 Some("its relay has waited in the same thread")
             }
-            (Flag::Entry, "entry") if paths.rails() && from != me && !all => {
+            (Flag::Entry, "entry" | "offer") if paths.rails() && from != me && !all => {
                 Some("its relay waits for the same before it answers")
             }
-            (Flag::Entry, "entry")
+            (Flag::Entry, "entry" | "offer")
                 if from == me && (change == Change::Late || kind == CallKind::CachedDispatch) =>
             {
                 Some("only after a call that is refused may its relay be left behind")
             }
-            (Flag::Entry, "entry")
-                if from == me && kind != CallKind::Dispatch && paths.told().next().is_some() =>
-            {
-                Some("others wait for what its relay tells them, so nobody is ahead of it")
-            }
-            (Flag::Entry, "entry")
+            (Flag::Entry, "entry" | "offer")
                 if from == me && change == Change::Lower && paths.locals().next().is_none() =>
             {
                 Some("alone on its node, a relay that is one call behind reads its own, and that is doubled")
@@ -235,14 +236,14 @@ fn every_mutant_of_two_nodes_of_two_is_found() {
 #[test]
 fn every_mutant_of_relays_that_sum_is_found() {
     Relays::ALL.into_iter().for_each(|relays| all_found(&[0, 1, 1, 0], (Route::Pxn, relays), Order::Node));
-    all_found(&[0, 0, 0, 1], (Route::Pxn, Relays::Away), Order::Rank);
+    all_found(&[0, 0, 0, 1], (Route::Pxn, Relays::Thread), Order::Rank);
 }
 
 #[test]
 fn every_mutant_of_relays_that_copy_spans_is_found() {
     for order in [Order::Expert, Order::Node] {
         let placement = (RowLayout::RankMajor, Mode::Eager, order);
-        let group = Group::dense(&[0, 0, 1, 1], 4, 5).in_spans(Relays::Away, placement);
+        let group = Group::dense(&[0, 0, 1, 1], 4, 5).in_spans(Relays::Thread, placement);
         let title = format!("2 x 2 in spans, {}", order.name());
         assert_eq!(survivors(&title, &group), Vec::<String>::new());
     }
@@ -253,7 +254,7 @@ fn every_mutant_of_all_gather_and_reduce_scatter_is_found() {
     for (labels, order) in
         [(&[0, 0, 1, 1][..], Order::Expert), (&[0, 1, 1, 0], Order::Node), (&[0; 4], Order::Expert)]
     {
-        let group = Group::new(labels, 1, 5).gathering((Route::Pxn, Relays::Away), order);
+        let group = Group::new(labels, 1, 5).gathering((Route::Pxn, Relays::Thread), order);
         let title = format!("{labels:?} gathered, {}", order.name());
         assert_eq!(survivors(&title, &group), Vec::<String>::new());
     }
@@ -282,13 +283,13 @@ fn every_mutant_of_uneven_nodes_is_found() {
 
 #[test]
 fn every_mutant_of_nodes_that_interleave_is_found() {
-    let away = Route::ALL.map(|route| (route, Relays::Away));
+    let away = Route::ALL.map(|route| (route, Relays::Thread));
     away.into_iter().for_each(|way| all_found(&[0, 0, 1, 0, 1], way, Order::Expert));
 }
 
 #[test]
 fn every_mutant_of_four_nodes_of_one_is_found() {
-    all_found(&[0, 1, 2, 3], (Route::Pxn, Relays::Away), Order::Expert);
+    all_found(&[0, 1, 2, 3], (Route::Pxn, Relays::Thread), Order::Expert);
 }
 
 #[test]
@@ -299,7 +300,7 @@ fn every_mutant_of_one_node_of_four_is_found() {
 #[test]
 fn harmless_mutants_change_no_outcome() {
     for route in Route::ALL {
-        let group = Group::new(&[0, 0, 1, 1], 4, 5).run((route, Relays::Away));
+        let group = Group::new(&[0, 0, 1, 1], 4, 5).run((route, Relays::Thread));
         let story = group.tell(&rounds(), None);
         let mutants = mutations(&story).into_iter().map(|mutation| Mutant::new(mutation, &group, &story));
         let harmless: Vec<Mutant> = mutants.filter(|mutant| mutant.harmless().is_some()).collect();
@@ -341,7 +342,7 @@ fn every_broken_rule_of_memory_is_found() {
                     applies(slip, &group),
                     "{labels:?} {way:?} {order:?} {slip:?}: {seen:?}"
                 );
-                if let (Err(fault), Relays::Away) = (seen, way.1) {
+                if let (Err(fault), Relays::Thread) = (seen, way.1) {
                     println!("{labels:?} {} {} {slip:?}: {fault}", way.0.name(), order.name());
                 }
             }

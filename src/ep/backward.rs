@@ -1,7 +1,6 @@
 //! Gradients: the transposes of dispatch and combine.
 
-use super::call::options;
-use super::combine::Return;
+use super::flight::{Flight, Lent, options};
 use super::handle::Kept;
 use super::{Contribution, ExpertOutput, ExpertParallel, ExpertRows, Handle};
 use crate::dtype::Element;
@@ -50,11 +49,17 @@ impl ExpertParallel {
         )
         .and_then(|()| self.check_weights(row_weight_gradients, weights, handle));
         let parts = Parts { rows: true, weights: row_weight_gradients.is_some() };
-        let call = Return { kind: CallKind::DispatchBackward, parts, weighted: false, keep: false };
-        let started =
-            self.start_return(call, row_gradients.into(), row_weight_gradients, handle, checked, false)?;
+        let mut flight = Flight::returning(CallKind::DispatchBackward, parts, false);
+        flight.refuse(checked);
         let io = Io { output: bytemuck::cast_slice_mut(tokens), weights, ..Io::default() };
-        self.finish_return(started, handle, Some(io))
+        let lent = Lent {
+            handle: Some(handle),
+            rows: Some(row_gradients.into()),
+            row_weights: row_weight_gradients,
+            output: Some(io),
+            ..Lent::default()
+        };
+        self.ret(&mut flight, lent)
     }
 
     fn check_weights(&self, rows: Option<&[f32]>, weights: &[f32], handle: &Handle) -> Result<(), Error> {
@@ -92,15 +97,13 @@ impl ExpertParallel {
         }
         let mut rows =
             self.cached(CallKind::CombineBackward, options::WEIGHTED, Ok(()), gradients, handle)?;
-        let (output, checked) = match self.weight_gradients(&mut rows, handle) {
-            Ok(output) => (output.into(), Ok(())),
-            Err(error) => (Contribution::Elsewhere { bytes: &[], dtype: self.fixed.spec.dtype }, Err(error)),
-        };
         let parts = Parts { rows: false, weights: true };
-        let call = Return { kind: CallKind::WeightsHome, parts, weighted: true, keep: true };
+        let mut flight = Flight::returning(CallKind::WeightsHome, parts, true);
+        let output = self.weight_gradients(&mut rows, handle).map_err(|error| flight.refuse(Err(error))).ok();
         let mut weights = vec![0.0; self.choices(handle)];
-        let started = self.start_return(call, output, None, handle, checked, false)?;
-        self.finish_return(started, handle, Some(Io { weights: &mut weights, ..Io::default() }))?;
+        let io = Io { weights: &mut weights, ..Io::default() };
+        let (rows_home, output) = (output.map(Contribution::from), Some(io));
+        self.ret(&mut flight, Lent { handle: Some(handle), rows: rows_home, output, ..Lent::default() })?;
         Ok((rows, Some(weights)))
     }
 
@@ -118,7 +121,7 @@ impl ExpertParallel {
         let mut output = ExpertOutput::new(extent, inner.offer, inner.number, inner.instance);
         let dtype = Arithmetic::try_from(self.fixed.spec.dtype)?;
         let row_bytes = inner.row_bytes as usize;
-        let mut products = std::mem::take(&mut self.products);
+        let mut products = std::mem::take(&mut self.space.products);
         products.clear();
         let rows = output.rows_mut::<u8>()?.chunks_exact(row_bytes);
         let grads = gradients.rows_mut::<u8>()?.chunks_exact_mut(row_bytes);
@@ -127,7 +130,7 @@ impl ExpertParallel {
             self.fixed.lanes.rows.scale_row(dtype, g, weight);
         }
         output.weights_mut()?.copy_from_slice(&products);
-        self.products = products;
+        self.space.products = products;
         Ok(output)
     }
 }

@@ -9,10 +9,11 @@
 //! `f32`, adds what the ranks have by ascending rank, and is rounded once: the same bits on every lane, route and topology.
 
 use super::builder::Spec;
-use super::combine::Return;
+use super::flight::{Flight, Lent};
 use super::{Contribution, ExpertOutput, ExpertParallel, ExpertRows, Handle};
 use crate::dtype::{Dtype, Element, Wire};
 use crate::error::{CallKind, Error, PlanError};
+use crate::exec::Until;
 use crate::lane::Io;
 use crate::plan::{Everyone, ExpertMap, Mode, Order, RowLayout, Strategy};
 use crate::schedule::Parts;
@@ -215,12 +216,11 @@ impl Collective {
     pub fn all_gather<E: Element>(&mut self, rows: &[E]) -> Result<(ExpertRows, Shares), Error> {
         let ep = &mut self.ep;
         let checked = Self::check_rows(ep, rows);
-        if let Ok(count) = checked {
-            ep.sorted.fill_gathered(&ep.fixed.bins, ep.fixed.lanes.rank, count, None);
-        }
-        let most = ep.fixed.most_bytes(CallKind::Dispatch, &ep.numbers.sizes);
-        let opened = ep.open(CallKind::Dispatch, checked.map(drop), most, false)?;
-        let (mut extent, inner) = ep.land(opened, bytemuck::cast_slice(rows), 0, false)?;
+        let tokens = checked.as_ref().map_or(0, |&count| count);
+        let mut flight = ep.placing(CallKind::Dispatch, checked.map(drop), false);
+        let lent = Lent { tokens, input: bytemuck::cast_slice(rows), ..Lent::default() };
+        ep.enter(&mut flight, lent, Until::End)?;
+        let (mut extent, inner) = (flight.landed()?, flight.made);
         let landing = ep.fixed.sizing(CallKind::Dispatch).landing(inner.layout.landed);
         let mut counts = vec![0; ep.size() as usize];
         for &source in extent.slice::<u32>(landing.notes_at(), landing.notes as usize)? {
@@ -271,7 +271,7 @@ impl Collective {
         for &count in counts {
             Self::check_count(ep, count.into())?;
         }
-        let (frame, mut inner) = (ep.fixed.frame(), ep.spare_handle());
+        let (frame, mut inner) = (ep.fixed.frame(), ep.space.spare_handle());
         let (bins, me) = (frame.bins, ep.rank());
         everyone.sort(&frame, 0, |rank, sorted| -> Result<(), PlanError> {
             sorted.fill_gathered(bins, rank, counts[rank as usize], None);
@@ -294,7 +294,7 @@ impl Collective {
             });
         }
         inner.offer = frame.sizing.offer(inner.layout.landed);
-        ep.name(&mut inner, digest(counts));
+        inner.name(ep.spec(), (ep.space.instance, digest(counts)));
         Ok(Shares { handle: ep.handle_of(inner), counts: counts.to_vec() })
     }
 
@@ -306,15 +306,15 @@ impl Collective {
         self.ep.dispatch_cached(rows, &shares.handle)
     }
 
-    /// As [`ExpertParallel::telling`].
-    pub(crate) fn telling<R>(
+    /// As [`ExpertParallel::on_agreed`].
+    pub(crate) fn on_agreed<R>(
         &mut self,
         agreed: impl FnOnce() + Send + Sync + 'static,
         call: impl FnOnce(&mut Self) -> R,
     ) -> R {
-        self.ep.agreed = Some(Box::new(agreed));
+        self.ep.space.on_agreed = Some(Box::new(agreed));
         let done = call(self);
-        self.ep.agreed = None;
+        self.ep.space.on_agreed = None;
         done
     }
 
@@ -348,10 +348,13 @@ impl Collective {
         let settings = (ep.spec().hidden, ep.spec().dtype);
         let checked = super::buffers::check_tensor("sums", sums, handle.tokens(), settings);
         let parts = Parts { rows: true, weights: false };
-        let call = Return { kind: CallKind::Combine, parts, weighted: false, keep: false };
-        let started = ep.start_return(call, rows.into(), None, handle, checked, false)?;
-        let output = bytemuck::cast_slice_mut(sums);
-        ep.finish_return(started, handle, Some(Io { output, ..Io::default() }))
+        let mut flight = Flight::returning(CallKind::Combine, parts, false);
+        flight.refuse(checked);
+        let io = Io { output: bytemuck::cast_slice_mut(sums), ..Io::default() };
+        ep.ret(
+            &mut flight,
+            Lent { handle: Some(handle), rows: Some(rows.into()), output: Some(io), ..Lent::default() },
+        )
     }
 }
 

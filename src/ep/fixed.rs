@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use super::agreement::CallAgreement;
 use super::builder::Spec;
-use super::meeting::Meeting;
 use crate::error::{CallKind, Error, MemoryError};
 use crate::lane::{Lanes, Part, Port, Window};
 use crate::plan::{Bins, Chunk, Frame, Layout, Order, Sizes, Sizing, Sorted};
@@ -15,7 +15,7 @@ use crate::world::{Group, Shared, SymmetricRange};
 pub(super) const CHUNKS: u8 = 4;
 
 /// What is the same in every call, for the caller and for its relay.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Fixed {
     pub shared: Arc<Shared>,
     pub lanes: Arc<Lanes>,
@@ -156,8 +156,8 @@ impl Fixed {
         sums.then(|| (spec.hidden * spec.wire.size()) as u64)
     }
 
-    /// What everybody says on entering the running call, of this kind.
-    pub fn meeting(&self, calls: Calls, kind: CallKind) -> Meeting<'_> {
+    /// The entries of all ranks into the running call, of this kind.
+    pub fn agreement(&self, calls: Calls, kind: CallKind) -> CallAgreement<'_> {
         let setting = Setting {
             paths: self.paths(),
             control: &self.control,
@@ -166,7 +166,7 @@ impl Fixed {
             parity: calls.parity(),
             far: self.far,
         };
-        Meeting { fixed: self, setting, calls }
+        CallAgreement { fixed: self, setting, calls }
     }
 
     /// Writes the headers of this rank's blocks.

@@ -12,20 +12,25 @@
 //! rank made, with the zeros left out of ranks that made nothing of a token.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::ExpertParallel;
 use super::builder::Spec;
-use super::dispatch::Opened;
+use super::fixed::Fixed;
+use super::flight::Flight;
 use super::handle::Inner;
+use super::workspace::Workspace;
 use crate::dtype::Wire;
 use crate::error::{CallKind, Cause, Error};
+use crate::exec::{Executor, Until, drive};
 use crate::gate::Routing;
 use crate::lane::Io;
 use crate::memory::Extent;
 use crate::plan::{
     Block, Everyone, ExpertMap, Frame, Known, Mode, Order, Regroup, RowLayout, Strategy, Traffic,
 };
-use crate::schedule::{Index, Item, Op, Operand, Operands, Place, Slot, WindowId};
+use crate::schedule::call::{CallMachine, Half, RankPrograms, Role, StageId, Work};
+use crate::schedule::{Index, Operand, Operands, Place, WindowId};
 use crate::world::Group;
 
 /// What a dispatch by all-gather needs beside the instance that it is for.
@@ -53,7 +58,7 @@ impl Gather {
             dtype,
             gathers: true,
             strategy: Strategy::Exchange,
-            map: std::sync::Arc::new(ExpertMap::contiguous(group.size(), group.size())?),
+            map: Arc::new(ExpertMap::contiguous(group.size(), group.size())?),
             order: Order::Expert,
             wire: Wire::F32,
             align: 1,
@@ -76,64 +81,61 @@ impl Gather {
         })
     }
 
-    /// First half, for a routing that was `checked`; the rows that are kept take `most` bytes at most.
-    pub fn open(
+    /// What follows the gathering dispatch of an instance: its rows, and their layout as an exchange would have made it.
+    ///
+    /// # Errors
+    /// The same on every rank: [`CallError`](crate::error::CallError), [`MemoryError`](crate::error::MemoryError). Those that
+    /// end the world.
+    pub fn regroup(
         &mut self,
-        kind: CallKind,
-        checked: Result<(), Error>,
-        routing: &Routing,
-        most: u64,
-        away: bool,
-    ) -> Result<Opened, Error> {
-        let (me, engine) = (self.engine.rank(), &mut self.engine);
-        if checked.is_ok() {
-            let bins = &engine.fixed.bins;
-            engine.sorted.fill_gathered(bins, me, routing.tokens(), Some(routing));
-        }
-        let most = engine.fixed.most_bytes(kind, &engine.numbers.sizes).saturating_add(most);
-        engine.open(kind, checked, most, away)
-    }
-
-    /// Second half: the rows of the experts of `ep`, and their layout.
-    pub fn land(
-        &mut self,
-        ep: &mut ExpertParallel,
-        opened: Opened,
-        x: &[u8],
-    ) -> Result<(Extent, Inner), Error> {
-        let (top_k, kind) = (ep.spec().top_k, opened.kind());
-        let (mut extent, gathered) = self.engine.land(opened, x, top_k, true)?;
+        fixed: &Fixed,
+        programs: &RankPrograms,
+        space: &mut Workspace,
+        (flight, weights): (&mut Flight, &[f32]),
+    ) -> Result<(), Error> {
+        let (kind, Some(mut extent)) = (flight.kind(), flight.landing.take()) else { return Ok(()) };
+        let gathered = std::mem::replace(&mut flight.made, space.spare_handle());
         let chunk = self.engine.fixed.sizing(kind).landing(gathered.layout.landed);
-        let words = extent.slice::<u32>(chunk.notes_at(), chunk.notes as usize)?;
-        let known = self.sort(ep, words);
-        known.map_err(|cause| ep.fail(cause.into()))?;
-        let rows = self.admit(ep, kind, chunk.bytes())?;
-        extent.trim(chunk.bytes() + rows);
-        let (from, to) = extent.split(chunk.bytes());
-        let inner = self.place(ep, kind, &gathered)?;
-        let landed = self.copy(ep, kind, (&from, to), inner);
-        // What was gathered is nobody's any more, and neither is its layout.
-        let _ = self.engine.spare.push(gathered);
-        landed
+        let mut call = Regrouping {
+            gather: &mut *self,
+            fixed,
+            programs,
+            space,
+            kind,
+            weights,
+            gathered: &gathered,
+            behind: chunk.bytes(),
+            words: (chunk.notes_at(), chunk.notes as usize),
+            extent: &mut extent,
+            made: &mut flight.made,
+        };
+        let driven = drive(&mut CallMachine::default(), &programs.regroup, &mut call, Until::End);
+        // What was gathered belongs to nobody any more, and neither does its layout.
+        let _ = self.engine.space.spare.push(gathered);
+        match driven.map_err(|error| fixed.fail(error))? {
+            Some(refusal) => return Err(refusal),
+            None => flight.landing = Some(extent.split(chunk.bytes()).1),
+        }
+        Ok(())
     }
 
     /// Sorts everybody's choices. They were checked where they come from, so what is wrong with them now came on the way.
-    fn sort(&mut self, ep: &ExpertParallel, words: &[u32]) -> Result<(), Cause> {
-        let (fixed, top_k) = (&ep.fixed, ep.spec().top_k as usize);
+    fn sort(&mut self, fixed: &Fixed, words: &[u32]) -> Result<(), Cause> {
+        let top_k = fixed.spec.top_k as usize;
         let notes = words.chunks_exact(1 + 2 * top_k);
         let broken = |rank: u32| Cause::Protocol { rank: fixed.lanes.world_ranks[rank as usize] };
         self.sources.clear();
         let mut first = 0;
-        for rank in 0..ep.size() {
+        for rank in 0..fixed.lanes.ranks() {
             let end = first + notes.clone().skip(first).take_while(|note| note[0] == rank + 1).count();
             self.sources.push(first as u32..end as u32);
             first = end;
         }
         if first != notes.len() {
-            return Err(broken(ep.rank()));
+            return Err(broken(fixed.lanes.rank));
         }
         let Gather { everyone, sources, ids, weights, .. } = self;
-        everyone.sort(&fixed.frame(), ep.spec().top_k, |rank, sorted| {
+        everyone.sort(&fixed.frame(), fixed.spec.top_k, |rank, sorted| {
             let Range { start, end } = sources[rank as usize].clone();
             ids.clear();
             weights.clear();
@@ -150,23 +152,28 @@ impl Gather {
 
     /// Whether every rank may have its rows, and has room for them behind what it gathered, `behind` bytes. All ranks find
     /// the same. Returns the bytes of this rank's rows.
-    fn admit(&self, ep: &ExpertParallel, kind: CallKind, behind: u64) -> Result<u64, Error> {
-        let (sizing, sizes) = (ep.fixed.sizing(kind), self.everyone.sizes());
-        let meeting = ep.fixed.meeting(self.engine.calls, kind);
-        meeting.within_budget(sizes)?;
-        for ((rank, &rows), &free) in (0..).zip(&sizes.rows).zip(&self.engine.numbers.free) {
+    fn admit(&self, fixed: &Fixed, kind: CallKind, behind: u64) -> Result<u64, Error> {
+        let (sizing, sizes) = (fixed.sizing(kind), self.everyone.sizes());
+        let agreement = fixed.agreement(self.engine.space.calls, kind);
+        agreement.within_budget(sizes)?;
+        for ((rank, &rows), &free) in (0..).zip(&sizes.rows).zip(&self.engine.space.numbers.free) {
             let asked = behind.saturating_add(sizing.landing(rows).bytes());
             if asked > free || sizes.required[rank as usize] == u32::MAX {
-                return Err(meeting.out_of_space(rank, asked, free));
+                return Err(agreement.out_of_space(rank, asked, free));
             }
         }
-        Ok(sizing.landing(sizes.rows[ep.rank() as usize]).bytes())
+        Ok(sizing.landing(sizes.rows[fixed.lanes.rank as usize]).bytes())
     }
 
     /// The layout that an exchange would have had, and what this rank copies.
-    fn place(&mut self, ep: &mut ExpertParallel, kind: CallKind, gathered: &Inner) -> Result<Inner, Error> {
-        let (fixed, me, top_k) = (std::sync::Arc::clone(&ep.fixed), ep.rank(), ep.spec().top_k);
-        let (sizing, mut inner) = (fixed.sizing(kind), ep.spare_handle());
+    fn place(
+        &mut self,
+        fixed: &Fixed,
+        space: &mut Workspace,
+        kind: CallKind,
+        (inner, gathered): (&mut Inner, &Inner),
+    ) {
+        let (sizing, me, top_k) = (fixed.sizing(kind), fixed.lanes.rank, fixed.spec.top_k);
         let frame = Frame { sizing, ..fixed.frame() };
         let Gather { everyone, regroup, sources, blocks, block_weights, .. } = self;
         inner.required.clone_from(&everyone.sizes().required);
@@ -190,7 +197,7 @@ impl Gather {
             }
         });
         if frame.paths.rails() {
-            let forward = std::sync::Arc::make_mut(inner.forward.get_or_insert_default());
+            let forward = Arc::make_mut(inner.forward.get_or_insert_default());
             forward.know(&frame, fixed.partial_bytes().is_some(), |source, _| {
                 blocks[source as usize].take().unwrap_or_default()
             });
@@ -200,49 +207,98 @@ impl Gather {
             }
         }
         inner.offer = frame.sizing.offer(inner.layout.landed);
-        ep.name(&mut inner, self.engine.calls.number());
+        inner.name(&fixed.spec, (space.instance, self.engine.space.calls.number()));
         inner.report.clone_from(&gathered.report);
         let (forward, own) = (inner.forward.as_deref(), everyone.sorted(me));
-        let wanted = Traffic::count(&frame, own, &inner.layout, forward, &mut ep.numbers.scratch);
+        let wanted = Traffic::count(&frame, own, &inner.layout, forward, &mut space.numbers.scratch);
         let Traffic { wanted, remote_ranks, remote_nodes, home_row_bytes, .. } = wanted;
         let regrouped = regroup.runs.iter().map(|run| u64::from(run.count) + u64::from(run.pad)).sum();
         let traffic = inner.report.traffic;
         inner.report.traffic =
             Traffic { wanted, remote_ranks, remote_nodes, home_row_bytes, regrouped, ..traffic };
-        Ok(inner)
     }
 
-    /// Copies this rank's rows to their places, by the operation that a dispatch does it with.
-    fn copy(
-        &self,
-        ep: &mut ExpertParallel,
-        kind: CallKind,
-        (from, mut to): (&Extent, Extent),
-        mut inner: Inner,
-    ) -> Result<(Extent, Inner), Error> {
-        let (me, sizing) = (ep.rank(), ep.fixed.sizing(kind));
-        let Regroup { runs, rows, .. } = &self.regroup;
-        let own = Operand::Rows {
+    /// The operation of [`StageId::Regroup`]: this rank's rows, from where they were gathered to their places.
+    fn operand(&self, fixed: &Fixed, kind: CallKind, (from, to): (u64, u64)) -> Operand {
+        let row_bytes = fixed.sizing(kind).row_bytes;
+        if row_bytes == 0 {
+            return Operand::Empty;
+        }
+        Operand::Rows {
             first: 0,
-            count: runs.len() as u32,
-            from: Place::Window { owner: me, window: WindowId::POOL },
-            from_offset: from.offset(),
+            count: self.regroup.runs.len() as u32,
+            from: Place::Window { owner: fixed.lanes.rank, window: WindowId::POOL },
+            from_offset: from,
             index: Index::Listed,
             to: WindowId::POOL,
-            base: to.offset(),
-            row_bytes: sizing.row_bytes,
-        };
-        let own = if sizing.row_bytes > 0 { own } else { Operand::Empty };
-        let operands = Operands { table: &[own], runs, rows, ..Operands::default() };
-        let items = [Item { track: me, op: Op::PutRows { to: me, slot: Slot(0) } }];
-        let stores = ep.stores(rows.len() as u64 * sizing.row_bytes);
-        ep.host.take_moved();
-        let copied = ep.host.run(&ep.fixed.port, &items, &operands, &mut Io::default(), stores);
-        copied.map_err(|error| ep.fail(error))?;
-        inner.report.moved.add(ep.host.take_moved());
-        let landing = sizing.landing(inner.layout.landed);
-        let notes = to.slice_mut::<u32>(landing.notes_at(), landing.notes as usize)?;
-        self.regroup.write_notes(sizing.words_out as usize, notes);
-        Ok((to, inner))
+            base: to,
+            row_bytes,
+        }
+    }
+}
+
+/// A rank that has gathered the tokens of all, amid what follows.
+struct Regrouping<'e> {
+    gather: &'e mut Gather,
+    fixed: &'e Fixed,
+    programs: &'e RankPrograms,
+    space: &'e mut Workspace,
+    kind: CallKind,
+    weights: &'e [f32],
+    gathered: &'e Inner,
+    /// Bytes of what was gathered: this rank's rows go behind it.
+    behind: u64,
+    /// Where the choices of all lie, and how many words they are.
+    words: (u64, usize),
+    extent: &'e mut Extent,
+    made: &'e mut Inner,
+}
+
+impl Executor for Regrouping<'_> {
+    fn run(&mut self, _: Role, stage: StageId, half: Half) -> Result<(), Error> {
+        let (from, row_bytes) = (self.extent.offset(), self.fixed.sizing(self.kind).row_bytes);
+        let Regroup { runs, rows, .. } = &self.gather.regroup;
+        let items = self.programs.stages.items(stage, half);
+        let table = &[self.gather.operand(self.fixed, self.kind, (from, from + self.behind))];
+        let operands = Operands { table, runs, rows, ..Operands::default() };
+        let stores = self.fixed.stores(rows.len() as u64 * row_bytes);
+        let host = &mut self.space.host;
+        host.take_moved();
+        host.run(&self.fixed.port, items, &operands, &mut Io::default(), stores)?;
+        self.made.report.moved.add(host.take_moved());
+        Ok(())
+    }
+
+    fn compute(&mut self, _: Role, work: Work) -> Result<(), Error> {
+        let Regrouping { gather, fixed, space, kind, made, extent, .. } = self;
+        match work {
+            Work::SortAll => {
+                let (at, count) = self.words;
+                gather.sort(fixed, extent.slice::<u32>(at, count)?)?;
+            }
+            Work::PlaceAll => gather.place(fixed, space, *kind, (made, self.gathered)),
+            Work::Metadata => {
+                let sizing = fixed.sizing(*kind);
+                let landing = sizing.landing(made.layout.landed);
+                let at = self.behind + landing.notes_at();
+                let words = extent.slice_mut::<u32>(at, landing.notes as usize)?;
+                gather.regroup.write_notes(sizing.words_out as usize, words);
+                made.receive(fixed, words, self.weights);
+            }
+            // Steps of other programs.
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// What was gathered was agreed on.
+    fn agree(&mut self, _: Role) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn admit(&mut self, _: Role) -> Result<(), Error> {
+        let rows = self.gather.admit(self.fixed, self.kind, self.behind)?;
+        self.extent.trim(self.behind + rows);
+        Ok(())
     }
 }

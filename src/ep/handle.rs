@@ -5,6 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crossbeam::atomic::AtomicCell;
 use crossbeam::queue::ArrayQueue;
 
+use super::builder::Spec;
+use super::fixed::Fixed;
 use super::notes::Received;
 use super::{Contribution, ExpertOutput, RowIndex};
 use crate::dtype::Wire;
@@ -124,6 +126,25 @@ impl Inner {
         if !copied {
             self.refused.put(chunk);
         }
+    }
+
+    /// Makes this layout that of a handle: of which instance, and by which of its calls.
+    pub fn name(&mut self, spec: &Spec, (instance, number): (u64, u64)) {
+        (self.wire, self.row_bytes) = (spec.wire, spec.row_bytes());
+        (self.instance, self.number) = (instance, number);
+        self.copied.store(0);
+        self.returned.store(Moved::default());
+    }
+
+    /// Reads the metadata that came with the rows, and keeps the routing weights where combines are weighted.
+    pub fn receive(&mut self, fixed: &Fixed, words: &[u32], weights: &[f32]) {
+        let spec = &fixed.spec;
+        self.weights.clear();
+        if spec.weighted {
+            self.weights.extend_from_slice(weights);
+        }
+        let experts = spec.map.slots_of(fixed.lanes.rank).len();
+        self.received.fill(spec.notes(), &self.layout, experts, words);
     }
 
     /// Size of this rank's chunk.

@@ -29,32 +29,34 @@
 //! All calls of one [`ExpertParallel`] are collective over its group and come in the same order on all ranks. A rank
 //! whose input is refused still enters the call, so that all ranks get an error and nothing moves anywhere.
 
+mod agreement;
 mod backward;
 mod buffers;
 mod builder;
-mod call;
 mod collective;
 mod combine;
 mod dispatch;
 mod fixed;
+mod flight;
 mod floor;
 mod gather;
 mod guard;
 mod handle;
+mod host_call;
 mod index;
-mod meeting;
 mod notes;
+mod offload;
 mod parallel;
 mod passage;
 pub mod planned;
 mod prepare;
-mod proxy;
 mod records;
 mod refuse;
 mod relay;
 mod remap;
 mod slices;
 pub mod stream;
+mod workspace;
 
 pub use buffers::{Contribution, ExpertOutput, ExpertRows, TokenBuffer};
 pub use builder::ExpertParallelBuilder;

@@ -1,29 +1,21 @@
-//! The object that calls are made on, and what it keeps from call to call.
+//! The object that calls are made on, and how it drives them.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-
-use crossbeam::queue::ArrayQueue;
 
 use super::builder::Spec;
-use super::call::Agreed;
 use super::fixed::{CHUNKS, Fixed, Ground, Room};
+use super::flight::{Flight, Lent};
 use super::gather::Gather;
 use super::handle::Inner;
-use super::meeting::Numbers;
-use super::proxy::{HostRelay, Seat};
+use super::host_call::HostCall;
+use super::workspace::Workspace;
 use super::{ExpertParallelBuilder, Handle, LaneUse, TokenBuffer};
-use crate::error::{CallKind, Error, PlanError};
-use crate::exec::Host;
-use crate::lane::Port;
-use crate::memory::{Extent, Licence, Pool};
-use crate::plan::{Crossing, ExpertMap, Sorted, Spans, Strategy};
-use crate::rows::Stores;
-use crate::schedule::{Caller, CallerTables, Calls, DispatchSkeleton, Flag, ReturnSkeleton};
-use crate::world::{Group, SymmetricRange};
-
-/// Handles whose memory is kept for the next dispatches.
-const SPARE_HANDLES: usize = 64;
+use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::exec::{Until, drive};
+use crate::memory::Pool;
+use crate::plan::{ExpertMap, Strategy};
+use crate::schedule::call::{Engines, RankPrograms, Relays};
+use crate::world::Group;
 
 /// MoE dispatch and combine over a group of ranks.
 ///
@@ -51,36 +43,13 @@ const SPARE_HANDLES: usize = 64;
 /// # Ok::<(), sidelane::Error>(())
 /// ```
 pub struct ExpertParallel {
+    /// What never changes, but for the expert map.
     pub(super) fixed: Arc<Fixed>,
-    pub(super) skeletons: Arc<Skeletons>,
-    pub(super) host: Host,
-    /// Does this rank's part for other nodes; there is none where there is only one.
-    pub(super) relay: Option<Seat>,
-    pub(super) tables: CallerTables,
-    pub(super) sorted: Sorted,
-    pub(super) crossing: Crossing,
-    pub(super) spans: Spans,
-    pub(super) numbers: Numbers,
-    /// The lanes, and how many ranks each reaches.
-    pub(super) lane_use: Vec<LaneUse>,
-    /// Scratch for weight gradients.
-    pub(super) products: Vec<f32>,
-    pub(super) calls: Calls,
-    pub(super) licence: Arc<dyn Licence>,
-    /// Tells handles of different instances apart, within this process.
-    pub(super) instance: u64,
-    pub(super) spare: Arc<ArrayQueue<Inner>>,
+    pub(super) programs: Arc<RankPrograms>,
+    /// What calls use again.
+    pub(super) space: Workspace,
     /// How rows go out, if not by exchange.
     pub(super) gather: Option<Box<Gather>>,
-    /// Who hears that the running call is agreed on.
-    pub(super) agreed: Option<Agreed>,
-}
-
-/// The programs of this rank.
-#[derive(Debug)]
-pub(super) struct Skeletons {
-    pub dispatch: DispatchSkeleton,
-    pub ret: ReturnSkeleton,
 }
 
 impl ExpertParallel {
@@ -101,39 +70,38 @@ impl ExpertParallel {
         let room = Room { total, space: "pool", setting: "SIDELANE_HEAP" };
         let (fixed, range) = Fixed::new(group, spec, room, Ground::Near)?;
         let fixed = Arc::new(fixed);
-        let paths = fixed.paths();
-        let caller = Caller::new(paths, CHUNKS);
-        let skeletons = Skeletons { dispatch: caller.dispatch(), ret: caller.ret() };
-        let readers = paths.locals().collect();
-        let tables = CallerTables::new(paths, CHUNKS);
-        let rails = paths.rails();
-        let licence = Arc::new(Readers { port: Arc::clone(&fixed.port), readers, _range: range });
-        static INSTANCES: AtomicU64 = AtomicU64::new(0);
-        let host = Host::new(fixed.spec.dtype, group.shared.recorder.clone());
-        Ok(ExpertParallel {
-            host,
-            relay: rails.then(|| Self::seat(&fixed)),
-            tables,
-            sorted: Sorted::default(),
-            crossing: Crossing::default(),
-            spans: Spans::default(),
-            numbers: Numbers::new(&fixed),
-            lane_use: LaneUse::of(&fixed.lanes),
-            products: Vec::new(),
-            calls: Calls::new(group.shared.hub.epoch()),
-            instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
-            spare: Arc::new(ArrayQueue::new(SPARE_HANDLES)),
-            skeletons: Arc::new(skeletons),
-            licence,
-            gather,
-            agreed: None,
-            fixed,
-        })
+        let programs =
+            RankPrograms::new(fixed.paths(), CHUNKS, fixed.partial_bytes().is_some(), Engines::default());
+        let space = Workspace::new(&fixed, range);
+        Ok(ExpertParallel { fixed, programs: Arc::new(programs), space, gather })
     }
 
-    pub(super) fn seat(fixed: &Arc<Fixed>) -> Seat {
-        let host = Host::new(fixed.spec.dtype, fixed.shared.recorder.clone());
-        Seat::new(HostRelay::new(fixed, host))
+    /// Enters a call, and drives it.
+    ///
+    /// # Errors
+    /// Why the call was refused; those that end the world.
+    pub(super) fn enter(&mut self, flight: &mut Flight, lent: Lent<'_>, until: Until) -> Result<(), Error> {
+        self.fixed.shared.hub.health().check()?;
+        self.space.calls.enter();
+        self.proceed(flight, lent, until)
+    }
+
+    /// Drives a call that was entered.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::enter`].
+    pub(super) fn proceed(&mut self, flight: &mut Flight, lent: Lent<'_>, until: Until) -> Result<(), Error> {
+        let ExpertParallel { fixed, programs, space, .. } = self;
+        let relays = if flight.offloaded { Relays::Thread } else { Relays::Inline };
+        let (mut machine, program) = (flight.machine, programs.own(flight.kind(), relays));
+        let mut call = HostCall { fixed, programs, space, flight: &mut *flight, lent };
+        let driven = drive(&mut machine, program, &mut call, until);
+        flight.machine = machine;
+        match driven {
+            Ok(None) => Ok(()),
+            Ok(Some(refusal)) => Err(refusal),
+            Err(error) => Err(self.fail(error)),
+        }
     }
 
     /// This rank's position in the group.
@@ -173,12 +141,12 @@ impl ExpertParallel {
 
     /// The pool rows are received in.
     pub fn pool(&self) -> &Arc<Pool> {
-        self.fixed.shared.heap.pool()
+        self.fixed.pool()
     }
 
     /// The lanes of this group, and how many ranks each reaches.
     pub fn lanes(&self) -> &[LaneUse] {
-        &self.lane_use
+        &self.space.lane_use
     }
 
     pub(super) fn spec(&self) -> &Spec {
@@ -189,45 +157,36 @@ impl ExpertParallel {
         self.fixed.fail(error)
     }
 
-    /// How to store what this rank, and each of its neighbours, writes in a call.
-    pub(super) fn stores(&self, bytes: u64) -> Stores {
-        let neighbours = self.fixed.paths().locals().count() as u64 + 1;
-        Stores::of(bytes * neighbours, self.fixed.shared.options.config.cache)
-    }
-
-    /// Memory of an old handle, or new memory.
-    pub(super) fn spare_handle(&self) -> Inner {
-        self.spare.pop().unwrap_or_default()
+    /// Whether a handle is one of this instance.
+    pub(super) fn check_handle(&self, handle: &Handle) -> Result<(), Error> {
+        let (seen, expected) = (handle.inner().instance, self.space.instance);
+        if seen != expected {
+            return Err(CallError::ForeignHandle { seen, expected }.into());
+        }
+        Ok(())
     }
 
     pub(super) fn handle_of(&self, inner: Inner) -> Handle {
-        Handle::new(inner, Arc::clone(self.pool()), Arc::clone(&self.spare))
+        self.space.handle_of(inner, self.pool())
     }
 
-    /// Gives a chunk that peers were offered in the running call back to the pool, once they have read it.
-    pub(super) fn retire(&self, chunk: Extent) {
-        self.pool().retire(chunk, &self.licence, self.calls.value());
+    /// Makes one call, and does this once all ranks have agreed on it: from then on it is not refused, and what is left of it
+    /// is to move rows. Not invoked for refused calls, for [`Strategy::Gather`], or for the gradient of a weighted combine,
+    /// which is two calls.
+    pub(crate) fn on_agreed<R>(
+        &mut self,
+        agreed: impl FnOnce() + Send + Sync + 'static,
+        call: impl FnOnce(&mut Self) -> R,
+    ) -> R {
+        self.space.on_agreed = Some(Box::new(agreed));
+        let done = call(self);
+        self.space.on_agreed = None;
+        done
     }
 }
 
 impl std::fmt::Debug for ExpertParallel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ExpertParallel").field("rank", &self.rank()).field("spec", self.spec()).finish()
-    }
-}
-
-/// The words by which this rank's neighbours say that they have read what it offered.
-struct Readers {
-    port: Arc<Port>,
-    readers: Vec<u32>,
-    /// The control window outlives the instance until the last licence has come.
-    _range: SymmetricRange,
-}
-
-impl Licence for Readers {
-    fn granted(&self, value: u64) -> bool {
-        self.readers
-            .iter()
-            .all(|&reader| self.port.flag(reader, Flag::Read).is_ok_and(|flag| flag.value() >= value))
     }
 }

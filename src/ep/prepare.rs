@@ -23,8 +23,9 @@ impl ExpertParallel {
     /// As [`ExpertParallel::dispatch`].
     pub fn prepare(&mut self, routing: &Routing<'_>) -> Result<Handle, Error> {
         let checked = self.check_routing(routing);
-        let opened = self.begin(CallKind::Prepare, checked, routing, false)?;
-        let (_, inner) = self.receive(opened, &[], routing.top_k(), routing.weights())?;
-        Ok(self.handle_of(inner))
+        let mut flight = self.placing(CallKind::Prepare, checked, false);
+        self.start_placing(&mut flight, routing)?;
+        self.finish_placing(&mut flight, (&[], routing))?;
+        Ok(self.handle_of(flight.made))
     }
 }

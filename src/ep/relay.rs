@@ -1,23 +1,24 @@
-//! What a rank does for others: in the thread of its caller, of its planner, or in one of its own (`proxy`).
+//! What a rank does for others: in the thread of its caller, of its planner, or in one of its own ([`offload`](super::offload)).
 //!
-//! Whoever plays a relay brings what steps its program ([`Run`]): the host stepper, or a planner's engine.
+//! A relay performs the steps of its program ([`RelayCall`]). Whoever drives it brings what runs its operations
+//! ([`Run`]): the host stepper, or a planner's engine.
 
 use std::sync::Arc;
 
+use super::agreement::GroupCounts;
 use super::fixed::Fixed;
-use super::meeting::Numbers;
-use crate::error::{CallKind, Cause, Error};
-use crate::exec::Moved;
+use crate::error::{CallKind, Cause, Error, PlanError};
+use crate::exec::{Executor, Moved, Until, drive};
 use crate::plan::{Arrivals, Chunk, Forward};
 use crate::rows::Stores;
-use crate::schedule::{
-    Calls, Flag, Item, Operands, Parts, Refusal, RelaySkeleton, RelayTables, Stage, Sum, WindowId,
-};
+use crate::schedule::call::{CallMachine, Half, RankPrograms, Role, StageId, Work};
+use crate::schedule::{Calls, Flag, Item, Operands, Parts, Refusal, RelayTables, Sum, WindowId};
 use crate::topology::Route;
 
-/// What a relay is to do in one call.
+/// What a relay does in one call.
 #[derive(Debug)]
-pub(super) struct Errand {
+pub(super) struct RelayTask {
+    pub machine: CallMachine,
     pub calls: Calls,
     pub kind: CallKind,
     /// Return: what comes home.
@@ -31,13 +32,12 @@ pub(super) struct Errand {
     pub stores: Stores,
     /// What was moved.
     pub moved: Moved,
-    /// Nothing is to be moved: some rank refuses.
-    pub refused: bool,
 }
 
-impl Errand {
+impl RelayTask {
     pub fn new(calls: Calls, kind: CallKind, forward: Arc<Forward>) -> Self {
-        Errand {
+        RelayTask {
+            machine: CallMachine::default(),
             calls,
             kind,
             parts: Parts::default(),
@@ -46,7 +46,6 @@ impl Errand {
             forward,
             stores: Stores::Cached,
             moved: Moved::default(),
-            refused: false,
         }
     }
 }
@@ -58,9 +57,8 @@ pub(super) type Run<'a> = dyn FnMut(&[Item], &Operands<'_>) -> Result<(), Error>
 #[derive(Debug)]
 pub(super) struct Relay {
     fixed: Arc<Fixed>,
-    skeleton: RelaySkeleton,
     tables: RelayTables,
-    numbers: Numbers,
+    numbers: GroupCounts,
     arrivals: Arrivals,
     /// Whose pool holds the chunk of each rank: its own.
     everybody: Vec<u32>,
@@ -72,11 +70,8 @@ impl Relay {
     pub fn new(fixed: Arc<Fixed>) -> Self {
         let paths = fixed.paths();
         Relay {
-            skeleton: crate::schedule::Relay::new(paths, fixed.chunks)
-                .summing(fixed.partial_bytes().is_some())
-                .skeleton(),
             tables: RelayTables::new(paths, fixed.chunks),
-            numbers: Numbers::new(&fixed),
+            numbers: GroupCounts::new(&fixed),
             arrivals: Arrivals::default(),
             everybody: (0..paths.ranks()).collect(),
             chunks: vec![Chunk::default(); paths.ranks() as usize],
@@ -84,93 +79,55 @@ impl Relay {
         }
     }
 
-    /// The first part: this node is told to others, all nodes are heard.
-    ///
-    /// # Errors
-    /// Those that end the world. A refusal is none: the errand is then as good as done.
-    pub fn meet(&mut self, errand: &mut Errand, run: &mut Run<'_>) -> Result<(), Error> {
-        let fixed = Arc::clone(&self.fixed);
-        let meeting = fixed.meeting(errand.calls, errand.kind);
-        let placed = errand.kind.places();
-        let counted = placed && fixed.spec.mode.slots().is_none();
-        self.run(errand, run, |s| &s.met)?;
-        let own = meeting.tag_of(fixed.lanes.rank)?;
-        for source in fixed.paths().told() {
-            meeting.compose(source, counted.then_some(&mut self.numbers))?;
-        }
-        self.tables.messages(&meeting.setting, counted);
-        self.run(errand, run, |s| &s.told)?;
-        self.run(errand, run, |s| &s.heard)?;
-        errand.refused = own.refusal != Refusal::None || meeting.agree(own).is_err();
-        for rank in fixed.lanes.nodes.members(fixed.lanes.nodes.node_of(fixed.lanes.rank)) {
-            self.tables.bases[*rank as usize] = meeting.tag_of(*rank)?.base;
-        }
-        if placed && !errand.refused {
-            errand.refused = meeting.judge(own, &mut self.numbers).is_err();
-        }
-        self.run(errand, run, |s| &s.agreed)
-    }
-
-    /// The second part: what crosses is handed on, or brought home.
+    /// Drives the relay's program. A refusal ends it early; the rank itself finds that, too.
     ///
     /// # Errors
     /// Those that end the world; [`Cause::Protocol`] if a header makes no sense.
-    pub fn carry(&mut self, errand: &mut Errand, run: &mut Run<'_>) -> Result<(), Error> {
-        if errand.refused {
-            return Ok(());
+    pub fn drive(
+        &mut self,
+        programs: &RankPrograms,
+        task: &mut RelayTask,
+        run: &mut Run<'_>,
+        until: Until,
+    ) -> Result<(), Error> {
+        let mut machine = task.machine;
+        let program = programs.relay.of(task.kind);
+        let driven = drive(&mut machine, program, &mut RelayCall { relay: self, programs, task, run }, until);
+        task.machine = machine;
+        driven.map(drop)
+    }
+
+    /// Adds up the counts of this node, and writes the messages to other nodes.
+    fn compose(&mut self, task: &RelayTask) -> Result<(), Error> {
+        let agreement = self.fixed.agreement(task.calls, task.kind);
+        let counted = task.kind.places() && self.fixed.spec.mode.slots().is_none();
+        for source in self.fixed.paths().told() {
+            agreement.compose(source, counted.then_some(&mut self.numbers))?;
         }
-        let fixed = Arc::clone(&self.fixed);
-        let setting = fixed.meeting(errand.calls, errand.kind).setting;
-        self.run(errand, run, |s| &s.headers)?;
-        match errand.kind {
-            CallKind::Dispatch | CallKind::Prepare | CallKind::CachedDispatch | CallKind::CombineBackward => {
-                let noted = errand.kind.places();
-                if noted {
-                    self.learn(errand)?;
-                }
-                match fixed.arrives() {
-                    true => self.hand_on(errand),
-                    false => self.tables.forward(&setting, &errand.forward, noted),
-                }
-                self.run(errand, run, |s| &s.forward)?;
-            }
-            CallKind::ExpertMap
-            | CallKind::AllReduce
-            | CallKind::Broadcast
-            | CallKind::AllToAll
-            | CallKind::AllGather
-            | CallKind::Send
-            | CallKind::Receive
-            | CallKind::Unknown => {}
-            CallKind::Combine | CallKind::DispatchBackward | CallKind::WeightsHome => {
-                for source in fixed.paths().sources() {
-                    let tag = fixed.port.flag(source, Flag::Block)?.tag(errand.calls.value());
-                    self.tables.offers[source as usize] = tag.base;
-                }
-                if let Some(block) = errand.forward.blocks.first() {
-                    let served = fixed.paths().served_by(fixed.lanes.rank);
-                    for (&rank, &landed) in served.iter().zip(&block.landed) {
-                        self.chunks[rank as usize] = setting.sizing.offer(landed);
-                    }
-                }
-                self.tables.home(&setting, &errand.forward, &fixed.bins, errand.parts, errand.outbox);
-                self.run(errand, run, |s| &s.home)?;
-            }
+        self.tables.messages(&agreement.setting, counted);
+        Ok(())
+    }
+
+    /// Reads where the memory of this node's ranks begins.
+    fn bases(&mut self, task: &RelayTask) -> Result<(), Error> {
+        let (fixed, agreement) = (&self.fixed, self.fixed.agreement(task.calls, task.kind));
+        for rank in fixed.lanes.nodes.members(fixed.lanes.nodes.node_of(fixed.lanes.rank)) {
+            self.tables.bases[*rank as usize] = agreement.tag_of(*rank)?.base;
         }
-        self.run(errand, run, |s| &s.done)
+        Ok(())
     }
 
     /// Reads the headers of all sources.
-    fn learn(&mut self, errand: &mut Errand) -> Result<(), Error> {
+    fn learn(&mut self, task: &mut RelayTask) -> Result<(), Error> {
         let fixed = &self.fixed;
         let (paths, me) = (fixed.paths(), fixed.lanes.rank);
-        let setting = fixed.meeting(errand.calls, errand.kind).setting;
+        let setting = fixed.agreement(task.calls, task.kind).setting;
         let (control, served) = (setting.control, paths.served_by(me));
         let bins = served.iter().map(|&rank| fixed.bins.of(rank).len()).sum();
-        if Arc::get_mut(&mut errand.forward).is_none() {
-            errand.forward = Arc::default();
+        if Arc::get_mut(&mut task.forward).is_none() {
+            task.forward = Arc::default();
         }
-        let Some(forward) = Arc::get_mut(&mut errand.forward) else { return Ok(()) };
+        let Some(forward) = Arc::get_mut(&mut task.forward) else { return Ok(()) };
         forward.weights.clear();
         forward.spans = fixed.spec.spans || fixed.spec.gathers;
         forward.blocks.resize_with(paths.sources().count(), Default::default);
@@ -214,24 +171,39 @@ impl Relay {
         Ok(())
     }
 
-    /// Finds the runs in which engines hand on, and fills in the operands.
-    fn hand_on(&mut self, errand: &mut Errand) {
-        let fixed = Arc::clone(&self.fixed);
-        let setting = fixed.meeting(errand.calls, errand.kind).setting;
-        let Numbers { counts, sizes, .. } = &self.numbers;
-        if let Some(forward) = Arc::get_mut(&mut errand.forward) {
+    /// Fills the operands by which rows are relayed; engines do so in runs, which are found first.
+    fn fill_rows(&mut self, task: &mut RelayTask) {
+        let (fixed, kind) = (&self.fixed, task.kind);
+        let setting = fixed.agreement(task.calls, kind).setting;
+        if !fixed.arrives() {
+            return self.tables.forward(&setting, &task.forward, kind.places());
+        }
+        let GroupCounts { counts, sizes, .. } = &self.numbers;
+        if let Some(forward) = Arc::get_mut(&mut task.forward) {
             let rows = (forward, &mut self.arrivals);
             self.tables.hand_on(&setting, &fixed.frame(), rows, (counts, sizes), |rows| fixed.landing(rows));
         }
     }
 
-    fn run(
-        &self,
-        errand: &Errand,
-        run: &mut Run<'_>,
-        stage: impl Fn(&RelaySkeleton) -> &Stage,
-    ) -> Result<(), Error> {
-        let (tables, partials) = (&self.tables, &errand.forward.partials);
+    /// Reads where sources want their rows, and fills the operands by which they get them.
+    fn fill_return(&mut self, task: &RelayTask) -> Result<(), Error> {
+        let (fixed, setting) = (&self.fixed, self.fixed.agreement(task.calls, task.kind).setting);
+        for source in fixed.paths().sources() {
+            let tag = fixed.port.flag(source, Flag::Block)?.tag(task.calls.value());
+            self.tables.offers[source as usize] = tag.base;
+        }
+        if let Some(block) = task.forward.blocks.first() {
+            let served = fixed.paths().served_by(fixed.lanes.rank);
+            for (&rank, &landed) in served.iter().zip(&block.landed) {
+                self.chunks[rank as usize] = setting.sizing.offer(landed);
+            }
+        }
+        self.tables.home(&setting, &task.forward, &fixed.bins, task.parts, task.outbox);
+        Ok(())
+    }
+
+    fn operands<'t>(&'t self, task: &'t RelayTask) -> Operands<'t> {
+        let (tables, partials) = (&self.tables, &task.forward.partials);
         let sum = Sum {
             terms: &partials.terms,
             starts: &partials.starts,
@@ -240,20 +212,70 @@ impl Relay {
             held_by: &self.everybody,
             bases: &tables.bases,
             chunks: &self.chunks,
-            weights: if errand.weighted { &errand.forward.weights } else { &[] },
+            weights: if task.weighted { &task.forward.weights } else { &[] },
             ..Sum::default()
         };
-        let operands = Operands {
+        Operands {
             table: &tables.table,
             spans: &tables.spans,
-            runs: &errand.forward.runs,
-            rows: &errand.forward.rows,
+            runs: &task.forward.runs,
+            rows: &task.forward.rows,
             row_bytes: self.fixed.spec.row_bytes(),
             sum,
             tags: &[],
-            call: errand.calls.value(),
-            last_return: errand.calls.last_return(),
-        };
-        run(&stage(&self.skeleton).items, &operands)
+            call: task.calls.value(),
+            last_return: task.calls.last_return(),
+        }
+    }
+}
+
+/// A relay amid one call.
+pub(super) struct RelayCall<'r, 'f> {
+    pub relay: &'r mut Relay,
+    pub programs: &'r RankPrograms,
+    pub task: &'r mut RelayTask,
+    /// Runs the operations of a stage.
+    pub run: &'r mut Run<'f>,
+}
+
+impl Executor for RelayCall<'_, '_> {
+    fn run(&mut self, _: Role, stage: StageId, half: Half) -> Result<(), Error> {
+        (self.run)(self.programs.stages.items(stage, half), &self.relay.operands(self.task))
+    }
+
+    fn compute(&mut self, _: Role, work: Work) -> Result<(), Error> {
+        let RelayCall { relay, task, .. } = self;
+        match work {
+            Work::Compose => relay.compose(task),
+            Work::Bases => relay.bases(task),
+            Work::Judge => {
+                let Relay { fixed, numbers, .. } = &mut **relay;
+                fixed.agreement(task.calls, task.kind).judge(numbers)
+            }
+            Work::Learn => relay.learn(task),
+            Work::FillRelay => {
+                relay.fill_rows(task);
+                Ok(())
+            }
+            Work::FillReturn => relay.fill_return(task),
+            // Steps of a rank's own programs.
+            _ => Ok(()),
+        }
+    }
+
+    fn agree(&mut self, _: Role) -> Result<(), Error> {
+        let Relay { fixed, .. } = &*self.relay;
+        let agreement = fixed.agreement(self.task.calls, self.task.kind);
+        let own = agreement.tag_of(fixed.lanes.rank)?;
+        // Why its rank refuses the call, only the rank knows.
+        let refused = (own.refusal != Refusal::None).then(|| PlanError::RefusedHere.into());
+        agreement.agree(own, refused)
+    }
+
+    fn admit(&mut self, _: Role) -> Result<(), Error> {
+        let Relay { fixed, numbers, .. } = &mut *self.relay;
+        let agreement = fixed.agreement(self.task.calls, self.task.kind);
+        let own = agreement.tag_of(fixed.lanes.rank)?;
+        agreement.check_space(own, numbers)
     }
 }

@@ -3,15 +3,10 @@
 use std::sync::Arc;
 
 use super::ExpertParallel;
-use super::call::entry;
-use super::fixed::Fixed;
-use super::meeting::Numbers;
-use super::relay::Errand;
+use super::flight::{Flight, Lent};
 use crate::error::{CallError, CallKind, Error, PlanError};
-use crate::lane::Io;
-use crate::plan::{Bins, ExpertMap};
-use crate::rows::Stores;
-use crate::schedule::Tag;
+use crate::exec::Until;
+use crate::plan::ExpertMap;
 
 impl ExpertParallel {
     /// Moves experts to other ranks: the dispatches that follow go by this map. What the ranks hold of the experts
@@ -21,21 +16,8 @@ impl ExpertParallel {
     /// On every rank, and the old map stays: [`PlanError::BadParameter`] if the map is of other ranks or experts, or has
     /// not as many slots; [`CallError::HandlesAlive`]; [`CallError::Disagree`] if ranks bring different maps.
     pub fn set_expert_map(&mut self, map: ExpertMap) -> Result<(), Error> {
-        self.enter()?;
-        let ready = self.check_map(&map);
-        let (kind, handle) = (CallKind::ExpertMap, map.digest());
-        let tag = entry(Tag { kind, handle, ..Tag::default() }, &ready);
-        self.tables.clear();
-        self.tables.tags.fill(tag);
-        let skeletons = Arc::clone(&self.skeletons);
-        self.run(skeletons.dispatch.entry.start(), None, &mut Io::default(), Stores::Cached)?;
-        let mut relaying = self.relay(false, |calls| Errand::new(calls, kind, Arc::default()))?;
-        self.meet(&mut relaying)?;
-        self.run(skeletons.dispatch.entry.finish(), None, &mut Io::default(), Stores::Cached)?;
-        self.agree(tag, ready, drop)?;
-        self.relayed(relaying);
-        self.adopt(map);
-        Ok(())
+        let mut flight = Flight::new(CallKind::ExpertMap, self.check_map(&map));
+        self.enter(&mut flight, Lent { map: Some(map), ..Lent::default() }, Until::End)
     }
 
     fn check_map(&self, map: &ExpertMap) -> Result<(), Error> {
@@ -51,22 +33,9 @@ impl ExpertParallel {
             }
         }
         // Every handle has a share of the queue that its memory goes back to.
-        match Arc::strong_count(&self.spare) - 1 {
+        match Arc::strong_count(&self.space.spare) - 1 {
             0 => Ok(()),
             count => Err(CallError::HandlesAlive { count }.into()),
         }
-    }
-
-    fn adopt(&mut self, map: ExpertMap) {
-        let Fixed { shared, lanes, port, control, spec, chunks, room, far, on_devices, .. } = &*self.fixed;
-        let mut spec = spec.clone();
-        spec.map = Arc::new(map);
-        let bins = Bins::of_layout(spec.layout, &spec.map, spec.order, &lanes.nodes);
-        let (control, chunks, room, far, on_devices) = (*control, *chunks, *room, *far, *on_devices);
-        let (shared, lanes, port) = (Arc::clone(shared), Arc::clone(lanes), Arc::clone(port));
-        self.fixed =
-            Arc::new(Fixed { shared, lanes, port, control, spec, bins, chunks, room, far, on_devices });
-        self.numbers = Numbers::new(&self.fixed);
-        self.relay = self.relay.is_some().then(|| Self::seat(&self.fixed));
     }
 }

@@ -8,6 +8,7 @@
 mod across;
 mod chrome;
 mod crossed;
+mod drive;
 mod engine;
 mod enqueued;
 mod host;
@@ -18,6 +19,7 @@ mod recorder;
 pub use crate::lane::now;
 pub use chrome::write_chrome_trace;
 pub(crate) use crossed::Crossed;
+pub use drive::{Executor, Until, drive};
 pub(crate) use engine::{Engine, Ground, Near, Packed};
 pub use enqueued::Enqueued;
 pub(crate) use host::Host;

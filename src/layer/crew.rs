@@ -35,7 +35,7 @@ impl<'m> Crew<'m> {
         call: impl FnOnce(&mut ExpertParallel) -> Result<R, Error>,
     ) -> Result<R, Error> {
         let run = run.clone();
-        self.mover(chunk).with(|ep| ep.telling(move || run.halfway(), |ep| call(ep)))
+        self.mover(chunk).with(|ep| ep.on_agreed(move || run.halfway(), |ep| call(ep)))
     }
 
     /// The same, of what each rank has for all.
@@ -45,7 +45,7 @@ impl<'m> Crew<'m> {
         call: impl FnOnce(&mut Collective) -> Result<R, Error>,
     ) -> Result<R, Error> {
         let run = run.clone();
-        self.sources.with(|sources| sources.telling(move || run.halfway(), |sources| call(sources)))
+        self.sources.with(|sources| sources.on_agreed(move || run.halfway(), |sources| call(sources)))
     }
 }
 

@@ -1,55 +1,31 @@
 //! What a rank does itself in a call: its own rows, and its own waits.
 //!
 //! ```text
-//!   dispatch   licence   Wait read(l)                                   neighbours have read what I offered last
+//!   dispatch   release   Wait read(l)                                   local peers have read what I offered last
 //!              entry     Signal entry -> l , Signal block -> my relay ; Wait entry(l, tellers, me)
 //!                        - the planner places -
 //!              rows      Put header -> r , Signal block -> r            r: my relays
 //!                        PutRows chunk c -> r , Signal block c -> r     pxn; direct: as to l
 //!                        PutRows -> l , Signal landed -> l ; PutRows -> me ; Wait landed(everybody) , Wait home(me)
 //!
-//!   return     licence , entry, and the offer: Signal block -> r        the tag says where my rows may be put
+//!   return     release , offer: entry, and Signal block -> r            the tag says where my rows may be put
 //!              home      Wait home(r) , Wait home(me)
 //!              sum       Reduce rows, Reduce weights, Signal read -> l
-//!   or         pull      Put l -> me , Signal read -> l ; Put me -> me    copy engines cannot add
-//!                        Put twin -> me                                   what r brought home
+//!   or         pull      Put l -> me ; Put me -> me                       copy engines cannot add
+//!              home      as above
+//!              pull rest Put twin -> me , Signal read -> l                 what r returned
 //! ```
 //!
 //! Where no rail reaches the memory that rows are in, they cross to its *twin* in the host's memory, and a dispatch ends
-//! with a stage more: "in", Put twin -> me.
+//! with a stage more: "bring in", Put twin -> me.
 //!
 //! A dispatch along a known layout is the same program with fewer operands. What the rank does for others is its
 //! [`Relay`](super::Relay)'s program; "block -> me" tells that to begin, "entry(me)" and "home(me)" are its answers.
 
-use super::{Flag, Item, Level, Op, Slot, Stage};
+use super::{Flag, Item, Level, Op, Slot};
 use crate::topology::{Paths, Route};
 
-/// What one rank does in a dispatch, with counts or along a known layout: the part that does not change from call to
-/// call.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DispatchSkeleton {
-    /// Peers have read what this rank offered last.
-    pub licence: Stage,
-    /// Everybody says what it calls, and where it can receive.
-    pub entry: Stage,
-    /// Rows move.
-    pub rows: Stage,
-}
-
-/// What one rank does in a return.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ReturnSkeleton {
-    /// Peers have read what this rank offered last.
-    pub licence: Stage,
-    /// Everybody says what it calls, and where its chunk lies or may be put.
-    pub entry: Stage,
-    /// What comes from other nodes has landed.
-    pub home: Stage,
-    /// Chunks are read.
-    pub sum: Stage,
-}
-
-/// Builds the programs of a rank's own part. Slots are numbered by what they carry, so whoever fills the operands needs
+/// Builds the stages of a rank's own part. Slots are numbered by what they carry, so whoever fills the operands needs
 /// no search.
 #[derive(Clone, Copy, Debug)]
 pub struct Caller<'a> {
@@ -98,57 +74,59 @@ impl<'a> Caller<'a> {
         Slot(1)
     }
 
-    /// Tokens to the ranks of their experts.
-    pub fn dispatch(&self) -> DispatchSkeleton {
-        DispatchSkeleton { licence: self.licence(), entry: self.entry(false), rows: self.rows_stage() }
+    /// Return: rows that relays return have landed, and so has this rank's own relay finished.
+    pub(super) fn home(&self) -> Vec<Item> {
+        let home = self.paths.relays().map(|r| self.on(r, wait(r, Flag::Home, Level::Call)));
+        home.chain(self.answer(Flag::Home)).collect()
     }
 
-    /// Rows (and one `f32` per row) back to their tokens: combine, and the gradient of dispatch.
-    pub fn ret(&self) -> ReturnSkeleton {
-        let paths = self.paths;
-        let mut home: Vec<Item> =
-            paths.relays().map(|r| self.on(r, wait(r, Flag::Home, Level::Call))).collect();
-        home.extend(self.answer(Flag::Home));
-        let mut sum = vec![
-            self.on(paths.me(), Op::Reduce { slot: self.sum() }),
-            self.on(paths.me(), Op::Reduce { slot: self.weights() }),
-        ];
-        sum.extend(paths.locals().map(|l| self.on(paths.me(), self.signal(l, Flag::Read, Level::Call))));
-        ReturnSkeleton {
-            licence: self.licence(),
-            entry: self.entry(true),
-            home: Stage { name: "home", items: home },
-            sum: Stage { name: "sum", items: sum },
-        }
+    /// Return: rows are summed where they lie; their owners may have the memory back.
+    pub(super) fn sum_stage(&self) -> Vec<Item> {
+        let (paths, me) = (self.paths, self.paths.me());
+        let sums = [self.sum(), self.weights()].map(|slot| self.on(me, Op::Reduce { slot }));
+        // On the track of the sums: a signal follows the reads that it vouches for.
+        let read = paths.locals().map(|l| self.on(me, self.signal(l, Flag::Read, Level::Call)));
+        sums.into_iter().chain(read).collect()
+    }
+
+    /// All-gather: this rank's rows, from where they were gathered to their places. Its table has one operand.
+    pub(super) fn regroup(&self) -> Vec<Item> {
+        let me = self.paths.me();
+        vec![self.on(me, Op::PutRows { to: me, slot: Slot(0) })]
     }
 
     /// Behind "rows" where copy engines bring in what crossed: it lies in this rank's twin.
-    pub fn bring_in(&self) -> Stage {
+    pub(super) fn bring_in(&self) -> Vec<Item> {
         let me = self.paths.me();
-        Stage { name: "in", items: vec![self.on(me, Op::Put { to: me, slot: self.rows(me) })] }
+        vec![self.on(me, Op::Put { to: me, slot: self.rows(me) })]
     }
 
-    /// In place of "sum" where copy engines read: they cannot add, so the rows that this rank sums come home first; those of
-    /// other nodes, which relays have put into its twin, last.
-    pub fn pull(&self) -> Stage {
+    /// In place of "sum" where copy engines read: they cannot add, so the rows that this rank sums come here first. Those of
+    /// this node come while relays return the rest.
+    pub(super) fn pull(&self) -> Vec<Item> {
+        let me = self.paths.me();
+        self.paths.locals().chain([me]).map(|p| self.on(p, Op::Put { to: me, slot: self.rows(p) })).collect()
+    }
+
+    /// Behind "home": what relays have put into this rank's host staging comes last. Owners have their memory back only
+    /// now, since this rank's relay reads it, too.
+    pub(super) fn pull_rest(&self) -> Vec<Item> {
         let (paths, me) = (self.paths, self.paths.me());
-        let from = |p| self.on(p, Op::Put { to: me, slot: self.rows(p) });
-        let read = |l| self.on(l, self.signal(l, Flag::Read, Level::Call));
-        let items = paths.locals().flat_map(|l| [from(l), read(l)]).chain([from(me)]);
-        let items = items.chain(paths.relays().map(from));
-        Stage { name: "pull", items: items.collect() }
+        let rest = paths.relays().map(|r| self.on(r, Op::Put { to: me, slot: self.rows(r) }));
+        rest.chain(paths.locals().map(|l| self.on(l, self.signal(l, Flag::Read, Level::Call)))).collect()
     }
 
     /// Whatever this rank offered in its last return has been read: its memory may be written again.
     ///
     /// A return that fills its chunk before its entries needs this. In dispatches the entries say it too, since
     /// whoever writes has heard of every rank's, sent after its last sum; there it only lets the pool free memory early.
-    fn licence(&self) -> Stage {
+    pub(super) fn release(&self) -> Vec<Item> {
         let read = |l| self.on(l, wait(l, Flag::Read, Level::LastReturn));
-        Stage { name: "licence", items: self.paths.locals().map(read).collect() }
+        self.paths.locals().map(read).collect()
     }
 
-    fn entry(&self, offers: bool) -> Stage {
+    /// Everybody says what it calls and where it can receive; one that `offers` tells relays, too.
+    pub(super) fn entry(&self, offers: bool) -> Vec<Item> {
         let paths = self.paths;
         let mut items: Vec<Item> =
             paths.locals().map(|l| self.on(l, self.signal(l, Flag::Entry, Level::Call))).collect();
@@ -161,10 +139,11 @@ impl<'a> Caller<'a> {
         let heard = paths.locals().chain(paths.tellers());
         items.extend(heard.map(|p| self.on(p, wait(p, Flag::Entry, Level::Call))));
         items.extend(self.answer(Flag::Entry));
-        Stage { name: "entry", items }
+        items
     }
 
-    fn rows_stage(&self) -> Stage {
+    /// Dispatch: this rank's rows go out, and those for it land.
+    pub(super) fn rows_stage(&self) -> Vec<Item> {
         let paths = self.paths;
         let mut items = Vec::new();
         // What crosses goes first: relays hand on while this rank serves its neighbours.
@@ -188,7 +167,7 @@ impl<'a> Caller<'a> {
         }
         items.extend(paths.peers().map(|p| self.on(p, wait(p, Flag::Landed, Level::Call))));
         items.extend(self.answer(Flag::Home));
-        Stage { name: "rows", items }
+        items
     }
 
     fn rows_to(&self, peer: u32, items: &mut Vec<Item>) {

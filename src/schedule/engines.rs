@@ -14,9 +14,10 @@
 
 use std::ops::AddAssign;
 
+use super::call::{StageId, Stages};
 use super::story::puts;
 use super::stream::StreamProgram;
-use super::{Caller, CallerTables, Op, Operands, Relay, RelayTables, Setting, Stage};
+use super::{CallerTables, Op, Operands, RelayTables, Setting, Stage};
 use crate::plan::{Forward, Layout};
 use crate::schedule::story::Effect;
 
@@ -51,6 +52,7 @@ impl EngineWork {
         let (paths, me) = (at.paths, at.paths.me());
         let near = |peer| paths.near(peer);
         let row_bytes = at.sizing.row_bytes;
+        let stages = Stages::new(paths, at.chunks, false);
         let mut own = CallerTables::new(paths, at.chunks);
         own.rows(at, layout, false);
         let rows = Operands {
@@ -61,7 +63,7 @@ impl EngineWork {
             row_bytes,
             ..Operands::default()
         };
-        let mut work = Self::of_stage(&Caller::new(paths, at.chunks).dispatch().rows, &rows, me, near);
+        let mut work = Self::of_stage(stages.of(StageId::Rows), &rows, me, near);
         if paths.rails() {
             let mut relayed = RelayTables::new(paths, at.chunks);
             relayed.forward(at, forward, false);
@@ -73,9 +75,8 @@ impl EngineWork {
                 row_bytes,
                 ..Operands::default()
             };
-            let skeleton = Relay::new(paths, at.chunks).skeleton();
-            for stage in [&skeleton.headers, &skeleton.forward] {
-                work += Self::of_stage(stage, &blocks, me, near);
+            for stage in [StageId::Headers, StageId::RelayRows] {
+                work += Self::of_stage(stages.of(stage), &blocks, me, near);
             }
         }
         work

@@ -30,6 +30,7 @@ mod op;
 mod operands;
 mod relay;
 
+pub mod call;
 pub mod check;
 pub mod collective;
 pub mod mutate;
@@ -38,11 +39,11 @@ pub mod story;
 pub mod stream;
 pub mod time;
 
-pub use caller::{Caller, DispatchSkeleton, ReturnSkeleton};
+pub use caller::Caller;
 pub use calls::Calls;
 pub use control::{Control, LINE};
 pub use engines::EngineWork;
 pub use fill::{CallerTables, Parts, RelayTables, Setting};
 pub use op::{Flag, Item, Level, Op, Slot, Stage};
 pub use operands::{Index, Operand, Operands, Place, Refusal, SpanCopy, Sum, Tag, Target, WindowId};
-pub use relay::{Relay, RelaySkeleton};
+pub use relay::Relay;

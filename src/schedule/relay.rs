@@ -2,21 +2,21 @@
 //! was summed or read here.
 //!
 //! ```text
-//!   meeting    met       Wait block(me) , Wait entry(l)                 my node is in this call
-//!                        - the planner adds up -
-//!              told      Put sums -> s , Signal entry -> s              s: the ranks whose rail peer I am
-//!              heard     Wait entry(tellers)                            every node is
-//!              agreed    Signal entry -> me
+//!   agreement  node entered  Wait block(me) , Wait entry(l)                my node is in this call
+//!                            - the relay adds up -
+//!              counts sent   Put sums -> s , Signal entry -> s             s: the ranks whose rail peer I am
+//!              all entered   Wait entry(tellers)                           every node is
+//!              agreed        Signal entry -> me
 //!
-//!   dispatch   headers   Wait block(s)                                  s: my sources
-//!              forward   Wait block c(s) , PutRows -> l, me             pxn, chunk by chunk
-//!                        PutRows notes -> l, me , Signal landed of s -> l, me
+//!   dispatch   headers       Wait block(s)                                 s: my sources
+//!              relay rows    Wait block c(s) , PutRows -> l, me            pxn, chunk by chunk
+//!                            PutRows metadata -> l, me , Signal landed of s -> l, me
 //!
-//!   return     headers   Wait block(s)                                  its tag says where s takes its rows
-//!              home      Reduce chunk c of s , Put sums -> s             where relays sum; else Put rows of s -> s
-//!                        Signal home -> s
+//!   return     headers       Wait block(s)                                 its tag says where s takes its rows
+//!              return rows   Reduce chunk c of s , Put sums -> s            where relays sum; else Put rows of s -> s
+//!                            Signal home -> s
 //!
-//!   both       done      Signal home -> me
+//!   both       relay done    Signal home -> me
 //! ```
 //!
 //! "Done" is a stage of its own, behind the join of all tracks: whoever hears it knows that this relay reads nobody's
@@ -27,38 +27,10 @@
 //! then a relay hands on while its caller is away, between the start of a call and its finish.
 
 use super::caller::wait;
-use super::{Flag, Item, Level, Op, Slot, Stage};
+use super::{Flag, Item, Level, Op, Slot};
 use crate::topology::{Paths, Route};
 
-/// What one rank relays: the part that does not change from call to call.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RelaySkeleton {
-    /// This node is here.
-    pub met: Stage,
-    /// Others are told.
-    pub told: Stage,
-    /// All nodes are here.
-    pub heard: Stage,
-    /// The rank itself is told.
-    pub agreed: Stage,
-    /// Sources have sent their headers, or their offers.
-    pub headers: Stage,
-    /// Dispatch: rows are handed on.
-    pub forward: Stage,
-    /// Return: rows go home.
-    pub home: Stage,
-    /// The rank itself is told, in both.
-    pub done: Stage,
-}
-
-impl RelaySkeleton {
-    /// What comes first in every call.
-    pub fn meeting(&self) -> [&Stage; 4] {
-        [&self.met, &self.told, &self.heard, &self.agreed]
-    }
-}
-
-/// Builds a rank's relay program. Sources are numbered by their order in [`Paths::sources`].
+/// Builds the stages of a rank's relay. Sources are numbered by their order in [`Paths::sources`].
 #[derive(Clone, Copy, Debug)]
 pub struct Relay<'a> {
     paths: Paths<'a>,
@@ -106,31 +78,45 @@ impl<'a> Relay<'a> {
         Slot(self.paths.ranks() + block * served + member)
     }
 
-    /// The whole program.
-    pub fn skeleton(&self) -> RelaySkeleton {
-        let (paths, me) = (self.paths, self.paths.me());
-        let mut met = vec![self.on(me, wait(me, Flag::Block, Level::Call))];
-        met.extend(paths.locals().map(|l| self.on(l, wait(l, Flag::Entry, Level::Call))));
-        let mut told = Vec::new();
-        for source in paths.told() {
-            told.push(self.on(source, Op::Put { to: source, slot: self.message(source) }));
-            told.push(self.on(source, self.signal(source, me, Flag::Entry)));
-        }
-        let heard = paths.tellers().map(|t| self.on(t, wait(t, Flag::Entry, Level::Call))).collect();
-        let headers = paths.sources().map(|s| self.on(s, wait(s, Flag::Block, Level::Call))).collect();
-        RelaySkeleton {
-            met: Stage { name: "met", items: met },
-            told: Stage { name: "told", items: told },
-            heard: Stage { name: "heard", items: heard },
-            agreed: Stage { name: "agreed", items: vec![self.on(me, self.signal(me, me, Flag::Entry))] },
-            done: Stage { name: "done", items: vec![self.on(me, self.signal(me, me, Flag::Home))] },
-            headers: Stage { name: "headers", items: headers },
-            forward: self.forward(),
-            home: self.bring_home(),
-        }
+    /// This node has entered the call.
+    pub(super) fn node_entered(&self) -> Vec<Item> {
+        let me = self.paths.me();
+        let begin = self.on(me, wait(me, Flag::Block, Level::Call));
+        let entered = self.paths.locals().map(|l| self.on(l, wait(l, Flag::Entry, Level::Call)));
+        [begin].into_iter().chain(entered).collect()
     }
 
-    fn forward(&self) -> Stage {
+    /// Other nodes hear of it, and of what this node counts.
+    pub(super) fn counts_sent(&self) -> Vec<Item> {
+        let put = |s| self.on(s, Op::Put { to: s, slot: self.message(s) });
+        let signal = |s| self.on(s, self.signal(s, self.paths.me(), Flag::Entry));
+        self.paths.told().flat_map(|source| [put(source), signal(source)]).collect()
+    }
+
+    /// All nodes have entered.
+    pub(super) fn all_entered(&self) -> Vec<Item> {
+        self.paths.tellers().map(|t| self.on(t, wait(t, Flag::Entry, Level::Call))).collect()
+    }
+
+    /// The rank itself hears that.
+    pub(super) fn agreed(&self) -> Vec<Item> {
+        let me = self.paths.me();
+        vec![self.on(me, self.signal(me, me, Flag::Entry))]
+    }
+
+    /// Sources have sent their headers, or their offers.
+    pub(super) fn headers(&self) -> Vec<Item> {
+        self.paths.sources().map(|s| self.on(s, wait(s, Flag::Block, Level::Call))).collect()
+    }
+
+    /// The rank itself hears that its relay has finished.
+    pub(super) fn relay_done(&self) -> Vec<Item> {
+        let me = self.paths.me();
+        vec![self.on(me, self.signal(me, me, Flag::Home))]
+    }
+
+    /// Dispatch: rows of sources go to the ranks of this node.
+    pub(super) fn relay_rows(&self) -> Vec<Item> {
         let (paths, me) = (self.paths, self.paths.me());
         let mut items = Vec::new();
         if paths.route() == Route::Pxn {
@@ -147,10 +133,11 @@ impl<'a> Relay<'a> {
                 items.extend(locals.map(|to| self.on(source, self.signal(to, source, Flag::Landed))));
             }
         }
-        Stage { name: "forward", items }
+        items
     }
 
-    fn bring_home(&self) -> Stage {
+    /// Return: rows of this node go back to their sources.
+    pub(super) fn return_rows(&self) -> Vec<Item> {
         let (paths, me) = (self.paths, self.paths.me());
         let mut items = Vec::new();
         for chunk in 1..=if self.sums { self.chunks } else { 1 } {
@@ -162,7 +149,7 @@ impl<'a> Relay<'a> {
             }
         }
         items.extend(paths.sources().map(|source| self.on(source, self.signal(source, me, Flag::Home))));
-        Stage { name: "bring home", items }
+        items
     }
 
     /// Rows of a source to every rank served, from the next rank on.

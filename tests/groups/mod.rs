@@ -63,7 +63,7 @@ impl Group {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let all = (0..ranks).map(|_| everywhere(2 * ranks)).collect();
         let some = (0..ranks).map(|_| scattered(2 * ranks, &mut rng)).collect();
-        let (route, relays) = (Route::Direct, Relays::Away);
+        let (route, relays) = (Route::Direct, Relays::Thread);
         let (layout, mode, order) = Default::default();
         Group {
             nodes,

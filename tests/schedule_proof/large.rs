@@ -14,7 +14,7 @@ fn sixty_four_ranks_are_proved_in_seconds() {
     let one: Vec<u32> = vec![0; 64];
     let eight: Vec<u32> = (0..64).map(|rank| rank / 8).collect();
     let three = groups::pairs(3);
-    let away = Route::ALL.map(|route| (route, Relays::Away));
+    let away = Route::ALL.map(|route| (route, Relays::Thread));
     let mut all = vec![("1 x 64", one, away[0], &three)];
     all.extend(away.map(|way| ("8 x 8", eight.clone(), way, &three)));
     let many = rounds();
@@ -36,7 +36,7 @@ fn sixty_four_ranks_are_proved_in_seconds() {
         proved(&format!("{} {placement:?}", titled("8 x 8", way)), &group.tell(&groups::pairs(2), None));
     }
     for placement in placements_in_spans() {
-        let group = Group::new(&labels, 1, 3).in_spans(Relays::Away, placement);
+        let group = Group::new(&labels, 1, 3).in_spans(Relays::Thread, placement);
         proved(&format!("8 x 8 in spans {placement:?}"), &group.tell(&groups::pairs(2), None));
     }
 }
@@ -47,7 +47,7 @@ fn a_sample_of_a_thousand_ranks_is_proved_in_seconds() {
     let labels: Vec<u32> = (0..1024).map(|rank| rank / 8).collect();
     let sample: Vec<u32> = [0, 1, 77].iter().flat_map(|node| 8 * node..8 * node + 8).collect();
     let calls = [dispatch(0), ret(0, ROWS), Call::Cached { handle: 0 }, copy(0, ROWS), dispatch(0)];
-    for way in Route::ALL.map(|route| (route, Relays::Away)) {
+    for way in Route::ALL.map(|route| (route, Relays::Thread)) {
         let (group, name) = (Group::sampled(&labels, &sample).run(way), titled("128 x 8", way));
         let start = Instant::now();
         let story = Story::tell(&Script { sample: Some(&sample), ..group.script(&calls, None) }).unwrap();

@@ -39,8 +39,8 @@ fn random_runs_see_what_the_run_in_order_sees() {
 fn random_runs_see_the_difference_when_a_wait_is_missing() {
     let missing: [(Route, Relays, u32, Op); 3] = [
         (Route::Direct, Relays::Inline, 0, wait(2, Flag::Landed, Level::Call)),
-        (Route::Pxn, Relays::Away, 1, wait(2, Flag::Landed, Level::Call)),
-        (Route::Pxn, Relays::Away, 4, wait(2, Flag::Block, Level::Part(2))),
+        (Route::Pxn, Relays::Thread, 1, wait(2, Flag::Landed, Level::Call)),
+        (Route::Pxn, Relays::Thread, 4, wait(2, Flag::Block, Level::Part(2))),
     ];
     for (route, relays, actor, wait) in missing {
         let group = Group::new(&[0, 0, 1, 1], 2, 4).run((route, relays));

@@ -5,23 +5,24 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::common::Common;
 use super::exchange::{Parts, PlannedExchange};
-use super::planner::{Kept, Planner, Programs, Scratch};
+use super::planner::{Kept, Planner, Scratch};
 use super::seat::Seat;
 use super::shape::{Bell, Shape};
 use super::space::Space;
 use super::{Status, apart};
 use crate::device::{Context, Driver, Kernels, PinnedMemory, Stream};
 use crate::ep::ExpertParallelBuilder;
+use crate::ep::agreement::GroupCounts;
 use crate::ep::builder::Spec;
 use crate::ep::fixed::{Fixed, Room};
 use crate::ep::guard::Guard;
-use crate::ep::meeting::Numbers;
 use crate::ep::passage::{Needs, Passage};
 use crate::ep::relay::Relay;
 use crate::error::{Error, MemoryError, PlanError};
 use crate::exec::{Engine, Ground, Near};
 use crate::plan::{Arrivals, Crossing, Order, RowLayout, Sorted, Strategy};
-use crate::schedule::{Caller, CallerTables, Calls, Control, Flag};
+use crate::schedule::call::{Engines, RankPrograms};
+use crate::schedule::{CallerTables, Calls, Control, Flag};
 use crate::topology::{Paths, Route};
 use crate::world::{DeviceWindow, Member};
 
@@ -187,13 +188,9 @@ fn start(
     engine: Engine,
 ) -> Result<std::thread::JoinHandle<()>, Error> {
     let fixed = &common.fixed;
-    let caller = Caller::new(fixed.paths(), fixed.chunks);
-    let programs = Programs {
-        dispatch: caller.dispatch(),
-        bring_in: caller.bring_in(),
-        ret: caller.ret(),
-        pull: caller.pull(),
-    };
+    let engines = Engines { pulls: true, brings_in: fixed.arrives() || !fixed.straight() };
+    let sums = fixed.partial_bytes().is_some();
+    let programs = RankPrograms::new(fixed.paths(), fixed.chunks, sums, engines);
     let planner = Planner {
         common: Arc::clone(common),
         programs: Arc::new(programs),
@@ -204,7 +201,7 @@ fn start(
         sorted: Sorted::default(),
         crossing: Crossing::default(),
         arrivals: Arrivals::default(),
-        numbers: Numbers::new(fixed),
+        numbers: GroupCounts::new(fixed),
         kept: (0..common.shape.seats()).map(|_| Kept::default()).collect(),
         scratch: Scratch::default(),
     };

@@ -15,9 +15,9 @@ use super::REFUSED;
 use super::planner::Planner;
 use super::shape::{Bell, Shape};
 use super::status::Status;
-use crate::ep::call::entry;
-use crate::ep::relay::Errand;
+use crate::ep::relay::RelayTask;
 use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::schedule::call::{Half, StageId};
 use crate::schedule::{Refusal, Tag};
 
 impl Planner {
@@ -27,7 +27,7 @@ impl Planner {
     /// Those that end the world. What is refused is told.
     pub fn combine(&mut self, seat: u32, steps: u32) -> Result<(), Error> {
         self.enter()?;
-        let (common, programs) = (Arc::clone(&self.common), Arc::clone(&self.programs));
+        let common = Arc::clone(&self.common);
         let number = self.kept[seat as usize].number;
         let ready: Result<(), Error> = match (steps, number) {
             (REFUSED, _) => Err(PlanError::RefusedHere.into()),
@@ -36,23 +36,23 @@ impl Planner {
         };
         let base = u64::from(steps) * Shape::STEP;
         let tag = Tag { kind: CallKind::Combine, options: seat, handle: number, base, ..Tag::default() };
-        let tag = entry(tag, &ready);
+        let tag = ready.as_ref().map_or_else(|error| tag.refusing(error), |()| tag);
         self.tables.clear();
         self.offer(seat, tag, base);
-        self.run(programs.ret.entry.start(), None, None)?;
+        self.stage(StageId::Offer, Half::Start, None, None)?;
         let mut forward = std::mem::take(&mut self.kept[seat as usize].forward);
-        let mut errand = self.meet(CallKind::Combine, &mut forward)?;
-        self.run(programs.ret.entry.finish(), None, None)?;
-        let agreed = common.fixed.meeting(self.calls, CallKind::Combine).conclude(tag, ready, drop);
+        let mut task = self.relay_counts(CallKind::Combine, &mut forward)?;
+        self.stage(StageId::Offer, Half::Finish, None, None)?;
+        let agreed = common.fixed.agreement(self.calls, CallKind::Combine).agree(tag, ready.err());
         let (status, refused) = match agreed {
             Ok(()) => {
-                self.pull(seat, base, &mut errand)?;
+                self.pull(seat, base, &mut task)?;
                 (Status::WELL, None)
             }
             Err(error) if number == 0 => (self.kept[seat as usize].status, Some(error)),
             Err(error) => (Status::of(&error), Some(error)),
         };
-        self.kept[seat as usize].forward = errand.map(|errand| errand.forward).unwrap_or_default();
+        self.kept[seat as usize].forward = task.map(|task| task.forward).unwrap_or_default();
         self.answer(seat, Bell::Combined, status)?;
         let enqueued = self.engine.take_enqueued();
         common.seats[seat as usize].tell(|told| {
@@ -69,7 +69,7 @@ impl Planner {
         let (paths, layout) = (fixed.paths(), &self.kept[seat as usize].layout);
         match tag.refusal {
             Refusal::None => {
-                let setting = fixed.meeting(self.calls, CallKind::Combine).setting;
+                let setting = fixed.agreement(self.calls, CallKind::Combine).setting;
                 self.tables.stage_rows(&setting, layout, home);
                 self.tables.offer(&paths, tag, base);
             }
@@ -78,22 +78,23 @@ impl Planner {
     }
 
     /// Enqueues that rows come home, and that their owners are told; relays meanwhile.
-    fn pull(&mut self, seat: u32, base: u64, errand: &mut Option<Errand>) -> Result<(), Error> {
-        let (common, programs) = (Arc::clone(&self.common), Arc::clone(&self.programs));
-        let meeting = common.fixed.meeting(self.calls, CallKind::Combine);
+    fn pull(&mut self, seat: u32, base: u64, task: &mut Option<RelayTask>) -> Result<(), Error> {
+        let common = Arc::clone(&self.common);
+        let agreement = common.fixed.agreement(self.calls, CallKind::Combine);
         self.tables.bases[common.fixed.lanes.rank as usize] = base;
         for peer in common.fixed.paths().locals() {
-            self.tables.bases[peer as usize] = meeting.tag_of(peer)?.base;
+            self.tables.bases[peer as usize] = agreement.tag_of(peer)?.base;
         }
-        self.carry(errand)?;
-        self.run(&programs.ret.home.items, None, None)?;
+        self.relay_rows(task)?;
         let home = common.shape.staging(seat).0;
-        self.tables.pull(&meeting.setting, &self.kept[seat as usize].layout, home);
-        self.run(&programs.pull.items, None, None)?;
+        self.tables.pull(&agreement.setting, &self.kept[seat as usize].layout, home);
+        for stage in [StageId::Pull, StageId::Home, StageId::PullRest] {
+            self.stage(stage, Half::Whole, None, None)?;
+        }
         self.calls.returned();
         if common.shape.budget().is_some() {
             // Outputs have one place: experts may write the next ones there as soon as this call is over.
-            self.run(&programs.ret.licence.items, None, None)?;
+            self.stage(StageId::Release, Half::Whole, None, None)?;
         }
         Ok(())
     }

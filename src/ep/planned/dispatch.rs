@@ -16,12 +16,12 @@ use super::planner::Planner;
 use super::shape::Bell;
 use super::space::Extent;
 use super::status::Status;
-use crate::ep::call::entry;
-use crate::ep::relay::Errand;
+use crate::ep::relay::RelayTask;
 use crate::error::{CallKind, Error, PlanError};
 use crate::exec::Packed;
 use crate::gate::Routing;
 use crate::plan::Notes;
+use crate::schedule::call::{Half, StageId};
 use crate::schedule::{Caller, Operand, Tag, WindowId};
 
 /// Where this rank lets others write.
@@ -40,7 +40,6 @@ impl Planner {
     /// Those that end the world. What is refused is told.
     pub fn dispatch(&mut self, seat: u32, tokens: u32) -> Result<(), Error> {
         self.enter()?;
-        let programs = Arc::clone(&self.programs);
         let sorted = self.sort(seat, tokens);
         if sorted.is_err() {
             self.sorted.clear(&self.common.fixed.bins);
@@ -49,19 +48,22 @@ impl Planner {
         let ready = sorted.map(|()| self.announce(seat));
         let (base, handle) = ready.as_ref().map_or((0, 0), |landing| (landing.base, landing.len));
         let tag = Tag { kind: CallKind::Dispatch, base, handle, options: seat, ..Tag::default() };
-        let tag = entry(tag, &ready);
+        let tag = ready.as_ref().map_or_else(|error| tag.refusing(error), |_| tag);
         self.tables.clear();
         self.tables.tags.fill(tag);
-        self.run(programs.dispatch.entry.start(), None, None)?;
+        self.stage(StageId::Entry, Half::Start, None, None)?;
         let mut forward = std::mem::take(&mut self.kept[seat as usize].forward);
-        let mut errand = self.meet(CallKind::Dispatch, &mut forward)?;
-        self.run(programs.dispatch.entry.finish(), None, None)?;
+        let mut task = self.relay_counts(CallKind::Dispatch, &mut forward)?;
+        self.stage(StageId::Entry, Half::Finish, None, None)?;
         let common = Arc::clone(&self.common);
-        let meeting = common.fixed.meeting(self.calls, CallKind::Dispatch);
-        let placed = meeting.conclude(tag, ready, drop).and_then(|landing| {
-            self.place(seat, tag)?;
-            Ok(landing)
-        });
+        let (landing, refused) = match ready {
+            Ok(landing) => (Some(landing), None),
+            Err(error) => (None, Some(error)),
+        };
+        let placed = match common.fixed.agreement(self.calls, CallKind::Dispatch).agree(tag, refused) {
+            Ok(()) => self.place(seat, tag)?.map(|()| landing),
+            Err(error) => Err(error),
+        };
         self.kept[seat as usize].number = if placed.is_ok() { self.calls.number() } else { 0 };
         if common.shape.arrives() {
             self.list(seat, tokens, placed.is_ok())?;
@@ -71,9 +73,9 @@ impl Planner {
         let mut staging = None;
         let status = match placed {
             Ok(landing) => {
-                staging = self.tell_placement(seat, landing);
+                staging = landing.and_then(|landing| self.tell_placement(seat, landing));
                 self.send_tables(seat, tokens, true)?;
-                self.put(seat, &mut errand)?;
+                self.put(seat, &mut task)?;
                 Status::WELL
             }
             Err(error) => {
@@ -88,7 +90,7 @@ impl Planner {
             }
         };
         self.kept[seat as usize].status = status;
-        self.kept[seat as usize].forward = errand.map(|errand| errand.forward).unwrap_or_default();
+        self.kept[seat as usize].forward = task.map(|task| task.forward).unwrap_or_default();
         self.answer(seat, Bell::Dispatched, status)?;
         if let Some(mut staging) = staging {
             staging.trim(0);
@@ -150,10 +152,16 @@ impl Planner {
     }
 
     /// From everybody's counts to this rank's layout.
-    fn place(&mut self, seat: u32, tag: Tag) -> Result<(), Error> {
+    ///
+    /// # Errors
+    /// Those that end the world; inside, why every rank refuses the call.
+    fn place(&mut self, seat: u32, tag: Tag) -> Result<Result<(), Error>, Error> {
         let fixed = Arc::clone(&self.common.fixed);
-        let top_k = fixed.spec.top_k;
-        fixed.meeting(self.calls, CallKind::Dispatch).judge(tag, &mut self.numbers)?;
+        let (top_k, agreement) = (fixed.spec.top_k, fixed.agreement(self.calls, CallKind::Dispatch));
+        agreement.judge(&mut self.numbers)?;
+        if let Err(refusal) = agreement.check_space(tag, &mut self.numbers) {
+            return Ok(Err(refusal));
+        }
         let (counts, sizes) = (&self.numbers.counts, &self.numbers.sizes);
         self.tables.landing.clone_from(&self.numbers.landing);
         let clipped = fixed.spec.mode.budget().is_some();
@@ -184,7 +192,7 @@ impl Planner {
                 }
             }
         }
-        fixed.describe_blocks(self.calls, layout, &self.sorted)
+        fixed.describe_blocks(self.calls, layout, &self.sorted).map(Ok)
     }
 
     /// Tells where rows land. What is staged behind them is this rank's as long as the extent that is returned.
@@ -217,11 +225,11 @@ impl Planner {
     }
 
     /// Enqueues the rows and their signals, relays, waits for those of the others, and has what crossed brought in.
-    fn put(&mut self, seat: u32, errand: &mut Option<Errand>) -> Result<(), Error> {
-        let (common, programs) = (Arc::clone(&self.common), Arc::clone(&self.programs));
+    fn put(&mut self, seat: u32, task: &mut Option<RelayTask>) -> Result<(), Error> {
+        let common = Arc::clone(&self.common);
         let (fixed, shape) = (&common.fixed, &common.shape);
         let layout = std::mem::take(&mut self.kept[seat as usize].layout);
-        let setting = fixed.meeting(self.calls, CallKind::Dispatch).setting;
+        let setting = fixed.agreement(self.calls, CallKind::Dispatch).setting;
         self.tables.rows(&setting, &layout, true);
         if let Some(budget) = shape.budget() {
             let caller = Caller::new(fixed.paths(), fixed.chunks);
@@ -232,7 +240,7 @@ impl Planner {
             }
         }
         if shape.arrives() {
-            let setting = fixed.meeting(self.calls, CallKind::Dispatch).setting;
+            let setting = fixed.agreement(self.calls, CallKind::Dispatch).setting;
             let first = self.arrivals.first_run;
             self.tables.to_arrivals(&setting, &layout, first, |rows| shape.landing(rows));
         }
@@ -241,22 +249,22 @@ impl Planner {
         let words = std::mem::take(&mut self.scratch.notes);
         let at = shape.staging(seat).0;
         let packed = Packed { rows: &rows, at, notes: &notes, notes_of_host: bytemuck::cast_slice(&words) };
-        let moved = self.run(programs.dispatch.rows.start(), Some(&layout), Some(packed));
+        let moved = self.stage(StageId::Rows, Half::Start, Some(&layout), Some(packed));
         self.scratch.notes = words;
         moved?;
-        self.carry(errand)?;
-        self.run(programs.dispatch.rows.finish(), Some(&layout), None)?;
-        if let Some(errand) = errand {
+        self.relay_rows(task)?;
+        self.stage(StageId::Rows, Half::Finish, Some(&layout), None)?;
+        if let Some(task) = task {
             let landing = shape.landing(layout.landed);
-            let setting = common.fixed.meeting(self.calls, CallKind::Dispatch).setting;
+            let setting = common.fixed.agreement(self.calls, CallKind::Dispatch).setting;
             if shape.arrives() {
                 self.find_arrivals(landing)?;
                 let desk = self.desk(landing);
                 self.tables.bring_notes_in(&setting, &self.scratch.landed, landing, desk);
-                self.run(&programs.bring_in.items, None, None)?;
+                self.stage(StageId::BringIn, Half::Whole, None, None)?;
             } else if !fixed.straight() {
-                self.tables.bring_in(&setting, &errand.forward, landing, true);
-                self.run(&programs.bring_in.items, None, None)?;
+                self.tables.bring_in(&setting, &task.forward, landing, true);
+                self.stage(StageId::BringIn, Half::Whole, None, None)?;
             }
         }
         self.kept[seat as usize].layout = layout;

@@ -15,13 +15,14 @@ use super::common::Common;
 use super::shape::{Bell, Piece};
 use super::status::Status;
 use crate::device::Range;
-use crate::ep::meeting::Numbers;
-use crate::ep::proxy::EndsTheWorld;
-use crate::ep::relay::{Errand, Relay};
+use crate::ep::agreement::GroupCounts;
+use crate::ep::offload::CancelOnPanic;
+use crate::ep::relay::{Relay, RelayTask};
 use crate::error::{CallKind, Error};
-use crate::exec::{Engine, Packed};
+use crate::exec::{Engine, Packed, Until};
 use crate::plan::{Arrivals, Crossing, Forward, Layout, Segment, Sorted};
-use crate::schedule::{CallerTables, Calls, DispatchSkeleton, Item, Operands, Parts, ReturnSkeleton, Stage};
+use crate::schedule::call::{Half, RankPrograms, StageId};
+use crate::schedule::{CallerTables, Calls, Operands, Parts};
 
 /// Looks at the bells before the thread sleeps between two: calls often follow each other closely.
 const AWAKE: u32 = 20_000;
@@ -29,15 +30,6 @@ const AWAKE: u32 = 20_000;
 const DRAIN: Duration = Duration::from_secs(10);
 /// Sleep between two looks.
 const NAP: Duration = Duration::from_micros(50);
-
-/// The programs of a rank.
-#[derive(Debug)]
-pub(super) struct Programs {
-    pub dispatch: DispatchSkeleton,
-    pub bring_in: Stage,
-    pub ret: ReturnSkeleton,
-    pub pull: Stage,
-}
 
 /// What the planner keeps of each seat.
 #[derive(Debug, Default)]
@@ -55,7 +47,7 @@ pub(super) struct Kept {
 #[derive(Debug)]
 pub(super) struct Planner {
     pub common: Arc<Common>,
-    pub programs: Arc<Programs>,
+    pub programs: Arc<RankPrograms>,
     pub engine: Engine,
     /// Does this rank's part for other nodes, in this thread; there is none where there is only one.
     pub relay: Option<Relay>,
@@ -64,7 +56,7 @@ pub(super) struct Planner {
     pub sorted: Sorted,
     pub crossing: Crossing,
     pub arrivals: Arrivals,
-    pub numbers: Numbers,
+    pub numbers: GroupCounts,
     pub kept: Vec<Kept>,
     pub scratch: Scratch,
 }
@@ -102,7 +94,7 @@ impl Planner {
     /// Serves until the caller has closed and all is served, or the world is dead.
     pub fn serve(mut self) {
         let fixed = Arc::clone(&self.common.fixed);
-        let _end = EndsTheWorld(&fixed.shared);
+        let _end = CancelOnPanic(&fixed.shared);
         if let Err(error) = self.listen() {
             let _ = self.common.fixed.fail(error);
             self.engine.run_out(DRAIN);
@@ -160,17 +152,17 @@ impl Planner {
     pub fn enter(&mut self) -> Result<(), Error> {
         self.common.fixed.shared.hub.health().check()?;
         self.calls.enter();
-        let programs = Arc::clone(&self.programs);
-        self.run(&programs.ret.licence.items, None, None)?;
+        self.stage(StageId::Release, Half::Whole, None, None)?;
         self.common.space.reach(self.common.served.load(Ordering::Relaxed) + 1);
         self.engine.take_enqueued();
         Ok(())
     }
 
-    /// Runs operations of the running call, with the layout of a seat.
-    pub fn run(
+    /// Runs a stage of the running call, with the layout of a seat.
+    pub fn stage(
         &mut self,
-        items: &[Item],
+        stage: StageId,
+        half: Half,
         layout: Option<&Layout>,
         packed: Option<Packed<'_>>,
     ) -> Result<(), Error> {
@@ -178,24 +170,32 @@ impl Planner {
             runs: layout.map_or(&[], |layout| &layout.runs),
             ..self.tables.operands(self.calls, self.common.shape.row_bytes())
         };
-        self.engine.run(items, &operands, packed)
+        self.engine.run(self.programs.stages.items(stage, half), &operands, packed)
     }
 
-    /// The relay's first part: this node is told to others, all nodes are heard.
-    pub fn meet(&mut self, kind: CallKind, forward: &mut Arc<Forward>) -> Result<Option<Errand>, Error> {
-        let Some(relay) = &mut self.relay else { return Ok(None) };
-        let mut errand = Errand::new(self.calls, kind, std::mem::take(forward));
-        errand.parts = Parts { rows: kind == CallKind::Combine, weights: false };
-        let engine = &mut self.engine;
-        relay.meet(&mut errand, &mut |items, operands| engine.run(items, operands, None))?;
-        Ok(Some(errand))
+    /// The relay's first half: this node's counts go to others, all nodes are heard.
+    pub fn relay_counts(
+        &mut self,
+        kind: CallKind,
+        forward: &mut Arc<Forward>,
+    ) -> Result<Option<RelayTask>, Error> {
+        if self.relay.is_none() {
+            return Ok(None);
+        }
+        let mut task = RelayTask::new(self.calls, kind, std::mem::take(forward));
+        task.parts = Parts { rows: kind == CallKind::Combine, weights: false };
+        self.relay(&mut task, Until::Half)?;
+        Ok(Some(task))
     }
 
-    /// The relay's second part: what crosses is handed on, or brought home.
-    pub fn carry(&mut self, errand: &mut Option<Errand>) -> Result<(), Error> {
-        let (Some(relay), Some(errand)) = (&mut self.relay, errand) else { return Ok(()) };
-        let engine = &mut self.engine;
-        relay.carry(errand, &mut |items, operands| engine.run(items, operands, None))
+    /// The relay's second half: rows are passed on, or returned.
+    pub fn relay_rows(&mut self, task: &mut Option<RelayTask>) -> Result<(), Error> {
+        task.as_mut().map_or(Ok(()), |task| self.relay(task, Until::End))
+    }
+
+    fn relay(&mut self, task: &mut RelayTask, until: Until) -> Result<(), Error> {
+        let Planner { relay: Some(relay), engine, programs, .. } = self else { return Ok(()) };
+        relay.drive(programs, task, &mut |items, operands| engine.run(items, operands, None), until)
     }
 
     /// Collects a copy of the first `len` bytes of a piece of the host's memory to one of the device's.

@@ -19,8 +19,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::ep::guard::Words;
+use crate::ep::offload::CancelOnPanic;
 use crate::ep::passage::Passage;
-use crate::ep::proxy::EndsTheWorld;
 use crate::error::{Error, LaneError};
 use crate::exec::Crossed;
 use crate::lane::Port;
@@ -101,7 +101,7 @@ impl Proxy {
         let thread = std::thread::Builder::new().name(format!("sidelane-slots-{}", work.port.lanes().rank));
         let (serves, closes) = (Arc::clone(&work), Arc::clone(&closing));
         let started = thread.spawn(move || {
-            let _end = EndsTheWorld(&serves.shared);
+            let _end = CancelOnPanic(&serves.shared);
             if let Err(error) = serves.serve(&closes) {
                 let _ = serves.shared.fail(&serves.port.lanes().world_ranks, error);
             }

@@ -2,29 +2,42 @@
 
 use std::rc::Rc;
 
-use super::filled::Tables;
+use super::filled::{Filled, Tables};
 use super::place::Placed;
 use super::sample::Told;
 use super::tell::{Extent, Handle, Member, Teller, Until, bad};
-use super::weave::{Act, Acts};
-use super::{Script, Slip};
+use super::walk::Actor;
+use super::{Script, Slip, Touch};
 use crate::error::{CallKind, PlanError};
 use crate::plan::{Arrivals, Chunk, Forward, Frame};
+use crate::schedule::call::{Action, Role, StageId, Work};
 use crate::schedule::{Flag, Parts, RelayTables};
 
 /// A dispatch, or one along a known layout.
 struct Sending<'s> {
     kind: CallKind,
     handle: u64,
-    /// Rows are placed anew: with headers, and what goes with the rows.
+    /// Rows are placed anew: with headers, and metadata beside the rows.
     noted: bool,
     until: Until,
     placed: &'s Placed,
-    /// Memory that each rank takes: for the rows that land and what goes with them, behind it for the blocks that it
-    /// relays.
+    /// Memory that each rank takes: for the rows that land and their metadata, behind it for the blocks that it relays.
     ground: &'s [Extent],
     /// The rank that makes another call.
     odd: Option<u32>,
+}
+
+/// One rank in a dispatch.
+struct Sender<'s, 'a> {
+    teller: &'s Teller<'a>,
+    me: u32,
+    call: &'s Sending<'s>,
+    own: Rc<Filled>,
+    /// Where copy engines bring in what landed elsewhere; what they find there first.
+    brought_in: Option<(Rc<Filled>, Vec<Touch>)>,
+    /// The relay's messages, and the rows that it passes on.
+    messages: Rc<Filled>,
+    relayed: Option<Rc<Filled>>,
 }
 
 impl Teller<'_> {
@@ -40,7 +53,7 @@ impl Teller<'_> {
         let handle = self.members[0].calls.number();
         let (kind, odd) = (CallKind::Dispatch, (until == Until::Tags).then_some(0));
         let sending = Sending { kind, handle, noted: true, until, placed: &placed, ground: &ground, odd };
-        let told = self.ranks().map(|me| self.told(me, kind, self.send(me, &sending))).collect();
+        let told = self.ranks().map(|me| self.send(me, &sending)).collect();
         let kept = self.leave(ground, &placed, keep);
         if until == Until::End {
             self.handles.push(Handle { call: self.call, placed, kept });
@@ -54,7 +67,7 @@ impl Teller<'_> {
         let (kind, until) = (CallKind::CachedDispatch, Until::End);
         let (placed, handle) = (&*placed, handle as u64);
         let sending = Sending { kind, handle, noted: false, until, placed, ground: &ground, odd: None };
-        let told = self.ranks().map(|me| self.told(me, kind, self.send(me, &sending))).collect();
+        let told = self.ranks().map(|me| self.send(me, &sending)).collect();
         self.leave(ground, placed, false);
         Ok(told)
     }
@@ -68,7 +81,7 @@ impl Teller<'_> {
         let (kind, until, ground) = (CallKind::ExpertMap, Until::Tags, vec![0..0; ranks]);
         let (placed, ground) = (&placed, &ground[..]);
         let sending = Sending { kind, handle: 0, noted: false, until, placed, ground, odd: None };
-        self.ranks().map(|me| self.told(me, kind, self.send(me, &sending))).collect()
+        self.ranks().map(|me| self.send(me, &sending)).collect()
     }
 
     /// Rank 0 enters a return, the others a dispatch. Until it has read the tags, a rank does what it would do if all
@@ -86,37 +99,23 @@ impl Teller<'_> {
         Ok(told)
     }
 
-    /// What comes first in what every rank relays: its node meets, others are told, and hear. `counts`: its rank counts;
-    /// `alike`: so do its neighbours; `judged`: so do all, and the counts are looked at.
-    pub(super) fn meeting(&self, me: u32, counts: bool, alike: bool, judged: bool) -> Vec<Act> {
-        let paths = self.paths(me);
-        let (_, mut tables) = self.tables(me);
-        tables.messages(&self.setting(me, self.parity(me, Slip::OneMessage)), counts);
-        let filled = self.filled(me, self.relayed(me, tables, &Rc::default()));
-        let members = || paths.locals().chain([me]);
-        let mut told = self.tags_read(me, Flag::Entry, paths.locals());
-        told.extend(self.tags_read(me, Flag::Block, [me]));
-        if counts && alike {
-            told.extend(self.counts_read(me, members()));
-        }
-        told.extend(self.messages_written(me, counts));
-        let mut heard = self.messages_read(me, counts && judged);
-        if counts && judged {
-            heard.extend(self.counts_read(me, members()));
-        }
-        let skeleton = self.programs(me).1.skeleton();
-        let touches = [Vec::new(), told, Vec::new(), heard];
-        skeleton.meeting().into_iter().zip(touches).map(|(stage, t)| self.act(stage, t, &filled)).collect()
+    fn send(&self, me: u32, call: &Sending) -> Told {
+        let ends = call.until == Until::End;
+        let brought_in = ends && self.brings_in();
+        let sender = Sender {
+            teller: self,
+            me,
+            call,
+            own: self.own_rows(me, call),
+            brought_in: brought_in.then(|| self.brought_in(me, call)),
+            messages: self.messages(me, self.counted(call)),
+            relayed: (ends && self.paths(me).rails()).then(|| self.relayed_rows(me, call)),
+        };
+        self.told(me, (call.kind, call.until), &sender)
     }
 
-    fn send(&self, me: u32, call: &Sending) -> Acts {
-        let (caller, end) = self.sender(me, call);
-        let relay = if self.paths(me).rails() { self.forwarder(me, call) } else { Vec::new() };
-        Acts { caller, end, relay }
-    }
-
-    fn sender(&self, me: u32, call: &Sending) -> (Vec<Act>, Vec<super::Touch>) {
-        let (paths, layout, ground) = (self.paths(me), &call.placed.layouts[me as usize], call.ground);
+    fn own_rows(&self, me: u32, call: &Sending) -> Rc<Filled> {
+        let (layout, ground) = (&call.placed.layouts[me as usize], call.ground);
         let (mut tables, _) = self.tables(me);
         tables.tags.fill(self.tag(call.kind, call.handle, ground[me as usize].start));
         tables.landing = ground.iter().map(|extent| extent.start).collect();
@@ -128,39 +127,12 @@ impl Teller<'_> {
                 tables.to_arrivals(&setting, layout, first, |rows| self.sizing.landing(rows));
             }
         }
-        let filled = self.filled(
-            me,
-            Tables::Caller { tables, layout: Rc::clone(layout), row_bytes: self.script.row_bytes },
-        );
-        let published = self.counts_written(me).into_iter().filter(|_| self.counted(call)).collect();
-        let counts = self.counted(call) && call.until >= Until::Counts;
-        let mut heard = self.tags_read(me, Flag::Entry, paths.locals());
-        if counts {
-            heard.extend(self.counts_read(me, paths.locals().chain([me])));
-        }
-        heard.extend(self.messages_read(me, counts));
-        let skeleton = self.programs(me).0.dispatch();
-        let act = |stage, touches| self.act(stage, touches, &filled);
-        let mut acts = vec![act(&skeleton.licence, Vec::new()), act(&skeleton.entry, published)];
-        if call.until < Until::End {
-            return (acts, heard);
-        }
-        if call.noted {
-            heard.extend(self.headers_written(me, layout));
-        }
-        acts.push(act(&skeleton.rows, heard));
-        if self.script.pulls && paths.rails() && (self.arrives() || !self.script.straight) {
-            acts.push(self.bringer_in(me, call));
-        }
-        let end = match self.arrives() {
-            true => self.arrivals_regrouped(me, call.placed, &ground[me as usize]),
-            false => self.landed_read(me, layout, &ground[me as usize], self.call, call.noted),
-        };
-        (acts, end)
+        let (layout, row_bytes) = (Rc::clone(layout), self.script.row_bytes);
+        self.filled(me, Tables::Caller { tables, layout, row_bytes })
     }
 
-    /// The stage in which engines bring in what crossed.
-    fn bringer_in(&self, me: u32, call: &Sending) -> Act {
+    /// What engines bring in, and what the planner reads and writes before.
+    fn brought_in(&self, me: u32, call: &Sending) -> (Rc<Filled>, Vec<Touch>) {
         let (layout, forward) = (&call.placed.layouts[me as usize], &call.placed.forwards[me as usize]);
         let (mut tables, _) = self.tables(me);
         tables.landing = call.ground.iter().map(|extent| extent.start).collect();
@@ -175,43 +147,81 @@ impl Teller<'_> {
             tables.bring_in(&setting, forward, landing, call.noted);
         }
         let (layout, row_bytes) = (Rc::clone(layout), self.script.row_bytes);
-        let filled = self.filled(me, Tables::Caller { tables, layout, row_bytes });
-        self.act(&self.programs(me).0.bring_in(), touches, &filled)
+        (self.filled(me, Tables::Caller { tables, layout, row_bytes }), touches)
+    }
+
+    /// The messages of a relay.
+    pub(super) fn messages(&self, me: u32, counts: bool) -> Rc<Filled> {
+        let (_, mut tables) = self.tables(me);
+        tables.messages(&self.setting(me, self.parity(me, Slip::OneMessage)), counts);
+        self.filled(me, self.relayed(me, tables, &Rc::default()))
+    }
+
+    /// The rows that a relay passes on.
+    fn relayed_rows(&self, me: u32, call: &Sending) -> Rc<Filled> {
+        let mut forward = Rc::clone(&call.placed.forwards[me as usize]);
+        let (_, mut tables) = self.tables(me);
+        tables.bases = call.ground.iter().map(|extent| extent.start).collect();
+        let setting = self.setting(me, self.parity(me, Slip::OneHeader));
+        if self.arrives() {
+            let Script { align, chunks, mode, .. } = *self.script;
+            let (bins, sizing, paths) = (&self.bins, self.sizing, self.paths(me));
+            let frame = Frame { bins, paths, align, chunks, sizing, mode };
+            let (counts, sizes) = &call.placed.numbers;
+            let mut runs = Arrivals::default();
+            let own = (Rc::make_mut(&mut forward), &mut runs);
+            tables.hand_on(&setting, &frame, own, (counts, sizes), |rows| sizing.landing(rows));
+        } else {
+            tables.forward(&setting, &forward, call.noted);
+        }
+        self.filled(me, self.relayed(me, tables, &forward))
+    }
+
+    /// What a relay and its rank read and write on the way to a verdict, in any call. `counts`: its rank counts; `alike`:
+    /// so do its local peers.
+    pub(super) fn verdict(
+        &self,
+        me: u32,
+        role: Role,
+        action: Action,
+        (counts, alike): (bool, bool),
+    ) -> Vec<Touch> {
+        let paths = self.paths(me);
+        let members = || paths.locals().chain([me]);
+        let mut tags = self.tags_read(me, Flag::Entry, paths.locals());
+        if role == Role::Relay {
+            tags.extend(self.tags_read(me, Flag::Block, [me]));
+        }
+        match action {
+            Action::Compute(Work::Publish) if counts => self.counts_written(me),
+            Action::Compute(Work::Compose) => {
+                if counts && alike {
+                    tags.extend(self.counts_read(me, members()));
+                }
+                tags.extend(self.messages_written(me, counts));
+                tags
+            }
+            Action::Agree => {
+                tags.extend(self.messages_read(me, false));
+                tags
+            }
+            Action::Compute(Work::Judge) if counts => {
+                let mut counted = self.counts_read(me, members());
+                counted.extend(self.messages_read(me, true));
+                counted
+            }
+            Action::Compute(Work::Landings) => {
+                tags.extend(self.messages_read(me, false));
+                tags
+            }
+            Action::Compute(Work::Bases) => tags,
+            _ => Vec::new(),
+        }
     }
 
     /// Whether ranks count: they do unless all sizes are fixed.
     fn counted(&self, call: &Sending) -> bool {
         call.noted && self.script.mode.slots().is_none()
-    }
-
-    fn forwarder(&self, me: u32, call: &Sending) -> Vec<Act> {
-        let alike = call.odd.is_none_or(|odd| !self.paths(me).near(odd));
-        let mut acts = self.meeting(me, self.counted(call), alike, call.until >= Until::Counts);
-        if call.until == Until::End {
-            let mut forward = Rc::clone(&call.placed.forwards[me as usize]);
-            let (_, mut tables) = self.tables(me);
-            tables.bases = call.ground.iter().map(|extent| extent.start).collect();
-            let setting = self.setting(me, self.parity(me, Slip::OneHeader));
-            if self.arrives() {
-                let Script { align, chunks, mode, .. } = *self.script;
-                let (bins, sizing, paths) = (&self.bins, self.sizing, self.paths(me));
-                let frame = Frame { bins, paths, align, chunks, sizing, mode };
-                let (counts, sizes) = &call.placed.numbers;
-                let mut runs = Arrivals::default();
-                let own = (Rc::make_mut(&mut forward), &mut runs);
-                tables.hand_on(&setting, &frame, own, (counts, sizes), |rows| sizing.landing(rows));
-            } else {
-                tables.forward(&setting, &forward, call.noted);
-            }
-            let forward = &forward;
-            let filled = self.filled(me, self.relayed(me, tables, forward));
-            let skeleton = self.programs(me).1.skeleton();
-            let read = if call.noted { self.headers_read(me, forward) } else { Vec::new() };
-            acts.push(self.act(&skeleton.headers, Vec::new(), &filled));
-            acts.push(self.act(&skeleton.forward, read, &filled));
-            acts.push(self.act(&skeleton.done, Vec::new(), &filled));
-        }
-        acts
     }
 
     /// Tables of a relay that knows these blocks.
@@ -224,7 +234,7 @@ impl Teller<'_> {
         Tables::Relay { tables, forward: Rc::clone(forward), chunks, held_by: self.ranks().collect() }
     }
 
-    /// After the licence: takes extents of the exact size at every rank.
+    /// After the release: takes extents of the exact size at every rank.
     fn land(&mut self, placed: &Placed) -> Vec<Extent> {
         let held = self.handles.iter().rev().find_map(|handle| handle.kept.clone());
         let held = held.filter(|_| self.script.slip == Some(Slip::AnnounceHeld));
@@ -260,5 +270,50 @@ impl Teller<'_> {
             }
         }
         keep.then_some(kept)
+    }
+}
+
+impl Actor for Sender<'_, '_> {
+    fn footprint(&self, role: Role, action: Action) -> Vec<Touch> {
+        let Sender { teller, me, call, .. } = *self;
+        match (role, action) {
+            (Role::Own, Action::Compute(Work::Describe)) if call.noted => {
+                teller.headers_written(me, &call.placed.layouts[me as usize])
+            }
+            (Role::Relay, Action::Compute(Work::Learn)) => match &self.relayed {
+                Some(_) => teller.headers_read(me, &call.placed.forwards[me as usize]),
+                None => Vec::new(),
+            },
+            (Role::Own, Action::Compute(Work::FillBringIn)) => {
+                self.brought_in.as_ref().map_or(Vec::new(), |(_, touches)| touches.clone())
+            }
+            _ => {
+                let alike = call.odd.is_none_or(|odd| !teller.paths(me).near(odd));
+                teller.verdict(me, role, action, (teller.counted(call), alike))
+            }
+        }
+    }
+
+    fn filled(&self, stage: StageId) -> &Rc<Filled> {
+        match stage {
+            StageId::BringIn => self.brought_in.as_ref().map_or(&self.own, |(filled, _)| filled),
+            StageId::NodeEntered | StageId::CountsSent | StageId::AllEntered | StageId::Agreed => {
+                &self.messages
+            }
+            StageId::Headers | StageId::RelayRows | StageId::RelayDone => {
+                self.relayed.as_ref().unwrap_or(&self.messages)
+            }
+            _ => &self.own,
+        }
+    }
+
+    fn end(&self) -> Vec<Touch> {
+        let Sender { teller, me, call, .. } = *self;
+        let (layout, ground) = (&call.placed.layouts[me as usize], &call.ground[me as usize]);
+        match (call.until, teller.arrives()) {
+            (Until::End, true) => teller.arrivals_regrouped(me, call.placed, ground),
+            (Until::End, false) => teller.landed_read(me, layout, ground, teller.call, call.noted),
+            _ => Vec::new(),
+        }
     }
 }

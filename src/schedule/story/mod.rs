@@ -11,7 +11,7 @@
 //! *Touches* are what the planner and the caller read and write in the windows between two stages. No executor runs
 //! them, but they are what the licences are for, so `prove` orders them like any other access.
 //!
-//! An *actor* is what runs by itself: a rank, or, where its relay is [away](Relays::Away), the rank's own program and its
+//! An *actor* is what runs by itself: a rank, or, where its relay is [offloaded](Relays::Thread), the rank's own program and its
 //! relay's, which know each other only through flags. Slots on [streams](StreamScript) have stories of their own kind: there an
 //! actor is a stream.
 
@@ -27,7 +27,7 @@ mod sample;
 mod streams;
 mod tell;
 mod touch;
-mod weave;
+mod walk;
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -39,6 +39,7 @@ use crate::gate::Routing;
 use crate::plan::{ExpertMap, Mode, Notes, Order, RowLayout};
 use crate::topology::{NodeMap, Route};
 
+pub use super::call::Relays;
 pub use collective::{CollectiveCall, CollectiveScript, CollectiveSlip, PipelineScript, PipelineSlip};
 pub use effect::Effect;
 pub(super) use effect::puts;
@@ -97,20 +98,6 @@ impl Script<'_> {
     fn notes(&self) -> Notes {
         if self.gathers { Notes::Gathered } else { Notes::of(self.layout, self.mode, self.spans) }
     }
-}
-
-/// Where the relay of a rank runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Relays {
-    /// In the caller's thread, at the places that the launch order gives.
-    Inline,
-    /// In a thread of its own.
-    Away,
-}
-
-impl Relays {
-    /// Both.
-    pub const ALL: [Relays; 2] = [Relays::Inline, Relays::Away];
 }
 
 /// One call of the group. Handles are numbered by the dispatches that were not refused.

@@ -2,12 +2,13 @@
 
 use std::rc::Rc;
 
-use super::filled::Tables;
+use super::filled::{Filled, Tables};
 use super::sample::Told;
 use super::tell::{Extent, Handle, Teller, Until};
-use super::weave::{Act, Acts};
+use super::walk::Actor;
 use super::{Slip, Touch};
 use crate::error::{CallKind, PlanError};
+use crate::schedule::call::{Action, Role, StageId, Work};
 use crate::schedule::{CallerTables, Flag, Parts, RelayTables, Tag};
 
 /// What a rank brings into a return.
@@ -44,11 +45,7 @@ impl Teller<'_> {
         found.kept = None;
         let offers: Vec<Offer> = self.ranks().map(|me| self.offer(me, handle, &known, copied)).collect();
         let call = Returning { handle: &known, parts, copied, until, offers: &offers };
-        let bring = |me| {
-            let (caller, end) = self.summer(me, &call);
-            let relay = if self.paths(me).rails() { self.bringer(me, &call) } else { Vec::new() };
-            self.told(me, CallKind::Combine, Acts { caller, end, relay })
-        };
+        let bring = |me| self.told(me, (CallKind::Combine, until), &self.returner(me, &call));
         let told = self.ranks().map(bring).collect();
         for (member, offer) in self.members.iter_mut().zip(offers) {
             member.pool.give(&offer.staging);
@@ -96,66 +93,95 @@ impl Teller<'_> {
         Offer { chunk, staging, outbox, tags: tables.tags, bases: tables.bases }
     }
 
-    fn summer(&self, me: u32, call: &Returning) -> (Vec<Act>, Vec<Touch>) {
+    fn returner<'s>(&'s self, me: u32, call: &'s Returning<'s>) -> Returner<'s, 's> {
         let (paths, layout) = (self.paths(me), &call.handle.placed.layouts[me as usize]);
-        let Offer { chunk, tags, bases, .. } = &call.offers[me as usize];
+        let Offer { staging, tags, bases, outbox, .. } = &call.offers[me as usize];
         let (mut tables, _) = self.tables(me);
         tables.tags.clone_from(tags);
         tables.bases.clone_from(bases);
         for near in paths.locals().chain([me]) {
             tables.bases[near as usize] = call.offers[near as usize].chunk.start;
         }
-        let home = &call.offers[me as usize].staging;
         if self.script.pulls {
-            tables.pull(&self.setting(me, 0), layout, home.start);
+            tables.pull(&self.setting(me, 0), layout, staging.start);
         } else {
             tables.sum(&self.setting(me, 0), layout, call.parts);
         }
-        let filled = self.filled(
-            me,
-            Tables::Caller { tables, layout: Rc::clone(layout), row_bytes: self.script.row_bytes },
-        );
-        let mut touches = [Vec::new(), Vec::new()];
-        if let Some(kept) = &call.handle.kept {
-            touches[0] = self.landed_read(me, layout, &kept[me as usize], call.handle.call, true);
-        }
-        touches[usize::from(call.copied)].extend(self.chunk_written(me, layout, chunk, call.parts));
-        let mut heard = self.tags_read(me, Flag::Entry, paths.locals());
-        heard.extend(self.messages_read(me, false));
-        let skeleton = self.programs(me).0.ret();
-        let act = |stage, touches| self.act(stage, touches, &filled);
-        let [before, after] = touches;
-        let mut acts = vec![act(&skeleton.licence, before), act(&skeleton.entry, after)];
-        if call.until < Until::End {
-            return (acts, heard);
-        }
-        acts.push(act(&skeleton.home, heard));
-        if self.script.pulls {
-            acts.push(act(&self.programs(me).0.pull(), Vec::new()));
-            let len = layout.terms.len() as u64 * self.sizing.home_bytes;
-            return (acts, self.home_read(me, home.start, len));
-        }
-        acts.push(act(&skeleton.sum, Vec::new()));
-        (acts, Vec::new())
-    }
-
-    fn bringer(&self, me: u32, call: &Returning) -> Vec<Act> {
-        let paths = self.paths(me);
-        let mut acts = self.meeting(me, false, true, false);
-        if call.until == Until::End {
+        let row_bytes = self.script.row_bytes;
+        let own = self.filled(me, Tables::Caller { tables, layout: Rc::clone(layout), row_bytes });
+        let returned = (call.until == Until::End && paths.rails()).then(|| {
             let forward = &call.handle.placed.forwards[me as usize];
             let (_, mut tables) = self.tables(me);
             tables.bases = call.offers.iter().map(|offer| offer.chunk.start).collect();
             tables.offers = call.offers.iter().map(|offer| offer.tags[me as usize].base).collect();
-            let outbox = call.offers[me as usize].outbox;
-            tables.home(&self.setting(me, 0), forward, &self.bins, call.parts, outbox);
-            let filled = self.filled(me, self.relayed(me, tables, forward));
-            let skeleton = self.programs(me).1.skeleton();
-            acts.push(self.act(&skeleton.headers, Vec::new(), &filled));
-            let offers = self.tags_read(me, Flag::Block, paths.sources());
-            acts.push(self.act(&skeleton.home, offers, &filled));
-            acts.push(self.act(&skeleton.done, Vec::new(), &filled));
+            tables.home(&self.setting(me, 0), forward, &self.bins, call.parts, *outbox);
+            self.filled(me, self.relayed(me, tables, forward))
+        });
+        Returner { teller: self, me, call, own, messages: self.messages(me, false), returned }
+    }
+}
+
+/// One rank in a return.
+struct Returner<'s, 'a> {
+    teller: &'s Teller<'a>,
+    me: u32,
+    call: &'s Returning<'s>,
+    own: Rc<Filled>,
+    /// The relay's messages, and the rows that it returns.
+    messages: Rc<Filled>,
+    returned: Option<Rc<Filled>>,
+}
+
+impl Returner<'_, '_> {
+    fn chunk_written(&self) -> Vec<Touch> {
+        let Returner { teller, me, call, .. } = *self;
+        let layout = &call.handle.placed.layouts[me as usize];
+        teller.chunk_written(me, layout, &call.offers[me as usize].chunk, call.parts)
+    }
+}
+
+impl Actor for Returner<'_, '_> {
+    fn begin(&self) -> Vec<Touch> {
+        let Returner { teller, me, call, .. } = *self;
+        let layout = &call.handle.placed.layouts[me as usize];
+        let kept = call.handle.kept.as_ref();
+        let mut touches = kept.map_or(Vec::new(), |kept| {
+            teller.landed_read(me, layout, &kept[me as usize], call.handle.call, true)
+        });
+        // Experts write their outputs before the call; what lies elsewhere is copied amid it.
+        touches.extend(if call.copied { Vec::new() } else { self.chunk_written() });
+        touches
+    }
+
+    fn footprint(&self, role: Role, action: Action) -> Vec<Touch> {
+        let Returner { teller, me, call, .. } = *self;
+        match (role, action) {
+            (Role::Own, Action::Compute(Work::Offer)) if call.copied => self.chunk_written(),
+            (Role::Relay, Action::Compute(Work::FillReturn)) => {
+                teller.tags_read(me, Flag::Block, teller.paths(me).sources())
+            }
+            _ => teller.verdict(me, role, action, (false, true)),
         }
-        acts
+    }
+
+    fn filled(&self, stage: StageId) -> &Rc<Filled> {
+        match stage {
+            StageId::NodeEntered | StageId::CountsSent | StageId::AllEntered | StageId::Agreed => {
+                &self.messages
+            }
+            StageId::Headers | StageId::ReturnRows | StageId::RelayDone => {
+                self.returned.as_ref().unwrap_or(&self.messages)
+            }
+            _ => &self.own,
+        }
+    }
+
+    fn end(&self) -> Vec<Touch> {
+        let Returner { teller, me, call, .. } = *self;
+        if call.until < Until::End || !teller.script.pulls {
+            return Vec::new();
+        }
+        let terms = call.handle.placed.layouts[me as usize].terms.len() as u64;
+        teller.home_read(me, call.offers[me as usize].staging.start, terms * teller.sizing.home_bytes)
     }
 }

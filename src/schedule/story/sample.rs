@@ -17,10 +17,11 @@
 
 use std::collections::HashMap;
 
-use super::tell::Teller;
-use super::weave::Acts;
-use super::{Bytes, Effect, Scene};
+use super::tell::{Teller, Until};
+use super::walk::{Actor, walk};
+use super::{Bytes, Effect, Relays, Scene};
 use crate::error::CallKind;
+use crate::schedule::call::Role;
 use crate::schedule::{Flag, Op};
 
 /// What one rank does in one call, as far as it is told.
@@ -46,8 +47,14 @@ pub(super) type Word = (u32, u32, Flag);
 pub(super) type Raised = HashMap<Word, u64>;
 
 impl Teller<'_> {
-    pub(super) fn told(&self, me: u32, kind: CallKind, acts: Acts) -> Told {
-        let scenes = acts.weave(self.script.relays);
+    /// What a rank does in a call of this kind: its own program and, where that is another, its relay's.
+    pub(super) fn told(&self, me: u32, (kind, until): (CallKind, Until), actor: &impl Actor) -> Told {
+        let programs = self.programs(me);
+        let own = programs.own(kind, self.script.relays);
+        let mut scenes = vec![walk(&programs, (own, Role::Own, until), actor)];
+        if self.script.relays == Relays::Thread && self.paths(me).rails() {
+            scenes.push(walk(&programs, (programs.relay.of(kind), Role::Relay, until), actor));
+        }
         match self.inside(me) {
             true => Told::Inside(kind, scenes),
             false => Told::Outside(self.hearsay(scenes.iter().flatten())),

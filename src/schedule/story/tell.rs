@@ -1,9 +1,9 @@
 //! Unrolls a script: plays the planners and the caller of every rank.
 //!
 //! ```text
-//!   dispatch   | licence | free offered, take extents, write publication | entry | read tags, counts; write headers | rows | caller reads rows
-//!   cached     | licence | free offered, take extents                    | entry | read tags                        | rows | caller reads rows
-//!   return     caller writes chunk | licence | free offered, take staging | entry | read tags | home | sum | free staging, offer chunk
+//!   dispatch   | release | free offered, take extents, write publication | entry | read tags, counts; write headers | rows | caller reads rows
+//!   cached     | release | free offered, take extents                    | entry | read tags                        | rows | caller reads rows
+//!   return     caller writes chunk | release | free offered, take staging | entry | read tags | home | sum | free staging, offer chunk
 //!
 //!   relay      | met | read tags, counts; write messages | told | heard | read messages, counts | agreed | headers | read headers or offers | ...
 //! ```
@@ -15,14 +15,12 @@ use super::filled::{Filled, Tables};
 use super::place::Placed;
 use super::pool::Pool;
 use super::sample::{Raised, Told};
-use super::weave::Act;
-use super::{Assumed, Call, Part, Role, Script, Story, Touch};
+use super::{Assumed, Call, Part, Role, Script, Story};
 use crate::error::PlanError;
 use crate::gate::Routing;
 use crate::plan::{Bins, Order, RowLayout, Sizing};
-use crate::schedule::{
-    Caller, CallerTables, Calls, Control, Parts, Relay, RelayTables, Setting, Stage, WindowId,
-};
+use crate::schedule::call::{Engines, RankPrograms};
+use crate::schedule::{CallerTables, Calls, Control, Parts, RelayTables, Setting, WindowId};
 use crate::topology::{Paths, Route};
 
 /// Epoch of all stories.
@@ -161,20 +159,23 @@ impl<'a> Teller<'a> {
         own
     }
 
-    pub(super) fn act(&self, stage: &Stage, touches: Vec<Touch>, filled: &Rc<Filled>) -> Act {
-        Act { stage: stage.clone(), touches, filled: Rc::clone(filled) }
-    }
-
     pub(super) fn filled(&self, rank: u32, tables: Tables) -> Rc<Filled> {
         let (ranks, calls) = (self.script.nodes.ranks(), self.members[rank as usize].calls);
         let partial_bytes = self.sizing.partial_bytes.unwrap_or(0);
         Rc::new(Filled { rank, ranks, calls, tag_parity: self.tag_parity(rank), partial_bytes, tables })
     }
 
-    /// Both programs of a rank.
-    pub(super) fn programs(&self, me: u32) -> (Caller<'a>, Relay<'a>) {
-        let (paths, chunks, sums) = (self.paths(me), self.script.chunks, self.sizing.partial_bytes.is_some());
-        (Caller::new(paths, chunks), Relay::new(paths, chunks).summing(sums))
+    /// The programs of a rank.
+    pub(super) fn programs(&self, me: u32) -> RankPrograms {
+        let shape = Engines { pulls: self.script.pulls, brings_in: self.brings_in() };
+        let sums = self.sizing.partial_bytes.is_some();
+        RankPrograms::new(self.paths(me), self.script.chunks, sums, shape)
+    }
+
+    /// Whether copy engines bring in what landed elsewhere.
+    pub(super) fn brings_in(&self) -> bool {
+        let rails = self.paths(0).rails();
+        self.script.pulls && rails && (self.arrives() || !self.script.straight)
     }
 
     /// Empty tables of both.

@@ -1,17 +1,17 @@
 //! From a call's stages and operands to the tasks of its ranks.
 //!
-//! The two programs of a rank are one line of tasks, in the launch order of a blocking call: own puts and signals, what is
-//! relayed, own waits. So the planner of a device plays them, too. What each operation is, [`Lines`] say.
+//! The order is that of the call's program, with what is relayed woven in. So the planner of a device performs it, too. What
+//! each operation is, [`Lines`] say.
 
 use super::Phase;
 use super::lines::Lines;
 use super::machine::Program;
 use super::placed::{Placed, Rank};
 use super::task::{Line, Task};
+use crate::error::CallKind;
 use crate::plan::{Arrivals, Chunk, Forward, Sizing};
-use crate::schedule::{
-    Caller, CallerTables, Calls, Operands, Parts, Relay, RelayTables, Setting, Sum, WindowId,
-};
+use crate::schedule::call::{Action, CallStep, Engines, RankPrograms, Relays, Role, StageId, Work};
+use crate::schedule::{CallerTables, Calls, Operands, Parts, RelayTables, Setting, Sum, WindowId};
 use crate::topology::Paths;
 
 /// A call of one rank.
@@ -38,75 +38,41 @@ impl<'a> Lowering<'a> {
 
     /// Tokens to the ranks of their experts.
     pub fn dispatch(self) -> Program {
-        self.out(true)
+        self.out(CallKind::Dispatch)
     }
 
     /// Gradients of tokens to the rows that were summed: along the layout that is there, with nothing beside them.
     pub fn combine_backward(mut self) -> Program {
         self.sizing.row_bytes = self.sizing.home_bytes;
-        self.out(false)
+        self.out(CallKind::CombineBackward)
     }
 
-    /// With `plans`, choices are sorted, counted and placed first, and what goes with rows moves, too.
-    fn out(self, plans: bool) -> Program {
+    /// A dispatch; one that places has its choices sorted, counted and placed first, and metadata moves, too.
+    fn out(self, kind: CallKind) -> Program {
         let (placed, rank, at, sizing) = (self.placed, self.rank, self.setting(), self.sizing);
-        let (mut lines, host) = (self.lines(), &placed.hardware.host);
+        let (plans, arrive) = (kind.places(), rank.arrivals.is_some());
         let noted = plans && placed.notes;
-        let arrive = rank.arrivals.is_some();
-        let (caller, relay) = (Caller::new(self.paths, placed.chunks), self.relay());
         let mut tables = CallerTables::new(self.paths, placed.chunks);
         tables.rows(&at, &rank.layout, noted);
         if let Some(first) = rank.arrivals {
             tables.to_arrivals(&at, &rank.layout, first, |rows| sizing.landing(rows));
         }
-        let own = own(rank, &tables, self.calls);
-        let (mut messages, mut handed, mut forward) = (self.relayed(), self.relayed(), rank.forward.clone());
+        let (mut messages, mut relayed, mut forward) = (self.relayed(), self.relayed(), rank.forward.clone());
         messages.messages(&at, plans);
         if arrive {
             let (frame, mut runs) = (placed.frame(self.paths.me()), Arrivals::default());
             let numbers = (&rank.counts, &rank.sizes);
-            handed.hand_on(&at, &frame, (&mut forward, &mut runs), numbers, |rows| sizing.landing(rows));
+            relayed.hand_on(&at, &frame, (&mut forward, &mut runs), numbers, |rows| sizing.landing(rows));
         } else {
-            handed.forward(&at, &forward, noted);
+            relayed.forward(&at, &forward, noted);
         }
         let nothing = (&[][..], &[][..]);
-        let told = others(&messages, &forward, nothing, self.calls);
-        let others = others(&handed, &forward, nothing, self.calls);
-
-        let skeleton = caller.dispatch();
-        // What a token needs of planning alone decides which rows are packed; engines that relay need the placement first.
-        let packed = if lines.device() { 2 * self.packed_bytes() } else { 0 };
-        let early = !(plans && arrive);
-        if early {
-            lines.kernel(packed, 0);
-        }
-        if plans {
-            lines.busy(host.sort * placed.choices / 1000);
-        }
-        lines.stage(skeleton.entry.start(), &own);
-        self.meet(&mut lines, &relay, &told);
-        lines.stage(skeleton.entry.finish(), &own);
-        if plans {
-            let bins = u64::from(placed.bins.count() + self.paths.ranks());
-            let place = host.place * placed.choices + host.per_bin * bins;
-            lines.busy(place / 1000);
-        }
-        lines.mark(Phase::Plan);
-        if !early {
-            lines.kernel(packed, 0);
-        }
-        if lines.device() {
-            lines.push(Task::Join(Line::Compute));
-            lines.mark(Phase::Pack);
-        }
-        lines.stage(skeleton.rows.start(), &own);
-        if self.paths.rails() {
-            let skeleton = relay.skeleton();
-            for stage in [&skeleton.headers, &skeleton.forward, &skeleton.done] {
-                lines.stage(&stage.items, &others);
-            }
-        }
-        lines.stage(skeleton.rows.finish(), &own);
+        let operands = Filled {
+            own: own(rank, &tables, self.calls),
+            messages: others(&messages, &forward, nothing, self.calls),
+            relayed: others(&relayed, &forward, nothing, self.calls),
+        };
+        let mut lines = self.walk(kind, &operands);
         if lines.device() {
             lines.push(Task::Join(Line::Stream));
         }
@@ -123,62 +89,110 @@ impl<'a> Lowering<'a> {
     /// Rows back to their tokens.
     pub fn combine(self) -> Program {
         let (placed, rank, at) = (self.placed, self.rank, self.setting());
-        let mut lines = self.lines();
         let parts = Parts { rows: true, weights: false };
-        let (caller, relay) = (Caller::new(self.paths, placed.chunks), self.relay());
-        let skeleton = caller.ret();
-        // Kernels sum where relays do; else engines bring everything home first.
-        let pulls = lines.device() && self.sizing.partial_bytes.is_none();
         let mut tables = CallerTables::new(self.paths, placed.chunks);
-        match pulls {
+        match self.pulls() {
             true => tables.pull(&at, &rank.layout, 0),
             false => tables.sum(&at, &rank.layout, parts),
         }
-        let own = own(rank, &tables, self.calls);
-        let (mut messages, mut homing) = (self.relayed(), self.relayed());
+        let (mut messages, mut returned) = (self.relayed(), self.relayed());
         messages.messages(&at, false);
-        homing.home(&at, &rank.forward, &placed.bins, parts, 0);
+        returned.home(&at, &rank.forward, &placed.bins, parts, 0);
         // Each rank's chunk lies in its own memory.
         let offers = vec![self.sizing.offer(0); self.paths.ranks() as usize];
         let holders: Vec<u32> = (0..self.paths.ranks()).collect();
-        let told = others(&messages, &rank.forward, (&holders, &offers), self.calls);
-        let others = others(&homing, &rank.forward, (&holders, &offers), self.calls);
-
-        lines.stage(skeleton.entry.start(), &own);
-        self.meet(&mut lines, &relay, &told);
-        lines.stage(skeleton.entry.finish(), &own);
-        lines.mark(Phase::Plan);
-        if self.paths.rails() {
-            let skeleton = relay.skeleton();
-            for stage in [&skeleton.headers, &skeleton.home, &skeleton.done] {
-                lines.stage(&stage.items, &others);
-            }
-        }
-        if pulls {
-            // Engines pull from neighbours while cards bring home the rest.
-            lines.stage(&caller.pull().items, &own);
-            lines.stage(&skeleton.home.items, &own);
-            lines.mark(Phase::Home);
+        let operands = Filled {
+            own: own(rank, &tables, self.calls),
+            messages: others(&messages, &rank.forward, (&holders, &offers), self.calls),
+            relayed: others(&returned, &rank.forward, (&holders, &offers), self.calls),
+        };
+        let mut lines = self.walk(CallKind::Combine, &operands);
+        if self.pulls() {
             lines.push(Task::Join(Line::Stream));
             lines.mark(Phase::Pull);
             let rows = rank.layout.terms.len() as u64 + u64::from(rank.layout.tokens);
             lines.kernel(rows * self.sizing.home_bytes, 0);
             lines.push(Task::Join(Line::Compute));
-        } else {
-            lines.stage(&skeleton.home.items, &own);
-            lines.mark(Phase::Home);
-            lines.stage(&skeleton.sum.items, &own);
         }
         lines.mark(Phase::Sum);
         lines.program()
     }
 
-    fn meet(&self, lines: &mut Lines, relay: &Relay, told: &Operands) {
-        if self.paths.rails() {
-            for stage in relay.skeleton().meeting() {
-                lines.stage(&stage.items, told);
+    /// The steps of a call's program, in its order.
+    fn walk(&self, kind: CallKind, operands: &Filled) -> Lines<'a> {
+        let sums = self.sizing.partial_bytes.is_some();
+        let engines = Engines { pulls: self.pulls(), brings_in: false };
+        let programs = RankPrograms::new(self.paths, self.placed.chunks, sums, engines);
+        let mut lines = self.lines();
+        // What a token needs of planning alone decides which rows are packed; engines that relay need the placement first.
+        let late = kind.places() && self.rank.arrivals.is_some();
+        if !late && self.goes_out(kind) {
+            self.pack(&mut lines);
+        }
+        for CallStep { role, action } in programs.own(kind, Relays::Inline).line(None) {
+            match action {
+                // Nothing was offered before the first call.
+                Action::Run(StageId::Release, _) => {}
+                Action::Run(stage, half) => {
+                    let filled = match (role, stage) {
+                        (Role::Own, _) => &operands.own,
+                        (
+                            _,
+                            StageId::Headers | StageId::RelayRows | StageId::ReturnRows | StageId::RelayDone,
+                        ) => &operands.relayed,
+                        _ => &operands.messages,
+                    };
+                    lines.stage(programs.stages.items(stage, half), filled);
+                    if stage == StageId::Home {
+                        lines.mark(Phase::Home);
+                    }
+                }
+                Action::Compute(work) if role == Role::Own => self.plan(&mut lines, work, late),
+                Action::Compute(_) | Action::Agree | Action::Admit => {}
             }
         }
+        lines
+    }
+
+    /// What the host plans between two stages, and where phases end.
+    fn plan(&self, lines: &mut Lines, work: Work, late: bool) {
+        let (placed, host) = (self.placed, &self.placed.hardware.host);
+        match work {
+            Work::Sort => lines.busy(host.sort * placed.choices / 1000),
+            Work::Place => {
+                let bins = u64::from(placed.bins.count() + self.paths.ranks());
+                let place = host.place * placed.choices + host.per_bin * bins;
+                lines.busy(place / 1000);
+            }
+            Work::FillRows => {
+                lines.mark(Phase::Plan);
+                if late {
+                    self.pack(lines);
+                }
+                if lines.device() {
+                    lines.push(Task::Join(Line::Compute));
+                    lines.mark(Phase::Pack);
+                }
+            }
+            Work::Bases => lines.mark(Phase::Plan),
+            _ => {}
+        }
+    }
+
+    /// A kernel packs what goes out, on a device; on the host rows leave from where they are.
+    fn pack(&self, lines: &mut Lines) {
+        let packed = if lines.device() { 2 * self.packed_bytes() } else { 0 };
+        lines.kernel(packed, 0);
+    }
+
+    /// Whether rows go out in calls of this kind.
+    fn goes_out(&self, kind: CallKind) -> bool {
+        kind != CallKind::Combine
+    }
+
+    /// Kernels sum where relays do; else engines bring everything here first.
+    fn pulls(&self) -> bool {
+        self.lines().device() && self.sizing.partial_bytes.is_none()
     }
 
     /// Bytes that a kernel packs, to leave; on the host rows leave from where they are.
@@ -193,10 +207,6 @@ impl<'a> Lowering<'a> {
         Lines::new(&self.placed.hardware, self.paths, self.sizing)
     }
 
-    fn relay(&self) -> Relay<'a> {
-        Relay::new(self.paths, self.placed.chunks).summing(self.sizing.partial_bytes.is_some())
-    }
-
     fn relayed(&self) -> RelayTables {
         RelayTables::new(self.paths, self.placed.chunks)
     }
@@ -206,6 +216,13 @@ impl<'a> Lowering<'a> {
         let (paths, sizing, chunks) = (self.paths, self.sizing, *chunks);
         Setting { paths, control, sizing, chunks, parity: self.calls.parity(), far: WindowId::POOL }
     }
+}
+
+/// What the slots of a call's stages are filled with.
+struct Filled<'t> {
+    own: Operands<'t>,
+    messages: Operands<'t>,
+    relayed: Operands<'t>,
 }
 
 /// Operands of the rank's own program.

@@ -1,30 +1,31 @@
-//! What everybody said on entering a call, as one rank has heard it.
+//! Call agreement: compares the tags and counts that all ranks send on entry.
 //!
 //! ```text
-//!   a neighbour       its tag in its entry's line here, its counts in its publication there
+//!   a local peer      its tag in its entry's line here, its counts in its publication there
 //!   another node      one message from the rail peer there: the tags of its members, the sum of their counts
 //! ```
 //!
-//! A caller and its relay hear the same and judge it by the same rules, so they come to the same end without a word
-//! between them: so do all ranks.
+//! A rank and its offloaded relay read the same bytes and judge them by the same rules, so they come to the same end
+//! without a word between them. So do all ranks.
 
 use super::fixed::Fixed;
-use crate::error::{CallError, CallKind, Error, MemoryError};
+use crate::error::{CallError, Cause, Error, MemoryError};
 use crate::plan::{Counts, Overflow, Sizes};
+use crate::schedule::call::Agreement;
 use crate::schedule::{Calls, Control, Flag, Refusal, Setting, Tag, WindowId};
 use crate::topology::Paths;
 
-/// Everybody's entry into one call.
+/// The entries of all ranks into one call, as this rank reads them.
 #[derive(Clone, Copy)]
-pub(super) struct Meeting<'a> {
+pub(super) struct CallAgreement<'a> {
     pub fixed: &'a Fixed,
     pub setting: Setting<'a>,
     pub calls: Calls,
 }
 
-/// Numbers that a judgement is made of, used again by all calls.
+/// Counts and sizes of all ranks, used again by all calls.
 #[derive(Debug, Default)]
-pub(super) struct Numbers {
+pub(super) struct GroupCounts {
     pub counts: Counts,
     pub sizes: Sizes,
     /// Per rank: where rows land there.
@@ -35,10 +36,10 @@ pub(super) struct Numbers {
     pub scratch: Vec<u32>,
 }
 
-impl Numbers {
+impl GroupCounts {
     /// To be found in each call or, where slots are fixed, here for all calls.
     pub fn new(fixed: &Fixed) -> Self {
-        let (mut numbers, Fixed { spec, bins, .. }) = (Numbers::default(), fixed);
+        let (mut numbers, Fixed { spec, bins, .. }) = (GroupCounts::default(), fixed);
         if let Some(slots) = spec.mode.slots() {
             numbers.counts.fix(bins, &fixed.paths(), slots, spec.max_tokens);
             numbers.sizes.fill(bins, spec.align, &numbers.counts.total, None);
@@ -47,7 +48,7 @@ impl Numbers {
     }
 }
 
-impl<'a> Meeting<'a> {
+impl<'a> CallAgreement<'a> {
     fn paths(&self) -> Paths<'a> {
         self.setting.paths
     }
@@ -76,99 +77,53 @@ impl<'a> Meeting<'a> {
         self.control().message_in(node, self.setting.parity)
     }
 
-    /// Compares what all ranks entered: what this rank got `ready` is used only if everybody makes the same call and
-    /// nobody refuses; otherwise `take_back` has it.
+    /// Whether all ranks make the call that this rank enters as `mine`, and none refuses. `refused` is this rank's own
+    /// reason to refuse it.
     ///
     /// # Errors
-    /// [`CallError::KindsDiffer`], [`CallError::Disagree`]; else what this rank itself refused; else
-    /// [`CallError::PeerRefused`] or [`MemoryError::OutOfSpace`] of the lowest rank that refused.
-    pub fn conclude<T>(
-        &self,
-        mine: Tag,
-        ready: Result<T, Error>,
-        take_back: impl FnOnce(T),
-    ) -> Result<T, Error> {
-        let ready = match ready {
-            Ok(ready) => ready,
-            Err(own) => return Err(self.all_alike(mine).err().unwrap_or_else(|| self.in_group(own))),
-        };
-        match self.agree(mine) {
-            Ok(()) => Ok(ready),
-            Err(error) => {
-                take_back(ready);
-                Err(error)
-            }
-        }
-    }
-
-    /// The pool knows its rank in the world; errors of calls name positions in the group.
-    fn in_group(&self, error: Error) -> Error {
-        match error {
-            Error::Memory(MemoryError::OutOfSpace { asked, free, .. }) => {
-                self.out_of_space(self.paths().me(), asked, free)
-            }
-            other => other,
-        }
-    }
-
-    /// Whether all ranks make the same call as this one, and none refuses.
-    ///
-    /// # Errors
-    /// [`CallError::KindsDiffer`], [`CallError::Disagree`]; else [`CallError::PeerRefused`] or
+    /// [`CallError::KindsDiffer`], [`CallError::Disagree`]; else `refused`; else [`CallError::PeerRefused`] or
     /// [`MemoryError::OutOfSpace`] of the lowest rank that refused.
-    pub fn agree(&self, mine: Tag) -> Result<(), Error> {
-        self.all_alike(mine)?;
-        for peer in self.others() {
-            let tag = self.tag_of(peer)?;
-            match tag.refusal {
-                Refusal::None => {}
-                Refusal::Input => {
-                    return Err(CallError::PeerRefused { call: self.calls.number(), peer }.into());
-                }
-                Refusal::Space => return Err(self.out_of_space(peer, tag.handle, tag.base)),
+    pub fn agree(&self, mine: Tag, refused: Option<Error>) -> Result<(), Error> {
+        let (me, said) = (self.paths().me(), |peer| Ok::<_, Error>(self.tag_of(peer)?));
+        let (call, ranks) = (self.calls.number(), self.paths().ranks());
+        let group = Agreement { call, rank: me, ranks, compared: Agreement::handles_of(mine.kind) };
+        group.alike(mine, said)?;
+        match refused {
+            // The pool knows its rank in the world; errors of calls name positions in the group.
+            Some(Error::Memory(MemoryError::OutOfSpace { asked, free, .. })) => {
+                return Err(self.out_of_space(me, asked, free));
             }
+            Some(own) => return Err(own),
+            None => {}
         }
-        Ok(())
+        match group.refusal(said)? {
+            None => Ok(()),
+            Some((peer, tag)) if tag.refusal == Refusal::Space => {
+                Err(self.out_of_space(peer, tag.handle, tag.base))
+            }
+            Some((peer, _)) => Err(group.refused_by(peer).into()),
+        }
     }
 
-    /// Whether all ranks make the same call as this one.
+    /// Adds up what all ranks count: the sizes of all ranks.
     ///
     /// # Errors
-    /// [`CallError::KindsDiffer`], [`CallError::Disagree`].
-    pub fn all_alike(&self, mine: Tag) -> Result<(), Error> {
-        let (call, kind, rank) = (self.calls.number(), mine.kind, self.paths().me());
-        for peer in self.others() {
-            let theirs = self.tag_of(peer)?;
-            if theirs.kind != kind {
-                let (mine, theirs) = (kind, theirs.kind);
-                return Err(CallError::KindsDiffer { call, rank, peer, mine, theirs }.into());
-            }
-            if [mine.refusal, theirs.refusal] != [Refusal::None; 2] {
-                continue;
-            }
-            // Where counts are exchanged there is no handle yet: the tag says how much memory is free.
-            let handles = if kind.places() { (0, 0) } else { (mine.handle, theirs.handle) };
-            let options = (u64::from(mine.options), u64::from(theirs.options));
-            for (what, (mine, theirs)) in [("options", options), ("handle", handles)] {
-                if mine != theirs {
-                    return Err(CallError::Disagree { call, kind, what, rank, peer, mine, theirs }.into());
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether all that comes has room: from everybody's counts, or from what is fixed, to where rows land.
-    ///
-    /// # Errors
-    /// [`CallError::Disagree`] if a neighbour counts more than it may; else, the same on every rank,
-    /// [`CallError::OverBudget`] or [`MemoryError::OutOfSpace`].
-    pub fn judge(&self, mine: Tag, numbers: &mut Numbers) -> Result<(), Error> {
+    /// [`Cause::Protocol`] if a local peer counts more than it may. Only this node sees that, so it ends the world.
+    pub fn judge(&self, numbers: &mut GroupCounts) -> Result<(), Error> {
         let Fixed { spec, bins, .. } = self.fixed;
         if spec.mode.slots().is_none() {
             self.count(numbers)?;
             numbers.sizes.fill(bins, spec.align, &numbers.counts.total, spec.mode.budget());
         }
+        Ok(())
+    }
+
+    /// Whether every rank has room for what it receives, and where it lands there. Afterwards
+    /// [`judge`](CallAgreement::judge).
+    ///
+    /// # Errors
+    /// The same on every rank: [`CallError::OverBudget`] or [`MemoryError::OutOfSpace`].
+    pub fn check_space(&self, mine: Tag, numbers: &mut GroupCounts) -> Result<(), Error> {
         self.within_budget(&numbers.sizes)?;
         self.room(mine, numbers)
     }
@@ -191,8 +146,8 @@ impl<'a> Meeting<'a> {
     /// Adds up what all ranks count, as this rank needs it. `scratch` is for one node's or rank's numbers.
     ///
     /// # Errors
-    /// [`CallError::Disagree`] if a neighbour counts more than it may.
-    fn count(&self, Numbers { counts, scratch, .. }: &mut Numbers) -> Result<(), Error> {
+    /// As [`CallAgreement::judge`].
+    fn count(&self, GroupCounts { counts, scratch, .. }: &mut GroupCounts) -> Result<(), Error> {
         let (paths, control) = (self.paths(), self.control());
         let words = control.words() as usize;
         counts.clear(words as u32);
@@ -213,8 +168,8 @@ impl<'a> Meeting<'a> {
     /// Adds up what this node counts, as `source` of another node needs it, and composes the message that tells it.
     ///
     /// # Errors
-    /// As [`Meeting::count`].
-    pub fn compose(&self, source: u32, numbers: Option<&mut Numbers>) -> Result<(), Error> {
+    /// As [`CallAgreement::judge`].
+    pub fn compose(&self, source: u32, numbers: Option<&mut GroupCounts>) -> Result<(), Error> {
         let (paths, control) = (self.paths(), self.control());
         let members = paths.nodes().members(paths.nodes().node_of(paths.me()));
         let at = control.message_out(paths.place_of_told(source), self.setting.parity);
@@ -223,7 +178,7 @@ impl<'a> Meeting<'a> {
             let to = at + place * Control::TAG_BYTES;
             self.fixed.port.write(WindowId::CONTROL, to, &tag)?;
         }
-        if let Some(Numbers { counts, scratch, .. }) = numbers {
+        if let Some(GroupCounts { counts, scratch, .. }) = numbers {
             let words = control.words() as usize;
             counts.clear(words as u32);
             for &member in members {
@@ -242,11 +197,8 @@ impl<'a> Meeting<'a> {
         self.fixed.port.read(member, WindowId::CONTROL, at, into)?;
         let bins = words - self.paths().staged_ranks() as usize;
         let theirs: u64 = into[..bins].iter().map(|&count| u64::from(count)).sum();
-        let mine = self.control().max_entries();
-        if theirs > mine {
-            let (call, kind, what) = (self.calls.number(), CallKind::Dispatch, "number of entries");
-            let (rank, peer) = (self.paths().me(), member);
-            return Err(CallError::Disagree { call, kind, what, rank, peer, mine, theirs }.into());
+        if theirs > self.control().max_entries() {
+            return Err(Cause::Protocol { rank: self.fixed.lanes.world_ranks[member as usize] }.into());
         }
         Ok(())
     }
@@ -255,8 +207,8 @@ impl<'a> Meeting<'a> {
     ///
     /// # Errors
     /// [`MemoryError::OutOfSpace`], the same on every rank.
-    fn room(&self, mine: Tag, numbers: &mut Numbers) -> Result<(), Error> {
-        let Numbers { sizes, landing, free, .. } = numbers;
+    fn room(&self, mine: Tag, numbers: &mut GroupCounts) -> Result<(), Error> {
+        let GroupCounts { sizes, landing, free, .. } = numbers;
         landing.clear();
         free.clear();
         for (rank, (&rows, &required)) in (0..).zip(sizes.rows.iter().zip(&sizes.required)) {
@@ -275,10 +227,5 @@ impl<'a> Meeting<'a> {
     /// Pools are equally large everywhere, so a peer's error can be told as it sees it itself.
     pub fn out_of_space(&self, rank: u32, asked: u64, free: u64) -> Error {
         self.fixed.room.lacks(rank, asked, free)
-    }
-
-    fn others(&self) -> impl Iterator<Item = u32> + use<> {
-        let me = self.paths().me();
-        (0..self.paths().ranks()).filter(move |&peer| peer != me)
     }
 }

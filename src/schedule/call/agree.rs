@@ -1,0 +1,122 @@
+//! Agreement: compares what all ranks say on entering a call.
+//!
+//! A pure function of the tags, which every rank holds. So all ranks come to the same verdict without another word.
+
+use crate::error::{CallError, CallKind};
+use crate::schedule::{Refusal, Tag};
+
+/// One call, as the ranks of a group enter it.
+#[derive(Clone, Copy, Debug)]
+pub struct Agreement {
+    /// Number of the call.
+    pub call: u64,
+    /// This rank.
+    pub rank: u32,
+    /// Size of the group.
+    pub ranks: u32,
+    /// What the tags' `handle` stands for, where it must be equal everywhere: `"handle"`, `"bytes"`.
+    pub compared: Option<&'static str>,
+}
+
+impl Agreement {
+    /// Whether all ranks make the call that this rank enters as `mine`. `said` gives the tag of another rank.
+    ///
+    /// # Errors
+    /// [`CallError::KindsDiffer`], [`CallError::Disagree`]: of the lowest rank that differs. Errors of `said`.
+    pub fn alike<E: From<CallError>>(
+        &self,
+        mine: Tag,
+        said: impl Fn(u32) -> Result<Tag, E>,
+    ) -> Result<(), E> {
+        let (call, kind, rank) = (self.call, mine.kind, self.rank);
+        for peer in self.others() {
+            let theirs = said(peer)?;
+            if theirs.kind != kind {
+                let (mine, theirs) = (kind, theirs.kind);
+                return Err(CallError::KindsDiffer { call, rank, peer, mine, theirs }.into());
+            }
+            if [mine.refusal, theirs.refusal] != [Refusal::None; 2] {
+                continue;
+            }
+            let options = (u64::from(mine.options), u64::from(theirs.options));
+            let handles = self.compared.map(|what| (what, (mine.handle, theirs.handle)));
+            for (what, (mine, theirs)) in [("options", options)].into_iter().chain(handles) {
+                if mine != theirs {
+                    return Err(CallError::Disagree { call, kind, what, rank, peer, mine, theirs }.into());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The lowest other rank that refuses the call, and its tag.
+    ///
+    /// # Errors
+    /// Errors of `said`.
+    pub fn refusal<E>(&self, said: impl Fn(u32) -> Result<Tag, E>) -> Result<Option<(u32, Tag)>, E> {
+        for peer in self.others() {
+            let tag = said(peer)?;
+            if tag.refusal != Refusal::None {
+                return Ok(Some((peer, tag)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The error that names a rank whose input was refused there.
+    pub fn refused_by(&self, peer: u32) -> CallError {
+        CallError::PeerRefused { call: self.call, peer }
+    }
+
+    /// What the tags of a call of this kind compare: counted calls have no handle yet.
+    pub fn handles_of(kind: CallKind) -> Option<&'static str> {
+        (!kind.places()).then_some("handle")
+    }
+
+    fn others(&self) -> impl Iterator<Item = u32> + use<> {
+        let rank = self.rank;
+        (0..self.ranks).filter(move |&peer| peer != rank)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GROUP: Agreement = Agreement { call: 7, rank: 1, ranks: 3, compared: Some("handle") };
+
+    fn tag(kind: CallKind, handle: u64, refusal: Refusal) -> Tag {
+        Tag { kind, handle, refusal, ..Tag::default() }
+    }
+
+    fn alike(all: [Tag; 3]) -> Result<(), CallError> {
+        GROUP.alike(all[1], |peer| Ok(all[peer as usize]))
+    }
+
+    #[test]
+    fn kinds_are_compared_before_refusals_and_handles_after() {
+        let same = tag(CallKind::Combine, 5, Refusal::None);
+        assert_eq!(alike([same; 3]), Ok(()));
+        let other = tag(CallKind::Dispatch, 5, Refusal::Input);
+        assert!(matches!(alike([same, same, other]), Err(CallError::KindsDiffer { peer: 2, .. })));
+        let older = tag(CallKind::Combine, 4, Refusal::None);
+        assert!(matches!(
+            alike([older, same, same]),
+            Err(CallError::Disagree { peer: 0, what: "handle", .. })
+        ));
+        // A rank that refuses has no handle to compare.
+        let refused = tag(CallKind::Combine, 0, Refusal::Input);
+        assert_eq!(alike([same, same, refused]), Ok(()));
+        assert_eq!(alike([same, refused, same]), Ok(()));
+    }
+
+    #[test]
+    fn lowest_rank_that_refuses_is_named() {
+        let (well, refuses) =
+            (tag(CallKind::Combine, 5, Refusal::None), tag(CallKind::Combine, 5, Refusal::Space));
+        let of = |all: [Tag; 3]| GROUP.refusal(|peer| Ok::<_, CallError>(all[peer as usize])).unwrap();
+        assert_eq!(of([well, refuses, well]), None, "its own refusal a rank knows");
+        assert_eq!(of([refuses, well, refuses]), Some((0, refuses)));
+        assert_eq!(of([well, well, refuses]), Some((2, refuses)));
+    }
+}

@@ -1,0 +1,384 @@
+//! The programs: every kind of call, as a table of steps.
+
+use super::{Action, CallProgram, CallStep, Cut, Half, Role, StageId, Stages, Work};
+use crate::error::CallKind;
+use crate::topology::Paths;
+
+/// Where the relay of a rank runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Relays {
+    /// In the caller's thread, at the places that the launch order gives.
+    Inline,
+    /// In a thread of its own.
+    Thread,
+}
+
+impl Relays {
+    /// Both.
+    pub const ALL: [Relays; 2] = [Relays::Inline, Relays::Thread];
+}
+
+/// What the programs of one instance depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CallShape {
+    /// There are other nodes: ranks have relays.
+    pub rails: bool,
+    /// Where relays run.
+    pub relays: Relays,
+    /// What copy engines do, where they move rows.
+    pub engines: Engines,
+}
+
+/// Stages of their own that copy engines need. On the host there are none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Engines {
+    /// Return: they pull rows to where a kernel sums them, since they cannot add.
+    pub pulls: bool,
+    /// Dispatch: they bring in what crossed, which landed elsewhere.
+    pub brings_in: bool,
+}
+
+use Action::{Admit, Agree, Compute, Run};
+use Half::{Finish, Start, Whole};
+
+impl CallShape {
+    /// Dispatch and `prepare`: counts first, then rows.
+    pub fn dispatch(&self) -> CallProgram {
+        let own = [
+            Compute(Work::Sort),
+            Run(StageId::Release, Whole),
+            Compute(Work::Publish),
+            Compute(Work::Announce),
+            Run(StageId::Entry, Start),
+            Compute(Work::StartRelay),
+            Run(StageId::Entry, Finish),
+            Agree,
+            Compute(Work::Judge),
+            Admit,
+            Compute(Work::Place),
+            Compute(Work::Describe),
+            Compute(Work::TellAgreed),
+            Compute(Work::FillRows),
+            Run(StageId::Rows, Start),
+            Run(StageId::Rows, Finish),
+            Compute(Work::FillBringIn),
+            Run(StageId::BringIn, Whole),
+            Compute(Work::JoinRelay),
+            Compute(Work::Report),
+            Compute(Work::Metadata),
+        ];
+        self.with_relay(self.own(&own), Class::Dispatch)
+    }
+
+    /// Dispatch along a known layout, and the gradient of combine.
+    pub fn cached(&self) -> CallProgram {
+        let own = [
+            Run(StageId::Release, Whole),
+            Compute(Work::Take),
+            Run(StageId::Entry, Start),
+            Compute(Work::StartRelay),
+            Run(StageId::Entry, Finish),
+            Agree,
+            Compute(Work::TellAgreed),
+            Compute(Work::Landings),
+            Compute(Work::FillRows),
+            Run(StageId::Rows, Start),
+            Run(StageId::Rows, Finish),
+            Compute(Work::FillBringIn),
+            Run(StageId::BringIn, Whole),
+            Compute(Work::JoinRelay),
+        ];
+        self.with_relay(self.own(&own), Class::Cached)
+    }
+
+    /// Combine, the gradient of dispatch, and the return of weight gradients.
+    pub fn ret(&self) -> CallProgram {
+        let mut own = vec![
+            Run(StageId::Release, Whole),
+            Compute(Work::Offer),
+            Run(StageId::Offer, Start),
+            Compute(Work::StartRelay),
+            Run(StageId::Offer, Finish),
+            Agree,
+            Compute(Work::TellAgreed),
+            Compute(Work::Bases),
+        ];
+        let (home, join) = (Run(StageId::Home, Whole), Compute(Work::JoinRelay));
+        own.extend(match self.engines.pulls {
+            // The host reads rows where they lie, when all that relays return has landed.
+            false => [home, join, Compute(Work::FillSum), Run(StageId::Sum, Whole)].to_vec(),
+            // Engines pull from local peers while relays return the rest.
+            true => vec![
+                Compute(Work::FillPull),
+                Run(StageId::Pull, Whole),
+                home,
+                join,
+                Run(StageId::PullRest, Whole),
+            ],
+        });
+        own.push(Compute(Work::Retire));
+        self.with_relay(self.own(&own), Class::Return)
+    }
+
+    /// A new expert map: ranks agree, and nothing moves.
+    pub fn remap(&self) -> CallProgram {
+        let own = [
+            Run(StageId::Release, Whole),
+            Compute(Work::Propose),
+            Run(StageId::Entry, Start),
+            Compute(Work::StartRelay),
+            Run(StageId::Entry, Finish),
+            Agree,
+            Compute(Work::JoinRelay),
+            Compute(Work::Adopt),
+        ];
+        self.with_relay(self.own(&own), Class::Remap)
+    }
+
+    /// What follows a dispatch by all-gather, at each rank alone: the layout of an exchange, and rows at their places.
+    pub fn regroup(&self) -> CallProgram {
+        let own = [
+            Compute(Work::SortAll),
+            Admit,
+            Compute(Work::PlaceAll),
+            Run(StageId::Regroup, Whole),
+            Compute(Work::Metadata),
+        ];
+        program(own.map(|action| CallStep { role: Role::Own, action }).into(), 0, |_| Vec::new())
+    }
+
+    /// The program of an offloaded relay in calls of this class.
+    fn relay(class: Class) -> CallProgram {
+        let fill_rows = [Compute(Work::FillRelay), Run(StageId::RelayRows, Whole)];
+        match class {
+            Class::Dispatch => {
+                let [fill, rows] = fill_rows;
+                relay(&[Compute(Work::Judge), Admit], &[Compute(Work::Learn), fill, rows])
+            }
+            Class::Cached => relay(&[], &fill_rows),
+            Class::Return => relay(&[], &[Compute(Work::FillReturn), Run(StageId::ReturnRows, Whole)]),
+            Class::Remap => relay(&[], &[]),
+        }
+    }
+
+    /// Own steps: the second half begins behind the last thing that needs no other rank.
+    fn own(&self, actions: &[Action]) -> CallProgram {
+        let offloaded = self.rails && self.relays == Relays::Thread;
+        let wanted = |action: &&Action| match action {
+            Compute(Work::StartRelay | Work::JoinRelay) => offloaded,
+            Compute(Work::FillBringIn) | Run(StageId::BringIn, _) => self.engines.brings_in,
+            _ => true,
+        };
+        let steps: Vec<_> =
+            actions.iter().filter(wanted).map(|&action| CallStep { role: Role::Own, action }).collect();
+        let half = steps.iter().position(|step| matches!(step.action, Run(_, Finish))).unwrap_or(0);
+        let join = CallStep { role: Role::Own, action: Compute(Work::JoinRelay) };
+        program(steps, half, |_| if offloaded { vec![join] } else { Vec::new() })
+    }
+
+    fn with_relay(&self, own: CallProgram, class: Class) -> CallProgram {
+        match (self.rails, self.relays) {
+            (true, Relays::Inline) => own.weave(Self::relay(class)),
+            _ => own,
+        }
+    }
+}
+
+/// Kinds of calls that have one program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Class {
+    Dispatch,
+    Cached,
+    Return,
+    Remap,
+}
+
+impl Class {
+    const ALL: [Class; 4] = [Class::Dispatch, Class::Cached, Class::Return, Class::Remap];
+
+    fn of(kind: CallKind) -> Class {
+        match kind {
+            CallKind::Dispatch | CallKind::Prepare => Class::Dispatch,
+            CallKind::CachedDispatch | CallKind::CombineBackward => Class::Cached,
+            CallKind::Combine | CallKind::DispatchBackward | CallKind::WeightsHome => Class::Return,
+            // Ranks agree, and nothing moves: so do kinds that are not calls of an exchange.
+            _ => Class::Remap,
+        }
+    }
+}
+
+/// The programs of one rank, or of its relay, by kind of call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CallPrograms {
+    all: [CallProgram; 4],
+}
+
+impl CallPrograms {
+    /// A rank's own.
+    pub fn own(shape: CallShape) -> Self {
+        CallPrograms { all: [shape.dispatch(), shape.cached(), shape.ret(), shape.remap()] }
+    }
+
+    /// Those of its relay, where that is not woven in.
+    pub fn relay() -> Self {
+        CallPrograms { all: Class::ALL.map(CallShape::relay) }
+    }
+
+    /// The program of calls of this kind.
+    pub fn of(&self, kind: CallKind) -> &CallProgram {
+        &self.all[Class::of(kind) as usize]
+    }
+}
+
+/// All that one rank runs: its stages, and the programs that order them. It never changes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankPrograms {
+    /// The rank's stages and its relay's.
+    pub stages: Stages,
+    /// Programs of an offloaded relay.
+    pub relay: CallPrograms,
+    /// The rank's own, with what it relays.
+    inline: CallPrograms,
+    /// The rank's own, without.
+    offloaded: CallPrograms,
+    /// What follows a dispatch by all-gather.
+    pub regroup: CallProgram,
+}
+
+impl RankPrograms {
+    /// Of the rank of these paths. Blocks come in `chunks` parts; relays sum what they return if `sums`.
+    pub fn new(paths: Paths<'_>, chunks: u8, sums: bool, engines: Engines) -> Self {
+        let shape = |relays| CallShape { rails: paths.rails(), relays, engines };
+        RankPrograms {
+            stages: Stages::new(paths, chunks, sums),
+            relay: CallPrograms::relay(),
+            inline: CallPrograms::own(shape(Relays::Inline)),
+            offloaded: CallPrograms::own(shape(Relays::Thread)),
+            regroup: shape(Relays::Inline).regroup(),
+        }
+    }
+
+    /// The rank's own program for calls of this kind.
+    pub fn own(&self, kind: CallKind, relays: Relays) -> &CallProgram {
+        match relays {
+            Relays::Inline => self.inline.of(kind),
+            Relays::Thread => self.offloaded.of(kind),
+        }
+    }
+}
+
+/// The steps of a relay: it hears all nodes, comes to the verdict of its own rank by itself, then `moves`.
+fn relay(judge: &[Action], moves: &[Action]) -> CallProgram {
+    let mut actions = vec![
+        Run(StageId::NodeEntered, Whole),
+        Compute(Work::Compose),
+        Run(StageId::CountsSent, Whole),
+        Run(StageId::AllEntered, Whole),
+        Agree,
+        Compute(Work::Bases),
+    ];
+    actions.extend(judge);
+    actions.push(Run(StageId::Agreed, Whole));
+    let half = actions.len();
+    if !moves.is_empty() {
+        actions.push(Run(StageId::Headers, Whole));
+        actions.extend(moves);
+        actions.push(Run(StageId::RelayDone, Whole));
+    }
+    let step = |action| CallStep { role: Role::Relay, action };
+    // Whatever the verdict, the rank hears that its relay has heard everybody.
+    let agreed = step(Run(StageId::Agreed, Whole));
+    program(actions.into_iter().map(step).collect(), half, |_| vec![agreed])
+}
+
+/// A program whose cuts leave `tail` to be done.
+fn program(steps: Vec<CallStep>, half: usize, tail: impl Fn(usize) -> Vec<CallStep>) -> CallProgram {
+    let cuts = |&at: &usize| matches!(steps[at].action, Agree | Admit);
+    let cuts = (0..steps.len()).filter(cuts).map(|at| Cut { at: at as u16, tail: tail(at).into() });
+    CallProgram { cuts: cuts.collect(), half: half as u16, steps: steps.into() }
+}
+
+impl CallProgram {
+    /// Puts the steps of a relay between this rank's own signals and its own waits, for one thread that plays both.
+    ///
+    /// Inline is the launch order of a stage (own puts and signals, what is relayed, own waits) carried on to the whole
+    /// call. The relay's verdict goes: the rank's own comes right behind what the relay heard.
+    pub fn weave(&self, relay: CallProgram) -> CallProgram {
+        let hears = |step: &&CallStep| !matches!(step.action, Agree | Admit | Compute(Work::Judge));
+        let (heard, moves) = relay.steps.split_at(relay.half());
+        let waits = |from: usize| {
+            let wait = |step: &CallStep| {
+                matches!(step.action, Run(_, Finish) | Run(StageId::Home | StageId::Pull, _))
+            };
+            self.steps.iter().skip(from).position(wait).map_or(self.steps.len(), |at| from + at)
+        };
+        let first = waits(0);
+        let second = waits(first + 1);
+        let heard: Vec<_> = heard.iter().filter(hears).copied().collect();
+        let steps = [&self.steps[..first], &heard, &self.steps[first..second], moves, &self.steps[second..]];
+        // In a call that moves nothing there is no second place, and the relay has nothing to put there.
+        program(steps.concat(), self.half(), |_| Vec::new())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const INLINE: CallShape = CallShape {
+        rails: true,
+        relays: Relays::Inline,
+        engines: Engines { pulls: false, brings_in: false },
+    };
+
+    #[test]
+    fn programs_read_as_the_module_says() {
+        let alone = CallShape { rails: false, ..INLINE };
+        assert_eq!(
+            alone.dispatch().to_string(),
+            "Sort release Publish Announce entry.. / ..entry Agree! Judge Admit! Place Describe TellAgreed FillRows \
+             rows.. ..rows Report Metadata"
+        );
+        assert_eq!(
+            INLINE.ret().to_string(),
+            "release Offer offer.. / [ node entered Compose counts sent all entered Bases agreed ] ..offer Agree! \
+             TellAgreed Bases [ headers FillReturn return rows relay done ] home FillSum sum Retire"
+        );
+        let offloaded = CallShape { relays: Relays::Thread, ..INLINE };
+        assert_eq!(
+            offloaded.remap().to_string(),
+            "release Propose entry.. StartRelay / ..entry Agree! JoinRelay Adopt"
+        );
+        assert_eq!(
+            CallPrograms::relay().of(CallKind::Prepare).to_string(),
+            "[ node entered Compose counts sent all entered Agree! Bases Judge Admit! agreed / headers Learn \
+             FillRelay relay rows relay done ]"
+        );
+    }
+
+    #[test]
+    fn one_thread_judges_a_call_once() {
+        for program in &CallPrograms::own(INLINE).all {
+            let agreements = program.steps().iter().filter(|step| step.action == Agree);
+            assert_eq!(agreements.map(|step| step.role).collect::<Vec<_>>(), [Role::Own], "{program}");
+        }
+    }
+
+    #[test]
+    fn nothing_moves_before_all_cuts() {
+        let moves = |step: &CallStep| {
+            matches!(
+                step.action,
+                Run(StageId::Rows | StageId::RelayRows | StageId::ReturnRows | StageId::Sum, _)
+            )
+        };
+        for relays in Relays::ALL {
+            let shape = CallShape { relays, ..INLINE };
+            let (own, relays) = (CallPrograms::own(shape), CallPrograms::relay());
+            for program in own.all.iter().chain(&relays.all) {
+                let first = program.steps().iter().position(moves).unwrap_or(program.steps().len());
+                assert!(program.cuts().iter().all(|cut| usize::from(cut.at) < first), "{program}");
+            }
+        }
+    }
+}

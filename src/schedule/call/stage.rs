@@ -1,0 +1,164 @@
+//! The stages of a rank by name: its skeleton, built once.
+
+use crate::schedule::{Caller, Item, Relay, Stage};
+use crate::topology::Paths;
+
+/// A stage of a rank's skeleton.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum StageId {
+    /// Waits until readers have read what this rank offered last.
+    Release,
+    /// Dispatch and agreement: sends this rank's tag, waits for those of all.
+    Entry,
+    /// Return: as [`StageId::Entry`], and tells relays where returned rows go.
+    Offer,
+    /// Dispatch: puts the rows, waits for those that land here.
+    Rows,
+    /// Dispatch, behind [`StageId::Rows`]: copy engines bring in what landed in host staging.
+    BringIn,
+    /// Return: waits until relays have returned their rows.
+    Home,
+    /// Return: sums rows where they lie, and says that they are read.
+    Sum,
+    /// Return, in place of [`StageId::Sum`]: copy engines pull rows of this node here, since they cannot add.
+    Pull,
+    /// Return, behind [`StageId::Home`]: copy engines pull what relays returned; owners have their memory back.
+    PullRest,
+    /// All-gather: copies gathered rows to their places.
+    Regroup,
+    /// Relay: waits until all ranks of this node have entered.
+    NodeEntered,
+    /// Relay: sends the counts of this node to other nodes.
+    CountsSent,
+    /// Relay: waits until all nodes have entered.
+    AllEntered,
+    /// Relay: tells its own rank that it has heard all nodes.
+    Agreed,
+    /// Relay: waits for headers, or offers, of its sources.
+    Headers,
+    /// Relay, dispatch: passes rows on to the ranks of this node.
+    RelayRows,
+    /// Relay, return: sends rows of this node back.
+    ReturnRows,
+    /// Relay: tells its own rank that it reads nobody's memory any more.
+    RelayDone,
+}
+
+/// Which part of a stage a step runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Half {
+    /// All of it.
+    Whole,
+    /// What precedes the first wait.
+    Start,
+    /// What begins with the first wait.
+    Finish,
+}
+
+impl StageId {
+    /// All stages.
+    pub const ALL: [StageId; 18] = [
+        StageId::Release,
+        StageId::Entry,
+        StageId::Offer,
+        StageId::Rows,
+        StageId::BringIn,
+        StageId::Home,
+        StageId::Sum,
+        StageId::Pull,
+        StageId::PullRest,
+        StageId::Regroup,
+        StageId::NodeEntered,
+        StageId::CountsSent,
+        StageId::AllEntered,
+        StageId::Agreed,
+        StageId::Headers,
+        StageId::RelayRows,
+        StageId::ReturnRows,
+        StageId::RelayDone,
+    ];
+
+    /// Name for timelines and faults.
+    pub const fn name(self) -> &'static str {
+        match self {
+            StageId::Release => "release",
+            StageId::Entry => "entry",
+            StageId::Offer => "offer",
+            StageId::Rows => "rows",
+            StageId::BringIn => "bring in",
+            StageId::Home => "home",
+            StageId::Sum => "sum",
+            StageId::Pull => "pull",
+            StageId::PullRest => "pull rest",
+            StageId::Regroup => "regroup",
+            StageId::NodeEntered => "node entered",
+            StageId::CountsSent => "counts sent",
+            StageId::AllEntered => "all entered",
+            StageId::Agreed => "agreed",
+            StageId::Headers => "headers",
+            StageId::RelayRows => "relay rows",
+            StageId::ReturnRows => "return rows",
+            StageId::RelayDone => "relay done",
+        }
+    }
+}
+
+/// The skeleton of one rank: what does not change from call to call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stages {
+    all: Box<[Stage]>,
+}
+
+impl Stages {
+    /// Of the rank of these paths. Blocks come in `chunks` parts; relays sum what they return if `sums`.
+    pub fn new(paths: Paths<'_>, chunks: u8, sums: bool) -> Self {
+        let (caller, relay) = (Caller::new(paths, chunks), Relay::new(paths, chunks).summing(sums));
+        let items = |id| match id {
+            StageId::Release => caller.release(),
+            StageId::Entry => caller.entry(false),
+            StageId::Offer => caller.entry(true),
+            StageId::Rows => caller.rows_stage(),
+            StageId::BringIn => caller.bring_in(),
+            StageId::Home => caller.home(),
+            StageId::Sum => caller.sum_stage(),
+            StageId::Pull => caller.pull(),
+            StageId::PullRest => caller.pull_rest(),
+            StageId::Regroup => caller.regroup(),
+            StageId::NodeEntered => relay.node_entered(),
+            StageId::CountsSent => relay.counts_sent(),
+            StageId::AllEntered => relay.all_entered(),
+            StageId::Agreed => relay.agreed(),
+            StageId::Headers => relay.headers(),
+            StageId::RelayRows => relay.relay_rows(),
+            StageId::ReturnRows => relay.return_rows(),
+            StageId::RelayDone => relay.relay_done(),
+        };
+        Stages { all: StageId::ALL.map(|id| Stage { name: id.name(), items: items(id) }).into() }
+    }
+
+    /// One stage.
+    pub fn of(&self, id: StageId) -> &Stage {
+        &self.all[id as usize]
+    }
+
+    /// The operations of a stage, or of a half of it, in launch order.
+    pub fn items(&self, id: StageId, half: Half) -> &[Item] {
+        let stage = self.of(id);
+        match half {
+            Half::Whole => &stage.items,
+            Half::Start => stage.start(),
+            Half::Finish => stage.finish(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stages_lie_where_their_names_point() {
+        assert!((0..).zip(StageId::ALL).all(|(index, id)| id as usize == index));
+    }
+}
