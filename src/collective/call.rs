@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use super::Communicator;
 use crate::dtype::Dtype;
-use crate::error::{CallError, CallKind, Error};
+use crate::error::{CallKind, Error};
 use crate::lane::Io;
 use crate::rows::{Rows, Stores};
+use crate::schedule::call::Agreement;
 use crate::schedule::collective::{Copied, Program, Round, Skeleton, Tensor};
 use crate::schedule::{Flag, Refusal, Tag, WindowId};
 
@@ -58,7 +59,7 @@ impl Communicator {
         let tag = call.tag(true);
         let told = self.enter(&round, &[], Stores::Cached, |_| tag);
         self.counts.none = sends;
-        match told.and_then(|()| self.all_alike(call, tag)) {
+        match told.and_then(|()| self.agreement(call).alike(tag, |peer| self.said(peer))) {
             Ok(()) => why,
             Err(error) => error,
         }
@@ -183,39 +184,20 @@ impl Communicator {
     /// Whether all ranks make this call, and none refuses.
     ///
     /// # Errors
-    /// [`CallError::KindsDiffer`], [`CallError::Disagree`], [`CallError::PeerRefused`] of the lowest rank that refused.
+    /// [`CallError::KindsDiffer`](crate::error::CallError), [`CallError::Disagree`](crate::error::CallError),
+    /// [`CallError::PeerRefused`](crate::error::CallError) of the lowest rank that refused.
     pub(super) fn agree(&self, call: Call) -> Result<(), Error> {
-        self.all_alike(call, call.tag(false))?;
-        for peer in self.others() {
-            if self.said(peer)?.refusal != Refusal::None {
-                return Err(CallError::PeerRefused { call: self.calls.number(), peer }.into());
-            }
+        let group = self.agreement(call);
+        group.alike(call.tag(false), |peer| self.said(peer))?;
+        match group.refusal(|peer| self.said(peer))? {
+            None => Ok(()),
+            Some((peer, _)) => Err(group.refused_by(peer).into()),
         }
-        Ok(())
     }
 
-    fn all_alike(&self, call: Call, mine: Tag) -> Result<(), Error> {
-        let (number, kind, rank) = (self.calls.number(), call.kind, self.seat.me);
-        for peer in self.others() {
-            let theirs = self.said(peer)?;
-            if theirs.kind != kind {
-                let (mine, theirs) = (kind, theirs.kind);
-                return Err(CallError::KindsDiffer { call: number, rank, peer, mine, theirs }.into());
-            }
-            if [mine.refusal, theirs.refusal] != [Refusal::None; 2] {
-                continue;
-            }
-            let options = (u64::from(mine.options), u64::from(theirs.options));
-            let bytes = call.bytes.map_or((0, 0), |bytes| (bytes, theirs.handle));
-            for (what, (mine, theirs)) in [("options", options), ("bytes", bytes)] {
-                if mine != theirs {
-                    return Err(
-                        CallError::Disagree { call: number, kind, what, rank, peer, mine, theirs }.into()
-                    );
-                }
-            }
-        }
-        Ok(())
+    fn agreement(&self, call: Call) -> Agreement {
+        let (number, rank, ranks) = (self.calls.number(), self.seat.me, self.seat.ranks());
+        Agreement { call: number, rank, ranks, compared: call.bytes.map(|_| "bytes") }
     }
 
     /// What a peer said on entering the running round.

@@ -2,6 +2,7 @@
 
 use super::buffers::check_tensor;
 use super::flight::{Flight, Lent, UnfinishedCall};
+use super::host_call::sort;
 use super::{ExpertParallel, ExpertRows, Handle};
 use crate::dtype::Element;
 use crate::error::{CallKind, Error, PlanError};
@@ -84,6 +85,10 @@ impl ExpertParallel {
 
     /// First half: announces memory, and publishes counts.
     pub(super) fn start_placing(&mut self, flight: &mut Flight, routing: &Routing<'_>) -> Result<(), Error> {
+        if self.gather.is_some() && flight.refused.is_none() {
+            // What gathers sends choices as they are: those that make no sense are refused here.
+            flight.refuse(sort(&self.fixed, &mut self.space.sorted, routing));
+        }
         let lent = Lent { routing: Some(routing), tokens: routing.tokens(), ..Lent::default() };
         self.exchange().enter(flight, lent, Until::Half)
     }

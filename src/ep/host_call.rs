@@ -473,7 +473,11 @@ impl HostCall<'_, '_> {
 }
 
 /// Sorts choices into bins, and drops those that find no slot.
-fn sort(fixed: &Fixed, sorted: &mut crate::plan::Sorted, routing: &Routing<'_>) -> Result<(), Error> {
+pub(super) fn sort(
+    fixed: &Fixed,
+    sorted: &mut crate::plan::Sorted,
+    routing: &Routing<'_>,
+) -> Result<(), Error> {
     let spec = &fixed.spec;
     sorted.fill(&spec.map, &fixed.bins, spec.notes(), fixed.lanes.rank, routing)?;
     if let Some(slots) = spec.mode.slots() {

@@ -162,6 +162,7 @@ impl Group {
             calls,
             sample: None,
             slip,
+            mutation: None,
         }
     }
 
@@ -252,6 +253,8 @@ pub fn rounds() -> Vec<Call> {
         Call::RefusedReturn { handle: 2 },
         ret(3, BOTH),
         Call::Cached { handle: 2 },
+        Call::RefusedCached { handle: 2 },
+        Call::RefusedCached { handle: 3 },
         ret(2, BOTH),
         dispatch(1),
         Call::Mixed { routing: 0, handle: 4 },

@@ -22,14 +22,18 @@
 //! Where the relay is [offloaded](Relays::Thread), its steps are a second program.
 
 mod agree;
+mod flow;
 mod machine;
+mod mutate;
 mod programs;
 mod stage;
 
 use std::fmt;
 
 pub use agree::Agreement;
+pub use flow::{Lacking, Value};
 pub use machine::CallMachine;
+pub use mutate::{CallChange, CallMutation};
 pub use programs::{CallPrograms, CallShape, Engines, RankPrograms, Relays};
 pub use stage::{Half, StageId, Stages};
 

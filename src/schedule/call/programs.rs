@@ -243,6 +243,8 @@ pub struct RankPrograms {
     offloaded: CallPrograms,
     /// What follows a dispatch by all-gather.
     pub regroup: CallProgram,
+    /// There are relays.
+    pub(super) rails: bool,
 }
 
 impl RankPrograms {
@@ -255,6 +257,7 @@ impl RankPrograms {
             inline: CallPrograms::own(shape(Relays::Inline)),
             offloaded: CallPrograms::own(shape(Relays::Thread)),
             regroup: shape(Relays::Inline).regroup(),
+            rails: paths.rails(),
         }
     }
 

@@ -61,10 +61,10 @@ impl Teller<'_> {
         Ok(told)
     }
 
-    pub(super) fn cached(&mut self, handle: usize) -> Result<Vec<Told>, PlanError> {
+    pub(super) fn cached(&mut self, handle: usize, until: Until) -> Result<Vec<Told>, PlanError> {
         let placed = Rc::clone(&self.handle(handle)?.placed);
         let ground = self.land(&placed);
-        let (kind, until) = (CallKind::CachedDispatch, Until::End);
+        let kind = CallKind::CachedDispatch;
         let (placed, handle) = (&*placed, handle as u64);
         let sending = Sending { kind, handle, noted: false, until, placed, ground: &ground, odd: None };
         let told = self.ranks().map(|me| self.send(me, &sending)).collect();
@@ -100,16 +100,16 @@ impl Teller<'_> {
     }
 
     fn send(&self, me: u32, call: &Sending) -> Told {
-        let ends = call.until == Until::End;
-        let brought_in = ends && self.brings_in();
+        // What a call is to move is known, also where it is refused: a rank that goes on moves it.
+        let moves = !call.placed.forwards.is_empty();
         let sender = Sender {
             teller: self,
             me,
             call,
             own: self.own_rows(me, call),
-            brought_in: brought_in.then(|| self.brought_in(me, call)),
+            brought_in: (moves && self.brings_in()).then(|| self.brought_in(me, call)),
             messages: self.messages(me, self.counted(call)),
-            relayed: (ends && self.paths(me).rails()).then(|| self.relayed_rows(me, call)),
+            relayed: (moves && self.paths(me).rails()).then(|| self.relayed_rows(me, call)),
         };
         self.told(me, (call.kind, call.until), &sender)
     }
@@ -119,7 +119,7 @@ impl Teller<'_> {
         let (mut tables, _) = self.tables(me);
         tables.tags.fill(self.tag(call.kind, call.handle, ground[me as usize].start));
         tables.landing = ground.iter().map(|extent| extent.start).collect();
-        if call.until == Until::End {
+        if !call.placed.forwards.is_empty() {
             let setting = self.setting(me, self.parity(me, Slip::OneHeader));
             tables.rows(&setting, layout, call.noted);
             if self.arrives() {
@@ -280,10 +280,9 @@ impl Actor for Sender<'_, '_> {
             (Role::Own, Action::Compute(Work::Describe)) if call.noted => {
                 teller.headers_written(me, &call.placed.layouts[me as usize])
             }
-            (Role::Relay, Action::Compute(Work::Learn)) => match &self.relayed {
-                Some(_) => teller.headers_read(me, &call.placed.forwards[me as usize]),
-                None => Vec::new(),
-            },
+            (Role::Relay, Action::Compute(Work::Learn)) => {
+                teller.headers_read(me, &call.placed.forwards[me as usize])
+            }
             (Role::Own, Action::Compute(Work::FillBringIn)) => {
                 self.brought_in.as_ref().map_or(Vec::new(), |(_, touches)| touches.clone())
             }

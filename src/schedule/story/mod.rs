@@ -32,6 +32,7 @@ mod walk;
 use std::ops::Range;
 use std::rc::Rc;
 
+use super::call::CallMutation;
 use super::stream::Slots;
 use super::{Level, Op, Parts, WindowId};
 use crate::error::{CallKind, PlanError};
@@ -91,6 +92,8 @@ pub struct Script<'a> {
     pub sample: Option<&'a [u32]>,
     /// A rule that whoever plans breaks: `None`, except to see that `prove` notices.
     pub slip: Option<Slip>,
+    /// A bug in the programs of one kind of call, for the same reason.
+    pub mutation: Option<CallMutation>,
 }
 
 impl Script<'_> {
@@ -128,6 +131,11 @@ pub enum Call {
     RefusedDispatch {
         /// Which set of routings.
         routing: usize,
+    },
+    /// A dispatch along a known layout whose input some rank refuses: every rank leaves when it has read the tags.
+    RefusedCached {
+        /// The handle.
+        handle: usize,
     },
     /// A return whose input some rank refuses: every rank leaves when it has read the tags.
     RefusedReturn {

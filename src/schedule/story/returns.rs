@@ -109,7 +109,7 @@ impl Teller<'_> {
         }
         let row_bytes = self.script.row_bytes;
         let own = self.filled(me, Tables::Caller { tables, layout: Rc::clone(layout), row_bytes });
-        let returned = (call.until == Until::End && paths.rails()).then(|| {
+        let returned = paths.rails().then(|| {
             let forward = &call.handle.placed.forwards[me as usize];
             let (_, mut tables) = self.tables(me);
             tables.bases = call.offers.iter().map(|offer| offer.chunk.start).collect();

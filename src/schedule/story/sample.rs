@@ -19,9 +19,9 @@ use std::collections::HashMap;
 
 use super::tell::{Teller, Until};
 use super::walk::{Actor, walk};
-use super::{Bytes, Effect, Relays, Scene};
+use super::{Bytes, Effect, Scene};
 use crate::error::CallKind;
-use crate::schedule::call::Role;
+use crate::schedule::call::CallChange;
 use crate::schedule::{Flag, Op};
 
 /// What one rank does in one call, as far as it is told.
@@ -50,10 +50,15 @@ impl Teller<'_> {
     /// What a rank does in a call of this kind: its own program and, where that is another, its relay's.
     pub(super) fn told(&self, me: u32, (kind, until): (CallKind, Until), actor: &impl Actor) -> Told {
         let programs = self.programs(me);
-        let own = programs.own(kind, self.script.relays);
-        let mut scenes = vec![walk(&programs, (own, Role::Own, until), actor)];
-        if self.script.relays == Relays::Thread && self.paths(me).rails() {
-            scenes.push(walk(&programs, (programs.relay.of(kind), Role::Relay, until), actor));
+        let mut scenes = Vec::new();
+        for (role, program) in programs.of(kind, self.script.relays) {
+            let planted = self.script.mutation.filter(|bug| (bug.kind, bug.role) == (kind, role));
+            let goes_on = planted.is_some_and(|bug| bug.change == CallChange::GoOn { rank: me });
+            let until = if goes_on { Until::End } else { until };
+            match planted {
+                Some(bug) => scenes.push(walk(&programs, (&bug.plant(program), role, until), actor)),
+                None => scenes.push(walk(&programs, (program, role, until), actor)),
+            }
         }
         match self.inside(me) {
             true => Told::Inside(kind, scenes),

@@ -82,7 +82,8 @@ pub(super) fn tell(script: &Script) -> Result<Story, PlanError> {
         let told = match *call {
             Call::Dispatch { routing, keep } => teller.dispatch(routing, keep, Until::End)?,
             Call::RefusedDispatch { routing } => teller.dispatch(routing, false, Until::Counts)?,
-            Call::Cached { handle } => teller.cached(handle)?,
+            Call::Cached { handle } => teller.cached(handle, Until::End)?,
+            Call::RefusedCached { handle } => teller.cached(handle, Until::Tags)?,
             Call::Return { handle, parts, copied } => teller.ret(handle, parts, copied, Until::End)?,
             Call::RefusedReturn { handle } => {
                 teller.ret(handle, Parts { rows: true, weights: false }, false, Until::Tags)?

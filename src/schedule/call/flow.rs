@@ -1,0 +1,217 @@
+//! What the steps of a call hand to each other: a program is well formed if every step finds what it needs.
+//!
+//! `prove` orders accesses to windows between ranks. Within a rank a step also needs values that lie in no window: a
+//! verdict, a layout, operands. Here each step names those it needs and those it gives, and each kind of call what it
+//! owes its caller. A program that lacks one is named before anything is unrolled.
+
+use std::fmt;
+
+use super::{Action, CallProgram, CallStep, Half, Role, StageId, Work};
+
+/// A value that one step of a rank gives to later ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Value {
+    /// The choices of this rank, sorted into bins.
+    Choices,
+    /// What this rank says on entering.
+    Tag,
+    /// This rank has entered.
+    Entered,
+    /// The tags of all ranks can be read.
+    AllTags,
+    /// All ranks found that the call goes on.
+    Verdict,
+    /// Sizes of what all ranks receive.
+    Sizes,
+    /// Where rows of this rank land.
+    Landings,
+    /// Operands of the stage that moves rows.
+    Operands,
+    /// The call can no longer be refused; a waiting caller knows.
+    Told,
+    /// This rank's rows are out.
+    Sent,
+    /// Rows have landed here.
+    Landed,
+    /// Operands of the stage that brings in what landed elsewhere.
+    BringInOperands,
+    /// What landed elsewhere is here.
+    BroughtIn,
+    /// Rows that relays return have landed here.
+    Returned,
+    /// The sums of this rank's tokens are complete.
+    Summed,
+    /// What the call leaves is in place: a handle, a chunk in the pool, an expert map.
+    Settled,
+    /// Metadata was read.
+    Metadata,
+    /// An offloaded relay is at work.
+    RelayStarted,
+    /// An offloaded relay has finished.
+    RelayBack,
+    /// The message to other nodes.
+    Message,
+    /// Other nodes have it.
+    MessageSent,
+    /// The rank knows that its relay has heard all nodes.
+    Answered,
+    /// Headers, or offers, of sources.
+    Headers,
+    /// Blocks of sources, as headers describe them.
+    Blocks,
+    /// Where the memory of this node's ranks begins.
+    Bases,
+    /// All that is relayed has moved.
+    Relayed,
+    /// The rank knows that its relay has finished.
+    Done,
+}
+
+/// A step, or the caller, lacks a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lacking {
+    /// The step; nothing where the call ends without what it owes.
+    pub step: Option<CallStep>,
+    /// What it lacks.
+    pub value: Value,
+}
+
+impl fmt::Display for Lacking {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.step {
+            Some(step) => write!(f, "{} comes before {:?}", step.action, self.value),
+            None => write!(f, "the call ends without {:?}", self.value),
+        }
+    }
+}
+
+impl CallProgram {
+    /// Checks that every step finds what it needs, and that the call ends with all that `whole`, a well-formed program of
+    /// the same call, ends with.
+    ///
+    /// # Errors
+    /// The first step that lacks a value.
+    pub fn check(&self, whole: &CallProgram) -> Result<(), Lacking> {
+        let given = self.flow(whole)?;
+        let lacking = whole.flow(whole)?.into_iter().find(|value| !given.contains(value));
+        match lacking {
+            Some((_, value)) => Err(Lacking { step: None, value }),
+            None => Ok(()),
+        }
+    }
+
+    /// All values that are given, if each is there when a step needs it. A value that no step of `whole` gives comes from
+    /// outside: a handle has a layout, and the verdict of an inlined relay is its rank's.
+    fn flow(&self, whole: &CallProgram) -> Result<Vec<(Role, Value)>, Lacking> {
+        let gives = |value: &(Role, Value)| whole.steps.iter().any(|step| whole.given(step).contains(value));
+        let mut given = Vec::new();
+        for &step in &self.steps {
+            for need in needs(&step) {
+                let need = match (need, gives(&need)) {
+                    (_, true) => need,
+                    ((Role::Relay, Value::Verdict), _) if gives(&(Role::Own, Value::Verdict)) => {
+                        (Role::Own, Value::Verdict)
+                    }
+                    _ => continue,
+                };
+                if !given.contains(&need) {
+                    return Err(Lacking { step: Some(step), value: need.1 });
+                }
+            }
+            given.extend(whole.given(&step));
+        }
+        Ok(given)
+    }
+
+    /// What a step gives. The last cut of each role gives the verdict.
+    fn given(&self, step: &CallStep) -> Vec<(Role, Value)> {
+        let last =
+            self.steps.iter().rev().find(|other| {
+                other.role == step.role && matches!(other.action, Action::Agree | Action::Admit)
+            });
+        let verdict = matches!(step.action, Action::Agree | Action::Admit) && last == Some(step);
+        let values = if verdict { &[Value::Verdict][..] } else { gives(step.action) };
+        values.iter().map(|&value| (step.role, value)).collect()
+    }
+}
+
+fn gives(action: Action) -> &'static [Value] {
+    use Value::*;
+    match action {
+        Action::Run(StageId::Entry | StageId::Offer, Half::Start) => &[Entered],
+        Action::Run(StageId::Entry | StageId::Offer, _) | Action::Run(StageId::AllEntered, _) => &[AllTags],
+        Action::Run(StageId::Rows, Half::Start) => &[Sent],
+        Action::Run(StageId::Rows, _) => &[Landed],
+        Action::Run(StageId::BringIn, _) => &[BroughtIn],
+        Action::Run(StageId::Home, _) => &[Returned],
+        Action::Run(StageId::Sum | StageId::PullRest, _) => &[Summed],
+        Action::Run(StageId::CountsSent, _) => &[MessageSent],
+        Action::Run(StageId::Agreed, _) => &[Answered],
+        Action::Run(StageId::Headers, _) => &[Headers],
+        Action::Run(StageId::RelayRows | StageId::ReturnRows, _) => &[Relayed],
+        Action::Run(StageId::RelayDone, _) => &[Done],
+        Action::Compute(work) => match work {
+            Work::Sort => &[Choices],
+            Work::Announce | Work::Take | Work::Offer | Work::Propose => &[Tag],
+            Work::StartRelay => &[RelayStarted],
+            Work::JoinRelay => &[RelayBack],
+            Work::Judge => &[Sizes],
+            Work::Place | Work::Landings => &[Landings],
+            Work::Bases => &[Bases],
+            Work::TellAgreed => &[Told],
+            Work::FillRows | Work::FillSum | Work::FillPull | Work::FillRelay | Work::FillReturn => {
+                &[Operands]
+            }
+            Work::FillBringIn => &[BringInOperands],
+            Work::Report | Work::Retire | Work::Adopt => &[Settled],
+            Work::Metadata => &[Metadata],
+            Work::Compose => &[Message],
+            Work::Learn => &[Blocks],
+            _ => &[],
+        },
+        _ => &[],
+    }
+}
+
+fn needs(step: &CallStep) -> Vec<(Role, Value)> {
+    use Value::*;
+    let values: &[Value] = match step.action {
+        Action::Run(StageId::Entry | StageId::Offer, Half::Start) => &[Tag],
+        Action::Run(StageId::Entry | StageId::Offer, _) => &[Entered, RelayStarted],
+        Action::Run(StageId::Rows, Half::Start) => &[Verdict, Operands],
+        Action::Run(StageId::Rows, _) => &[Sent],
+        Action::Run(StageId::BringIn, _) => &[BringInOperands],
+        Action::Run(StageId::Home, _) => &[Verdict],
+        Action::Run(StageId::Sum | StageId::PullRest, _) => &[Verdict, Operands, Returned],
+        Action::Run(StageId::Pull, _) => &[Verdict, Operands],
+        Action::Run(StageId::CountsSent, _) => &[Message],
+        Action::Run(StageId::Agreed, _) => &[AllTags],
+        Action::Run(StageId::Headers, _) => &[Verdict],
+        Action::Run(StageId::RelayRows | StageId::ReturnRows, _) => &[Verdict, Operands],
+        Action::Run(StageId::RelayDone, _) => &[Relayed],
+        Action::Agree => &[AllTags],
+        Action::Admit => &[Sizes],
+        Action::Compute(work) => match work {
+            Work::Publish => &[Choices],
+            Work::StartRelay => &[Entered],
+            Work::JoinRelay => &[RelayStarted],
+            Work::Judge => &[AllTags],
+            Work::Place => &[Choices, Sizes, Verdict],
+            Work::Describe => &[Landings],
+            Work::TellAgreed | Work::Adopt => &[Verdict],
+            Work::Landings => &[Verdict],
+            Work::Bases => &[AllTags],
+            Work::FillRows => &[Landings],
+            Work::FillSum | Work::FillPull => &[Bases],
+            Work::FillBringIn => &[Landed],
+            Work::Report | Work::Metadata => &[Landed, BroughtIn],
+            Work::Retire => &[Summed],
+            Work::Learn => &[Headers],
+            Work::FillRelay => &[Blocks, Bases, Headers],
+            Work::FillReturn => &[Headers, Bases],
+            _ => &[],
+        },
+        _ => &[],
+    };
+    values.iter().map(|&value| (step.role, value)).collect()
+}
