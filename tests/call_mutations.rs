@@ -21,7 +21,9 @@ const KINDS: [CallKind; 4] =
 fn programs(group: &Group) -> RankPrograms {
     let paths = Paths::new(&group.nodes, group.route, 0);
     let (pxn, rails) = (group.route == Route::Pxn, paths.rails());
-    let engines = Engines { pulls: group.pulls, brings_in: group.pulls && rails && (pxn || !group.straight) };
+    let brings_in = group.pulls && rails && (pxn || !group.straight);
+    let fixed_outputs = group.pulls && group.mode.budget().is_some();
+    let engines = Engines { pulls: group.pulls, brings_in, fixed_outputs };
     RankPrograms::new(paths, groups::CHUNKS, group.order != Order::Expert && pxn && rails, engines)
 }
 

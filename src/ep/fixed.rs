@@ -29,6 +29,8 @@ pub(super) struct Fixed {
     pub far: WindowId,
     /// Rows that cross lie in memory of devices.
     pub on_devices: bool,
+    /// Rows that landing memory is laid out for, where that does not depend on how many come: metadata lies behind them.
+    pub fixed_rows: Option<u32>,
 }
 
 /// Where rows are that come from other nodes, or go there.
@@ -83,7 +85,10 @@ impl Fixed {
         windows.extend(twin.cloned());
         let port = Arc::new(Port::new(Arc::clone(&lanes), windows, WindowId::CONTROL));
         let shared = Arc::clone(&group.shared);
-        Ok((Fixed { shared, lanes, port, control, spec, bins, chunks: CHUNKS, room, far, on_devices }, range))
+        let (chunks, fixed_rows) = (CHUNKS, None);
+        let fixed =
+            Fixed { shared, lanes, port, control, spec, bins, chunks, room, far, on_devices, fixed_rows };
+        Ok((fixed, range))
     }
 
     /// This rank among its nodes.
@@ -118,10 +123,9 @@ impl Fixed {
         self.on_devices && self.far == WindowId::POOL
     }
 
-    /// What lands if so many rows do. Where memory is that of a device and there is a budget, notes lie behind all of it.
+    /// What lands if so many rows do.
     pub fn landing(&self, rows: u32) -> Chunk {
-        let fixed = self.spec.mode.budget().filter(|_| self.on_devices);
-        self.sizing(CallKind::Dispatch).landing(fixed.unwrap_or(rows))
+        self.sizing(CallKind::Dispatch).landing(self.fixed_rows.unwrap_or(rows))
     }
 
     /// Bytes in which `rows` rows can land with all that must lie behind them: `staged` rows to be handed on, or arrivals.
@@ -165,6 +169,7 @@ impl Fixed {
             chunks: self.chunks,
             parity: calls.parity(),
             far: self.far,
+            fixed_rows: self.fixed_rows,
         };
         CallAgreement { fixed: self, setting, calls }
     }

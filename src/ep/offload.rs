@@ -84,7 +84,7 @@ impl HostRelay {
         let run = &mut |items: &[Item], operands: &Operands<'_>| {
             host.run(&fixed.port, items, operands, &mut Io::default(), stores)
         };
-        step(&mut RelayCall { relay, programs, task, run })
+        step(&mut RelayCall { relay, programs, task, judged: None, run })
     }
 }
 

@@ -92,7 +92,12 @@ impl Relay {
     ) -> Result<(), Error> {
         let mut machine = task.machine;
         let program = programs.relay.of(task.kind);
-        let driven = drive(&mut machine, program, &mut RelayCall { relay: self, programs, task, run }, until);
+        let driven = drive(
+            &mut machine,
+            program,
+            &mut RelayCall { relay: self, programs, task, judged: None, run },
+            until,
+        );
         task.machine = machine;
         driven.map(drop)
     }
@@ -172,13 +177,13 @@ impl Relay {
     }
 
     /// Fills the operands by which rows are relayed; engines do so in runs, which are found first.
-    fn fill_rows(&mut self, task: &mut RelayTask) {
+    fn fill_rows(&mut self, task: &mut RelayTask, judged: Option<&GroupCounts>) {
         let (fixed, kind) = (&self.fixed, task.kind);
         let setting = fixed.agreement(task.calls, kind).setting;
         if !fixed.arrives() {
             return self.tables.forward(&setting, &task.forward, kind.places());
         }
-        let GroupCounts { counts, sizes, .. } = &self.numbers;
+        let GroupCounts { counts, sizes, .. } = judged.unwrap_or(&self.numbers);
         if let Some(forward) = Arc::get_mut(&mut task.forward) {
             let rows = (forward, &mut self.arrivals);
             self.tables.hand_on(&setting, &fixed.frame(), rows, (counts, sizes), |rows| fixed.landing(rows));
@@ -234,6 +239,8 @@ pub(super) struct RelayCall<'r, 'f> {
     pub relay: &'r mut Relay,
     pub programs: &'r RankPrograms,
     pub task: &'r mut RelayTask,
+    /// Counts of its rank, where one thread judges for both; else the relay judges for itself.
+    pub judged: Option<&'r GroupCounts>,
     /// Runs the operations of a stage.
     pub run: &'r mut Run<'f>,
 }
@@ -244,7 +251,7 @@ impl Executor for RelayCall<'_, '_> {
     }
 
     fn compute(&mut self, _: Role, work: Work) -> Result<(), Error> {
-        let RelayCall { relay, task, .. } = self;
+        let RelayCall { relay, task, judged, .. } = self;
         match work {
             Work::Compose => relay.compose(task),
             Work::Bases => relay.bases(task),
@@ -254,7 +261,7 @@ impl Executor for RelayCall<'_, '_> {
             }
             Work::Learn => relay.learn(task),
             Work::FillRelay => {
-                relay.fill_rows(task);
+                relay.fill_rows(task, *judged);
                 Ok(())
             }
             Work::FillReturn => relay.fill_return(task),

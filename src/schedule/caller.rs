@@ -116,12 +116,13 @@ impl<'a> Caller<'a> {
         rest.chain(paths.locals().map(|l| self.on(l, self.signal(l, Flag::Read, Level::Call)))).collect()
     }
 
-    /// Whatever this rank offered in its last return has been read: its memory may be written again.
+    /// What this rank offered in its last return, or in this one, has been read: its memory may be written again.
     ///
     /// A return that fills its chunk before its entries needs this. In dispatches the entries say it too, since
-    /// whoever writes has heard of every rank's, sent after its last sum; there it only lets the pool free memory early.
-    pub(super) fn release(&self) -> Vec<Item> {
-        let read = |l| self.on(l, wait(l, Flag::Read, Level::LastReturn));
+    /// a rank that writes has heard the entries of all, sent after their last sums; there it only lets the pool free
+    /// memory early.
+    pub(super) fn read(&self, level: Level) -> Vec<Item> {
+        let read = |l| self.on(l, wait(l, Flag::Read, level));
         self.paths.locals().map(read).collect()
     }
 

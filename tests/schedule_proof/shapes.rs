@@ -1,6 +1,6 @@
 //! Groups of every shape, in every way, layout, mode and order.
 
-use sidelane::plan::Order;
+use sidelane::plan::{Mode, Order, Overflow, RowLayout};
 use sidelane::schedule::check::check;
 use sidelane::schedule::story::{Call, Relays};
 use sidelane::topology::Route;
@@ -106,6 +106,10 @@ fn rows_that_copy_engines_bring_home_are_proved_and_run_at_random() {
             let proof = proved(&name, &story);
             assert!(proof.pairs > 20, "{name}: memory is reused, so accesses meet");
             check(&story, 0..3).unwrap_or_else(|fault| panic!("{name}: {fault}"));
+            // Within a budget metadata lies behind all rows that may come, and outputs have one place.
+            let budget = Mode::Budget { rows: 60, overflow: Overflow::Drop };
+            let story = group.placed((RowLayout::ExpertMajor, budget, Order::Expert)).tell(&calls, None);
+            proved(&format!("{name}, within a budget"), &story);
         }
     }
 }

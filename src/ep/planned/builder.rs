@@ -89,7 +89,9 @@ impl<'g> PlannedBuilder<'g> {
             twin: shape.twin_bytes(),
         };
         let passage = Passage::find(group, &context, &lanes, &members, needs)?;
-        let (fixed, control) = Fixed::new(group, spec, room, passage.ground())?;
+        let (mut fixed, control) = Fixed::new(group, spec, room, passage.ground())?;
+        // Within a budget, streams find rows and metadata at places that they know before the call.
+        fixed.fixed_rows = fixed.spec.mode.budget();
         let fixed = Arc::new(fixed);
         let own = members[group.rank() as usize].as_ref();
         let nowhere = MemoryError::NotUsable { rank: group.rank() };
@@ -188,7 +190,11 @@ fn start(
     engine: Engine,
 ) -> Result<std::thread::JoinHandle<()>, Error> {
     let fixed = &common.fixed;
-    let engines = Engines { pulls: true, brings_in: fixed.arrives() || !fixed.straight() };
+    let engines = Engines {
+        pulls: true,
+        brings_in: fixed.paths().rails() && (fixed.arrives() || !fixed.straight()),
+        fixed_outputs: fixed.spec.mode.budget().is_some(),
+    };
     let sums = fixed.partial_bytes().is_some();
     let programs = RankPrograms::new(fixed.paths(), fixed.chunks, sums, engines);
     let planner = Planner {

@@ -12,21 +12,19 @@
 use std::sync::Arc;
 
 use super::REFUSED;
+use super::call::PlannerCall;
 use super::planner::Planner;
 use super::shape::Bell;
 use super::space::Extent;
 use super::status::Status;
-use crate::ep::relay::RelayTask;
 use crate::error::{CallKind, Error, PlanError};
-use crate::exec::Packed;
 use crate::gate::Routing;
 use crate::plan::Notes;
-use crate::schedule::call::{Half, StageId};
-use crate::schedule::{Caller, Operand, Tag, WindowId};
+use crate::schedule::{Tag, WindowId};
 
 /// Where this rank lets others write.
 #[derive(Debug)]
-struct Landing {
+pub(super) struct Landing {
     base: u64,
     len: u64,
     /// Memory of the pool; none where it is fixed.
@@ -39,70 +37,115 @@ impl Planner {
     /// # Errors
     /// Those that end the world. What is refused is told.
     pub fn dispatch(&mut self, seat: u32, tokens: u32) -> Result<(), Error> {
-        self.enter()?;
-        let sorted = self.sort(seat, tokens);
-        if sorted.is_err() {
-            self.sorted.clear(&self.common.fixed.bins);
-        }
-        self.publish(seat)?;
-        let ready = sorted.map(|()| self.announce(seat));
-        let (base, handle) = ready.as_ref().map_or((0, 0), |landing| (landing.base, landing.len));
-        let tag = Tag { kind: CallKind::Dispatch, base, handle, options: seat, ..Tag::default() };
-        let tag = ready.as_ref().map_or_else(|error| tag.refusing(error), |_| tag);
-        self.tables.clear();
-        self.tables.tags.fill(tag);
-        self.stage(StageId::Entry, Half::Start, None, None)?;
-        let mut forward = std::mem::take(&mut self.kept[seat as usize].forward);
-        let mut task = self.relay_counts(CallKind::Dispatch, &mut forward)?;
-        self.stage(StageId::Entry, Half::Finish, None, None)?;
-        let common = Arc::clone(&self.common);
-        let (landing, refused) = match ready {
-            Ok(landing) => (Some(landing), None),
-            Err(error) => (None, Some(error)),
-        };
-        let placed = match common.fixed.agreement(self.calls, CallKind::Dispatch).agree(tag, refused) {
-            Ok(()) => self.place(seat, tag)?.map(|()| landing),
-            Err(error) => Err(error),
-        };
-        self.kept[seat as usize].number = if placed.is_ok() { self.calls.number() } else { 0 };
-        if common.shape.arrives() {
-            self.list(seat, tokens, placed.is_ok())?;
-        }
-        // Whatever becomes of the call, the stream packs, and its word is taken.
-        self.engine.take(common.word(seat, Bell::Packed)?)?;
-        let mut staging = None;
-        let status = match placed {
-            Ok(landing) => {
-                staging = landing.and_then(|landing| self.tell_placement(seat, landing));
-                self.send_tables(seat, tokens, true)?;
-                self.put(seat, &mut task)?;
-                Status::WELL
-            }
-            Err(error) => {
-                let status = Status::of(&error);
-                common.seats[seat as usize].tell(|told| {
-                    told.extent = None;
-                    told.refused = Some(error);
-                    told.placed += 1;
-                });
-                self.send_tables(seat, tokens, false)?;
-                status
-            }
+        let programs = Arc::clone(&self.programs);
+        let mut call = PlannerCall::new(self, &programs, CallKind::Dispatch, seat);
+        call.tokens = tokens;
+        let refusal = call.drive()?;
+        let staging = call.staging.take();
+        let status = match refusal {
+            None => Status::WELL,
+            Some(error) => call.refuse_dispatch(error)?,
         };
         self.kept[seat as usize].status = status;
-        self.kept[seat as usize].forward = task.map(|task| task.forward).unwrap_or_default();
         self.answer(seat, Bell::Dispatched, status)?;
         if let Some(mut staging) = staging {
             staging.trim(0);
         }
         let enqueued = self.engine.take_enqueued();
-        common.seats[seat as usize].tell(|told| {
+        self.common.seats[seat as usize].tell(|told| {
             told.dispatched = enqueued;
             told.landed += 1;
         });
         Ok(())
     }
+}
 
+impl PlannerCall<'_> {
+    /// The call is refused. Its caller's stream packs all the same, and its flag is consumed.
+    fn refuse_dispatch(&mut self, error: Error) -> Result<Status, Error> {
+        let (seat, tokens, status) = (self.seat, self.tokens, Status::of(&error));
+        self.planner.kept[seat as usize].number = 0;
+        self.await_packed(false)?;
+        self.planner.common.seats[seat as usize].tell(|told| {
+            told.extent = None;
+            told.refused = Some(error);
+            told.placed += 1;
+        });
+        self.planner.send_tables(seat, tokens, false)?;
+        Ok(status)
+    }
+
+    /// Says how rows are packed, if that depends on where they go, and waits until they are.
+    fn await_packed(&mut self, placed: bool) -> Result<(), Error> {
+        let (seat, planner) = (self.seat, &mut *self.planner);
+        if planner.common.shape.arrives() {
+            planner.list(seat, self.tokens, placed)?;
+        }
+        let Planner { common, engine, .. } = planner;
+        Ok(engine.take(common.word(seat, Bell::Packed)?)?)
+    }
+
+    pub fn sort(&mut self) -> Result<(), Error> {
+        if let Err(error) = self.planner.sort(self.seat, self.tokens) {
+            self.planner.sorted.clear(&self.planner.common.fixed.bins);
+            self.refused = Some(error);
+        }
+        Ok(())
+    }
+
+    pub fn announce(&mut self) {
+        let landing = self.refused.is_none().then(|| self.planner.announce(self.seat));
+        let (base, handle) = landing.as_ref().map_or((0, 0), |landing| (landing.base, landing.len));
+        self.landing = landing;
+        self.say(Tag { base, handle, ..self.tag });
+    }
+
+    /// Tells the caller where rows land, and fills the operands by which they do.
+    pub fn fill_rows(&mut self) -> Result<(), Error> {
+        let seat = self.seat;
+        self.planner.kept[seat as usize].number = self.planner.calls.number();
+        self.await_packed(true)?;
+        self.staging = self.landing.take().and_then(|landing| self.planner.tell_placement(seat, landing));
+        self.planner.send_tables(seat, self.tokens, true)?;
+        let Planner { common, calls, tables, kept, arrivals, .. } = &mut *self.planner;
+        let (setting, shape) = (common.fixed.agreement(*calls, CallKind::Dispatch).setting, &common.shape);
+        let layout = &kept[seat as usize].layout;
+        tables.rows(&setting, layout, true);
+        if shape.arrives() {
+            tables.to_arrivals(&setting, layout, arrivals.first_run, |rows| shape.landing(rows));
+        }
+        Ok(())
+    }
+
+    /// Fills the operands by which what crossed is brought in.
+    pub fn fill_bring_in(&mut self) -> Result<(), Error> {
+        let (seat, planner) = (self.seat as usize, &mut *self.planner);
+        let landing = planner.common.shape.landing(planner.kept[seat].layout.landed);
+        if planner.common.shape.arrives() {
+            planner.find_arrivals(landing)?;
+        }
+        let desk = planner.desk(landing);
+        let Planner { common, calls, tables, scratch, .. } = planner;
+        let setting = common.fixed.agreement(*calls, CallKind::Dispatch).setting;
+        match &self.task {
+            _ if common.shape.arrives() => tables.bring_notes_in(&setting, &scratch.landed, landing, desk),
+            Some(task) => tables.bring_in(&setting, &task.forward, landing, true),
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// Says what this rank has for every bin, and keeps how its rows lie packed.
+    pub fn publish(&mut self) -> Result<(), Error> {
+        self.planner.publish(self.seat)
+    }
+
+    pub fn place(&mut self) -> Result<(), Error> {
+        self.planner.place(self.seat)
+    }
+}
+
+impl Planner {
     /// This rank's own routing, as its stream left it.
     fn sort(&mut self, seat: u32, tokens: u32) -> Result<(), Error> {
         let (fixed, shape) = (&self.common.fixed, &self.common.shape);
@@ -151,17 +194,10 @@ impl Planner {
         Landing { base: extent.offset(), len: extent.len(), extent: Some(extent) }
     }
 
-    /// From everybody's counts to this rank's layout.
-    ///
-    /// # Errors
-    /// Those that end the world; inside, why every rank refuses the call.
-    fn place(&mut self, seat: u32, tag: Tag) -> Result<Result<(), Error>, Error> {
+    /// From the counts of all to this rank's layout.
+    fn place(&mut self, seat: u32) -> Result<(), Error> {
         let fixed = Arc::clone(&self.common.fixed);
-        let (top_k, agreement) = (fixed.spec.top_k, fixed.agreement(self.calls, CallKind::Dispatch));
-        agreement.judge(&mut self.numbers)?;
-        if let Err(refusal) = agreement.check_space(tag, &mut self.numbers) {
-            return Ok(Err(refusal));
-        }
+        let top_k = fixed.spec.top_k;
         let (counts, sizes) = (&self.numbers.counts, &self.numbers.sizes);
         self.tables.landing.clone_from(&self.numbers.landing);
         let clipped = fixed.spec.mode.budget().is_some();
@@ -192,7 +228,7 @@ impl Planner {
                 }
             }
         }
-        fixed.describe_blocks(self.calls, layout, &self.sorted).map(Ok)
+        Ok(())
     }
 
     /// Tells where rows land. What is staged behind them is this rank's as long as the extent that is returned.
@@ -222,53 +258,6 @@ impl Planner {
             told.placed += 1;
         });
         staging
-    }
-
-    /// Enqueues the rows and their signals, relays, waits for those of the others, and has what crossed brought in.
-    fn put(&mut self, seat: u32, task: &mut Option<RelayTask>) -> Result<(), Error> {
-        let common = Arc::clone(&self.common);
-        let (fixed, shape) = (&common.fixed, &common.shape);
-        let layout = std::mem::take(&mut self.kept[seat as usize].layout);
-        let setting = fixed.agreement(self.calls, CallKind::Dispatch).setting;
-        self.tables.rows(&setting, &layout, true);
-        if let Some(budget) = shape.budget() {
-            let caller = Caller::new(fixed.paths(), fixed.chunks);
-            for (peer, &landing) in (0..).zip(&self.tables.landing) {
-                if let Operand::Rows { base, .. } = &mut self.tables.table[caller.notes(peer).0 as usize] {
-                    *base = landing + budget.notes_at();
-                }
-            }
-        }
-        if shape.arrives() {
-            let setting = fixed.agreement(self.calls, CallKind::Dispatch).setting;
-            let first = self.arrivals.first_run;
-            self.tables.to_arrivals(&setting, &layout, first, |rows| shape.landing(rows));
-        }
-        let rows = common.piece(shape.staging(seat))?;
-        let notes = common.host_piece(shape.host_notes(seat))?;
-        let words = std::mem::take(&mut self.scratch.notes);
-        let at = shape.staging(seat).0;
-        let packed = Packed { rows: &rows, at, notes: &notes, notes_of_host: bytemuck::cast_slice(&words) };
-        let moved = self.stage(StageId::Rows, Half::Start, Some(&layout), Some(packed));
-        self.scratch.notes = words;
-        moved?;
-        self.relay_rows(task)?;
-        self.stage(StageId::Rows, Half::Finish, Some(&layout), None)?;
-        if let Some(task) = task {
-            let landing = shape.landing(layout.landed);
-            let setting = common.fixed.agreement(self.calls, CallKind::Dispatch).setting;
-            if shape.arrives() {
-                self.find_arrivals(landing)?;
-                let desk = self.desk(landing);
-                self.tables.bring_notes_in(&setting, &self.scratch.landed, landing, desk);
-                self.stage(StageId::BringIn, Half::Whole, None, None)?;
-            } else if !fixed.straight() {
-                self.tables.bring_in(&setting, &task.forward, landing, true);
-                self.stage(StageId::BringIn, Half::Whole, None, None)?;
-            }
-        }
-        self.kept[seat as usize].layout = layout;
-        Ok(())
     }
 
     /// Collects what the caller's stream finds beside the rows: what its sums add up, and how many rows there are.

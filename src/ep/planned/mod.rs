@@ -51,6 +51,7 @@
 mod apart;
 mod arrivals;
 mod builder;
+mod call;
 mod combine;
 mod common;
 mod dispatch;

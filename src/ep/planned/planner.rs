@@ -17,12 +17,12 @@ use super::status::Status;
 use crate::device::Range;
 use crate::ep::agreement::GroupCounts;
 use crate::ep::offload::CancelOnPanic;
-use crate::ep::relay::{Relay, RelayTask};
-use crate::error::{CallKind, Error};
-use crate::exec::{Engine, Packed, Until};
+use crate::ep::relay::Relay;
+use crate::error::Error;
+use crate::exec::Engine;
 use crate::plan::{Arrivals, Crossing, Forward, Layout, Segment, Sorted};
-use crate::schedule::call::{Half, RankPrograms, StageId};
-use crate::schedule::{CallerTables, Calls, Operands, Parts};
+use crate::schedule::call::RankPrograms;
+use crate::schedule::{CallerTables, Calls};
 
 /// Looks at the bells before the thread sleeps between two: calls often follow each other closely.
 const AWAKE: u32 = 20_000;
@@ -146,56 +146,6 @@ impl Planner {
             }
         }
         Ok(false)
-    }
-
-    /// Counts the call, and waits until peers have read what this rank offered last: the first stage of every call.
-    pub fn enter(&mut self) -> Result<(), Error> {
-        self.common.fixed.shared.hub.health().check()?;
-        self.calls.enter();
-        self.stage(StageId::Release, Half::Whole, None, None)?;
-        self.common.space.reach(self.common.served.load(Ordering::Relaxed) + 1);
-        self.engine.take_enqueued();
-        Ok(())
-    }
-
-    /// Runs a stage of the running call, with the layout of a seat.
-    pub fn stage(
-        &mut self,
-        stage: StageId,
-        half: Half,
-        layout: Option<&Layout>,
-        packed: Option<Packed<'_>>,
-    ) -> Result<(), Error> {
-        let operands = Operands {
-            runs: layout.map_or(&[], |layout| &layout.runs),
-            ..self.tables.operands(self.calls, self.common.shape.row_bytes())
-        };
-        self.engine.run(self.programs.stages.items(stage, half), &operands, packed)
-    }
-
-    /// The relay's first half: this node's counts go to others, all nodes are heard.
-    pub fn relay_counts(
-        &mut self,
-        kind: CallKind,
-        forward: &mut Arc<Forward>,
-    ) -> Result<Option<RelayTask>, Error> {
-        if self.relay.is_none() {
-            return Ok(None);
-        }
-        let mut task = RelayTask::new(self.calls, kind, std::mem::take(forward));
-        task.parts = Parts { rows: kind == CallKind::Combine, weights: false };
-        self.relay(&mut task, Until::Half)?;
-        Ok(Some(task))
-    }
-
-    /// The relay's second half: rows are passed on, or returned.
-    pub fn relay_rows(&mut self, task: &mut Option<RelayTask>) -> Result<(), Error> {
-        task.as_mut().map_or(Ok(()), |task| self.relay(task, Until::End))
-    }
-
-    fn relay(&mut self, task: &mut RelayTask, until: Until) -> Result<(), Error> {
-        let Planner { relay: Some(relay), engine, programs, .. } = self else { return Ok(()) };
-        relay.drive(programs, task, &mut |items, operands| engine.run(items, operands, None), until)
     }
 
     /// Collects a copy of the first `len` bytes of a piece of the host's memory to one of the device's.

@@ -36,6 +36,8 @@ pub struct Engines {
     pub pulls: bool,
     /// Dispatch: they bring in what crossed, which landed elsewhere.
     pub brings_in: bool,
+    /// Return: outputs have one place, so a call ends when its readers have finished.
+    pub fixed_outputs: bool,
 }
 
 use Action::{Admit, Agree, Compute, Run};
@@ -116,6 +118,9 @@ impl CallShape {
                 Run(StageId::PullRest, Whole),
             ],
         });
+        if self.engines.fixed_outputs {
+            own.push(Run(StageId::AllRead, Whole));
+        }
         own.push(Compute(Work::Retire));
         self.with_relay(self.own(&own), Class::Return)
     }
@@ -331,7 +336,7 @@ mod tests {
     const INLINE: CallShape = CallShape {
         rails: true,
         relays: Relays::Inline,
-        engines: Engines { pulls: false, brings_in: false },
+        engines: Engines { pulls: false, brings_in: false, fixed_outputs: false },
     };
 
     #[test]

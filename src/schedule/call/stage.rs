@@ -1,6 +1,6 @@
 //! The stages of a rank by name: its skeleton, built once.
 
-use crate::schedule::{Caller, Item, Relay, Stage};
+use crate::schedule::{Caller, Item, Level, Relay, Stage};
 use crate::topology::Paths;
 
 /// A stage of a rank's skeleton.
@@ -25,6 +25,8 @@ pub enum StageId {
     Pull,
     /// Return, behind [`StageId::Home`]: copy engines pull what relays returned; owners have their memory back.
     PullRest,
+    /// Return, where outputs have one place: waits until readers have read what this call offered.
+    AllRead,
     /// All-gather: copies gathered rows to their places.
     Regroup,
     /// Relay: waits until all ranks of this node have entered.
@@ -58,7 +60,7 @@ pub enum Half {
 
 impl StageId {
     /// All stages.
-    pub const ALL: [StageId; 18] = [
+    pub const ALL: [StageId; 19] = [
         StageId::Release,
         StageId::Entry,
         StageId::Offer,
@@ -68,6 +70,7 @@ impl StageId {
         StageId::Sum,
         StageId::Pull,
         StageId::PullRest,
+        StageId::AllRead,
         StageId::Regroup,
         StageId::NodeEntered,
         StageId::CountsSent,
@@ -91,6 +94,7 @@ impl StageId {
             StageId::Sum => "sum",
             StageId::Pull => "pull",
             StageId::PullRest => "pull rest",
+            StageId::AllRead => "all read",
             StageId::Regroup => "regroup",
             StageId::NodeEntered => "node entered",
             StageId::CountsSent => "counts sent",
@@ -115,7 +119,7 @@ impl Stages {
     pub fn new(paths: Paths<'_>, chunks: u8, sums: bool) -> Self {
         let (caller, relay) = (Caller::new(paths, chunks), Relay::new(paths, chunks).summing(sums));
         let items = |id| match id {
-            StageId::Release => caller.release(),
+            StageId::Release => caller.read(Level::LastReturn),
             StageId::Entry => caller.entry(false),
             StageId::Offer => caller.entry(true),
             StageId::Rows => caller.rows_stage(),
@@ -124,6 +128,7 @@ impl Stages {
             StageId::Sum => caller.sum_stage(),
             StageId::Pull => caller.pull(),
             StageId::PullRest => caller.pull_rest(),
+            StageId::AllRead => caller.read(Level::Call),
             StageId::Regroup => caller.regroup(),
             StageId::NodeEntered => relay.node_entered(),
             StageId::CountsSent => relay.counts_sent(),

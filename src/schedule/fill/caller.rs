@@ -99,7 +99,7 @@ impl CallerTables {
                 from_offset: 0,
                 index: Index::Straight,
                 to: window,
-                base: base + sizing.landing(layout.sizes[peer as usize]).notes_at(),
+                base: base + at.landing(layout.sizes[peer as usize]).notes_at(),
                 row_bytes: sizing.note_bytes(),
             };
             if sizing.row_bytes > 0 {

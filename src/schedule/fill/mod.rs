@@ -12,7 +12,7 @@ pub use caller::{CallerTables, Parts};
 pub use relay::RelayTables;
 
 use super::{Control, WindowId};
-use crate::plan::Sizing;
+use crate::plan::{Chunk, Sizing};
 
 /// What is the same for all tables of one rank in one call.
 #[derive(Clone, Copy, Debug)]
@@ -30,4 +30,13 @@ pub struct Setting<'a> {
     /// The window in which what crosses lands: the pool, or its [twin](crate::schedule::WindowId::TWIN) where that is memory of
     /// a device that no rail reaches.
     pub far: WindowId,
+    /// Rows that landing memory is laid out for, where that does not depend on how many come: metadata lies behind them.
+    pub fixed_rows: Option<u32>,
+}
+
+impl Setting<'_> {
+    /// What lands at a rank if so many rows do.
+    pub fn landing(&self, rows: u32) -> Chunk {
+        self.sizing.landing(self.fixed_rows.unwrap_or(rows))
+    }
 }

@@ -54,7 +54,7 @@ impl Teller<'_> {
             let header = bytes(relay, WindowId::CONTROL, at, self.control.header_len(entries));
             touches.push(self.read("header", header));
         }
-        let landing = self.sizing.landing(placed.layouts[me as usize].landed);
+        let landing = self.landing(placed.layouts[me as usize].landed);
         let (index, end) = landing.arrivals();
         let written = landed.iter().map(|&(first, rows)| {
             let [first, rows] = [first, rows].map(|rows| u64::from(rows) * self.sizing.note_bytes());
@@ -68,7 +68,8 @@ impl Teller<'_> {
     /// A kernel reads the index and what has arrived, and writes the visible rows; the caller reads what goes with them.
     pub(super) fn arrivals_regrouped(&self, me: u32, placed: &Placed, ground: &Extent) -> Vec<Touch> {
         let (counts, sizes) = &placed.numbers;
-        let landing = self.sizing.landing(placed.layouts[me as usize].landed);
+        let landed = placed.layouts[me as usize].landed;
+        let landing = self.landing(landed);
         let row_bytes = self.sizing.row_bytes;
         let pool = |what, at, len| self.read(what, bytes(me, WindowId::POOL, at, len));
         let mut touches = Vec::new();
@@ -90,8 +91,9 @@ impl Teller<'_> {
         }
         let (index, end) = landing.arrivals();
         touches.push(pool("index", ground.start + index, end - index));
-        touches.push(pool("landed notes", ground.start + landing.notes_at(), landing.notes * 4));
-        let rows = bytes(me, WindowId::POOL, ground.start, u64::from(landing.rows) * row_bytes);
+        let notes = self.sizing.landing(landed).notes;
+        touches.push(pool("landed notes", ground.start + landing.notes_at(), notes * 4));
+        let rows = bytes(me, WindowId::POOL, ground.start, u64::from(landed) * row_bytes);
         touches.push(self.write("visible rows", rows));
         touches
     }

@@ -124,7 +124,7 @@ impl Teller<'_> {
             tables.rows(&setting, layout, call.noted);
             if self.arrives() {
                 let first = call.placed.arrivals[me as usize];
-                tables.to_arrivals(&setting, layout, first, |rows| self.sizing.landing(rows));
+                tables.to_arrivals(&setting, layout, first, |rows| self.landing(rows));
             }
         }
         let (layout, row_bytes) = (Rc::clone(layout), self.script.row_bytes);
@@ -136,7 +136,7 @@ impl Teller<'_> {
         let (layout, forward) = (&call.placed.layouts[me as usize], &call.placed.forwards[me as usize]);
         let (mut tables, _) = self.tables(me);
         tables.landing = call.ground.iter().map(|extent| extent.start).collect();
-        let (setting, landing) = (self.setting(me, 0), self.sizing.landing(layout.landed));
+        let (setting, landing) = (self.setting(me, 0), self.landing(layout.landed));
         let mut touches = Vec::new();
         if self.arrives() {
             let landed: Vec<_> = self.far_segments(me, call.placed);
@@ -170,7 +170,7 @@ impl Teller<'_> {
             let (counts, sizes) = &call.placed.numbers;
             let mut runs = Arrivals::default();
             let own = (Rc::make_mut(&mut forward), &mut runs);
-            tables.hand_on(&setting, &frame, own, (counts, sizes), |rows| sizing.landing(rows));
+            tables.hand_on(&setting, &frame, own, (counts, sizes), |rows| self.landing(rows));
         } else {
             tables.forward(&setting, &forward, call.noted);
         }
@@ -239,6 +239,8 @@ impl Teller<'_> {
         let held = self.handles.iter().rev().find_map(|handle| handle.kept.clone());
         let held = held.filter(|_| self.script.slip == Some(Slip::AnnounceHeld));
         let (mut all, arrives) = (Vec::new(), self.arrives());
+        let (sizing, fixed) = (self.sizing, self.fixed_rows());
+        let landing = |rows| sizing.landing(fixed.unwrap_or(rows));
         for (me, (member, layout)) in self.members.iter_mut().zip(&placed.layouts).enumerate() {
             member.licensed();
             if let Some(held) = &held {
@@ -246,10 +248,11 @@ impl Teller<'_> {
             }
             let staged = if self.script.slip == Some(Slip::StageUnasked) { 0 } else { layout.staged };
             let bytes = match arrives {
-                true => {
-                    self.sizing.landing(layout.landed).staging() + u64::from(staged) * self.sizing.row_bytes
+                true => landing(layout.landed).staging() + u64::from(staged) * self.sizing.row_bytes,
+                false => {
+                    let bytes = self.sizing.extent_bytes(layout.landed, staged);
+                    bytes.max(landing(layout.landed).bytes())
                 }
-                false => self.sizing.extent_bytes(layout.landed, staged),
             };
             all.push(member.pool.take(bytes));
         }
@@ -259,10 +262,11 @@ impl Teller<'_> {
     /// What was staged is free again. The caller gives the landed rows back, or keeps them.
     fn leave(&mut self, ground: Vec<Extent>, placed: &Placed, keep: bool) -> Option<Vec<Extent>> {
         let (mut kept, arrives) = (Vec::new(), self.arrives());
+        let (sizing, fixed) = (self.sizing, self.fixed_rows());
         for ((member, extent), layout) in self.members.iter_mut().zip(ground).zip(&placed.layouts) {
             match keep {
                 true => {
-                    let landing = self.sizing.landing(layout.landed);
+                    let landing = sizing.landing(fixed.unwrap_or(layout.landed));
                     let len = if arrives { landing.arrivals().1 } else { landing.bytes() };
                     kept.push(member.pool.trim(&extent, len));
                 }

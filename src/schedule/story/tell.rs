@@ -18,7 +18,7 @@ use super::sample::{Raised, Told};
 use super::{Assumed, Call, Part, Role, Script, Story};
 use crate::error::PlanError;
 use crate::gate::Routing;
-use crate::plan::{Bins, Order, RowLayout, Sizing};
+use crate::plan::{Bins, Chunk, Order, RowLayout, Sizing};
 use crate::schedule::call::{Engines, RankPrograms};
 use crate::schedule::{CallerTables, Calls, Control, Parts, RelayTables, Setting, WindowId};
 use crate::topology::{Paths, Route};
@@ -168,7 +168,11 @@ impl<'a> Teller<'a> {
 
     /// The programs of a rank.
     pub(super) fn programs(&self, me: u32) -> RankPrograms {
-        let shape = Engines { pulls: self.script.pulls, brings_in: self.brings_in() };
+        let shape = Engines {
+            pulls: self.script.pulls,
+            brings_in: self.brings_in(),
+            fixed_outputs: self.fixed_rows().is_some(),
+        };
         let sums = self.sizing.partial_bytes.is_some();
         RankPrograms::new(self.paths(me), self.script.chunks, sums, shape)
     }
@@ -193,7 +197,18 @@ impl<'a> Teller<'a> {
             chunks: self.script.chunks,
             parity,
             far: if self.script.pulls && !self.script.straight { WindowId::TWIN } else { WindowId::POOL },
+            fixed_rows: self.fixed_rows(),
         }
+    }
+
+    /// Rows that landing memory is laid out for, where engines move rows within a budget.
+    pub(super) fn fixed_rows(&self) -> Option<u32> {
+        self.script.mode.budget().filter(|_| self.script.pulls)
+    }
+
+    /// What lands at a rank if so many rows do.
+    pub(super) fn landing(&self, rows: u32) -> Chunk {
+        self.sizing.landing(self.fixed_rows().unwrap_or(rows))
     }
 
     /// Whether engines relay.

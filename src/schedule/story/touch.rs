@@ -74,7 +74,9 @@ impl Teller<'_> {
         noted: bool,
     ) -> Vec<Touch> {
         let read = |what, bytes| Touch { of, ..self.read(what, bytes) };
-        let [rows, notes] = chunk(me, self.sizing.landing(layout.landed), extent);
+        let (landed, place) = (self.sizing.landing(layout.landed), self.landing(layout.landed));
+        let rows = bytes(me, WindowId::POOL, extent.start, u64::from(landed.rows) * landed.row_bytes);
+        let notes = bytes(me, WindowId::POOL, extent.start + place.notes_at(), landed.notes * 4);
         let notes = noted.then(|| read("landed notes", notes));
         [read("landed rows", rows)].into_iter().chain(notes).collect()
     }

@@ -121,7 +121,7 @@ impl<'a> Lowering<'a> {
     /// The steps of a call's program, in its order.
     fn walk(&self, kind: CallKind, operands: &Filled) -> Lines<'a> {
         let sums = self.sizing.partial_bytes.is_some();
-        let engines = Engines { pulls: self.pulls(), brings_in: false };
+        let engines = Engines { pulls: self.pulls(), ..Engines::default() };
         let programs = RankPrograms::new(self.paths, self.placed.chunks, sums, engines);
         let mut lines = self.lines();
         // What a token needs of planning alone decides which rows are packed; engines that relay need the placement first.
@@ -214,7 +214,15 @@ impl<'a> Lowering<'a> {
     fn setting(&self) -> Setting<'a> {
         let Placed { control, chunks, .. } = self.placed;
         let (paths, sizing, chunks) = (self.paths, self.sizing, *chunks);
-        Setting { paths, control, sizing, chunks, parity: self.calls.parity(), far: WindowId::POOL }
+        Setting {
+            paths,
+            control,
+            sizing,
+            chunks,
+            parity: self.calls.parity(),
+            far: WindowId::POOL,
+            fixed_rows: None,
+        }
     }
 }
 

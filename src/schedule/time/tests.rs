@@ -235,7 +235,15 @@ fn copies_and_bytes_are_those_that_engines_are_counted_for() {
             let mut layout = Layout::default();
             layout.fill(frame, (sorted, crossing), 8, counts, sizes);
             let (paths, control, sizing) = (frame.paths, &placed.control, placed.sizing);
-            let setting = Setting { paths, control, sizing, chunks: 4, parity: 0, far: WindowId::POOL };
+            let setting = Setting {
+                paths,
+                control,
+                sizing,
+                chunks: 4,
+                parity: 0,
+                far: WindowId::POOL,
+                fixed_rows: None,
+            };
             work.push(EngineWork::of_dispatch(&setting, &layout, &Forward::default()));
         });
         let timing = placed.dispatch();

@@ -55,7 +55,8 @@ pub fn dispatch(
         forward.know(&frame, false, |source, nth| layouts[source as usize].blocks[nth].clone());
         // Cards reach the devices.
         let (paths, far) = (paths(me), WindowId::POOL);
-        let setting = Setting { paths, control: &control, sizing, chunks: CHUNKS, parity: 0, far };
+        let setting =
+            Setting { paths, control: &control, sizing, chunks: CHUNKS, parity: 0, far, fixed_rows: None };
         EngineWork::of_dispatch(&setting, &layouts[me as usize], &forward)
     };
     Ok((0..nodes.ranks()).map(work).collect())

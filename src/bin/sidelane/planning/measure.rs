@@ -71,7 +71,7 @@ pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
     let frame = Frame { bins: &bins, paths, align: 1, chunks: CHUNKS, sizing, mode: Mode::Eager };
     let control = Control::new(&paths, &bins, u64::from(tokens * top_k), sizing.note_bytes());
     let (chunks, far) = (CHUNKS, WindowId::POOL);
-    let setting = Setting { paths, control: &control, sizing, chunks, parity: 0, far };
+    let setting = Setting { paths, control: &control, sizing, chunks, parity: 0, far, fixed_rows: None };
     let (mut sorted, mut crossing, mut words) = (Sorted::default(), Crossing::default(), Vec::new());
     let (mut counts, mut sizes, mut layout) = (Counts::default(), Sizes::default(), Layout::default());
     let (mut forward, mut own) = (Forward::default(), CallerTables::new(paths, CHUNKS));

@@ -1,0 +1,165 @@
+//! One call, as the planner serves it: what each step of its program is to copy engines.
+//!
+//! The order of steps stands in [`schedule::call`](crate::schedule::call), and nowhere here. The planner plays its relay,
+//! too, in the same thread.
+
+use super::dispatch::Landing;
+use super::planner::Planner;
+use super::space::Extent;
+use crate::ep::relay::{RelayCall, RelayTask};
+use crate::error::{CallKind, Error};
+use crate::exec::{Executor, Packed, Until, drive};
+use crate::plan::Layout;
+use crate::schedule::call::{CallMachine, Half, RankPrograms, Relays, Role, StageId, Work};
+use crate::schedule::{Operands, Parts, Tag};
+
+/// A call amid its steps.
+pub(super) struct PlannerCall<'p> {
+    pub planner: &'p mut Planner,
+    pub programs: &'p RankPrograms,
+    pub seat: u32,
+    /// Dispatch: tokens that the caller's stream announced.
+    pub tokens: u32,
+    /// Combine: where outputs begin.
+    pub base: u64,
+    /// What this rank says on entering.
+    pub tag: Tag,
+    /// Why this rank refuses the call; its tag says that it does.
+    pub refused: Option<Error>,
+    /// Dispatch: where rows land.
+    pub landing: Option<Landing>,
+    /// Memory behind what landed, which is this rank's until the call is over.
+    pub staging: Option<Extent>,
+    /// What the relay does in this call.
+    pub task: Option<RelayTask>,
+}
+
+impl<'p> PlannerCall<'p> {
+    /// A call of this kind by the caller of a seat.
+    pub fn new(planner: &'p mut Planner, programs: &'p RankPrograms, kind: CallKind, seat: u32) -> Self {
+        PlannerCall {
+            planner,
+            programs,
+            seat,
+            tokens: 0,
+            base: 0,
+            tag: Tag { kind, options: seat, ..Tag::default() },
+            refused: None,
+            landing: None,
+            staging: None,
+            task: None,
+        }
+    }
+
+    /// Enters the call, and drives it to its end; returns why it was refused, if it was.
+    ///
+    /// # Errors
+    /// Those that end the world.
+    pub fn drive(&mut self) -> Result<Option<Error>, Error> {
+        self.planner.common.fixed.shared.hub.health().check()?;
+        self.planner.calls.enter();
+        let program = self.programs.own(self.tag.kind, Relays::Inline);
+        let driven = drive(&mut CallMachine::default(), program, self, Until::End)?;
+        if let Some(task) = self.task.take() {
+            self.planner.kept[self.seat as usize].forward = task.forward;
+        }
+        Ok(driven)
+    }
+
+    /// Sets the tag that goes out with the entries: one that refuses, if this rank does.
+    pub fn say(&mut self, tag: Tag) {
+        self.tag = match &self.refused {
+            None => tag,
+            Some(error) => tag.refusing(error),
+        };
+        self.planner.tables.clear();
+        self.planner.tables.tags.fill(self.tag);
+    }
+
+    fn stage(&mut self, stage: StageId, half: Half) -> Result<(), Error> {
+        let Planner { engine, tables, kept, common, calls, scratch, .. } = &mut *self.planner;
+        let items = self.programs.stages.items(stage, half);
+        let layout: &Layout = &kept[self.seat as usize].layout;
+        let rows = stage == StageId::Rows;
+        let operands = Operands {
+            runs: if rows { &layout.runs } else { &[] },
+            ..tables.operands(*calls, common.shape.row_bytes())
+        };
+        if !rows || half == Half::Finish {
+            return engine.run(items, &operands, None);
+        }
+        let (staging, notes) = (common.shape.staging(self.seat), common.shape.host_notes(self.seat));
+        let (rows, notes) = (common.piece(staging)?, common.host_piece(notes)?);
+        let words = bytemuck::cast_slice(&scratch.notes);
+        let packed = Packed { rows: &rows, at: staging.0, notes: &notes, notes_of_host: words };
+        engine.run(items, &operands, Some(packed))
+    }
+
+    /// Has the relay perform a step.
+    fn relay(&mut self, step: impl FnOnce(&mut RelayCall<'_, '_>) -> Result<(), Error>) -> Result<(), Error> {
+        let Planner { relay, engine, kept, calls, numbers, .. } = &mut *self.planner;
+        let Some(relay) = relay else { return Ok(()) };
+        let kind = self.tag.kind;
+        let task = self.task.get_or_insert_with(|| {
+            let forward = std::mem::take(&mut kept[self.seat as usize].forward);
+            let parts = Parts { rows: !kind.places(), weights: false };
+            RelayTask { parts, ..RelayTask::new(*calls, kind, forward) }
+        });
+        let run = &mut |items: &[_], operands: &Operands<'_>| engine.run(items, operands, None);
+        step(&mut RelayCall { relay, programs: self.programs, task, judged: Some(numbers), run })
+    }
+}
+
+impl Executor for PlannerCall<'_> {
+    fn run(&mut self, role: Role, stage: StageId, half: Half) -> Result<(), Error> {
+        if role == Role::Relay {
+            return self.relay(|relay| relay.run(role, stage, half));
+        }
+        self.stage(stage, half)?;
+        if stage == StageId::Release {
+            let Planner { common, engine, .. } = &mut *self.planner;
+            common.space.reach(common.served.load(std::sync::atomic::Ordering::Relaxed) + 1);
+            engine.take_enqueued();
+        }
+        Ok(())
+    }
+
+    fn compute(&mut self, role: Role, work: Work) -> Result<(), Error> {
+        if role == Role::Relay {
+            return self.relay(|relay| relay.compute(role, work));
+        }
+        match work {
+            Work::Sort => self.sort(),
+            Work::Publish => self.publish(),
+            Work::Announce => Ok(self.announce()),
+            Work::Judge => {
+                let Planner { common, calls, numbers, .. } = &mut *self.planner;
+                common.fixed.agreement(*calls, self.tag.kind).judge(numbers)
+            }
+            Work::Place => self.place(),
+            Work::Describe => {
+                let Planner { common, calls, kept, sorted, .. } = &*self.planner;
+                common.fixed.describe_blocks(*calls, &kept[self.seat as usize].layout, sorted)
+            }
+            Work::FillRows => self.fill_rows(),
+            Work::FillBringIn => self.fill_bring_in(),
+            Work::Offer => Ok(self.offer()),
+            Work::Bases => Ok(self.bases()?),
+            Work::FillPull => Ok(self.fill_pull()),
+            Work::Retire => Ok(self.planner.calls.returned()),
+            // A device has nobody to tell, and its caller's stream finds rows and metadata where they landed. Other works
+            // are steps of the host's programs.
+            _ => Ok(()),
+        }
+    }
+
+    fn agree(&mut self, _: Role) -> Result<(), Error> {
+        let refused = self.refused.take();
+        self.planner.common.fixed.agreement(self.planner.calls, self.tag.kind).agree(self.tag, refused)
+    }
+
+    fn admit(&mut self, _: Role) -> Result<(), Error> {
+        let Planner { common, calls, numbers, .. } = &mut *self.planner;
+        common.fixed.agreement(*calls, self.tag.kind).check_space(self.tag, numbers)
+    }
+}
