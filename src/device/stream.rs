@@ -25,6 +25,9 @@ pub enum Priority {
 /// Neither waits for the legacy default stream nor is waited for by it (`CU_STREAM_NON_BLOCKING`).
 const NON_BLOCKING: u32 = 1;
 
+/// The second name of the legacy default stream (`CU_STREAM_LEGACY`); the first is null.
+const LEGACY: usize = 1;
+
 /// The handle of the calling thread's own default stream (`CU_STREAM_PER_THREAD`).
 const PER_THREAD: usize = 2;
 
@@ -100,6 +103,11 @@ impl Stream {
     /// Its handle, for other users of the driver.
     pub fn handle(&self) -> *mut c_void {
         self.raw.cast()
+    }
+
+    /// Whether this is the legacy default stream of its context.
+    pub fn is_legacy(&self) -> bool {
+        self.raw.addr() <= LEGACY
     }
 
     /// Whether everything that was enqueued is done. Not to be asked of a stream that is being captured.

@@ -80,6 +80,8 @@ pub struct Engine {
     pub(super) ground: Ground,
     pub(super) stream: Stream,
     pub(super) batched: bool,
+    /// Engines make the copies of batches also within one device.
+    hinted: bool,
     copies: CopyBatch,
     operations: MemoryOperations,
     /// Copies to the outbox, collected.
@@ -102,8 +104,9 @@ impl Engine {
         Engine {
             port,
             ground,
+            batched: stream.takes_batches(),
             stream,
-            batched: context.driver().version() >= Version::BATCHED_COPIES,
+            hinted: context.driver().version() >= Version::OVERLAP_HINT,
             copies: CopyBatch::with_capacity(context, 0),
             operations: MemoryOperations::with_capacity(context, 0),
             leaving: CopyBatch::with_capacity(context, 0),
@@ -289,7 +292,8 @@ impl Engine {
     /// Counts a copy between this rank and another, or itself; `within`: from one device's memory to another's.
     fn count(&mut self, peer: u32, len: u64, within: bool) {
         let same_device = self.near(peer).is_some_and(|near| near.same_device);
-        let by_sms = !self.batched && within && len > 0 && same_device;
+        let by_engine = self.batched && self.hinted;
+        let by_sms = !by_engine && within && len > 0 && same_device;
         self.enqueued.copies_by_sms += u64::from(by_sms);
         self.enqueued.bytes += len;
         self.enqueued.own_bytes += if peer == self.port.lanes().rank { len } else { 0 };

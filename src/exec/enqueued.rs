@@ -11,9 +11,9 @@ pub struct Enqueued {
     pub bytes: u64,
     /// Of these, bytes that stayed at this rank.
     pub own_bytes: u64,
-    /// Copies that were enqueued one by one, because the driver has no batches.
+    /// Copies that were enqueued one by one: the driver has no batches, or the stream takes none.
     pub single_copies: u64,
-    /// Of these, copies within one device: SMs move them.
+    /// Copies within one device that SMs make: single ones, and before CUDA 13.1 those of batches, too.
     pub copies_by_sms: u64,
     /// Memory operations: writes and waits.
     pub memory_operations: u64,

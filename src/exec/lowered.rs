@@ -8,8 +8,8 @@
 //!             ------- send -------                 ----------- receive -----------
 //! ```
 //!
-//! Copies of a batch run in any order, so a flag is never one of them. While a stream is captured into a graph the copies
-//! are single ones: a batch cannot be captured. What crosses to other nodes is not the stream's ([`Crossed`](super::Crossed)).
+//! Copies of a batch run in any order, so a flag is never one of them. While a stream is captured into a graph, and on the
+//! legacy default stream, the copies are single ones: the driver takes no batch there. What crosses to other nodes is not the stream's ([`Crossed`](super::Crossed)).
 
 use std::sync::Arc;
 
@@ -47,14 +47,29 @@ pub trait PeerWindows {
 pub struct Lowered {
     start: Vec<Step>,
     finish: Vec<Step>,
+    /// Of the stream, without how its copies were enqueued.
     counts: Enqueued,
+    /// Engines make the copies of batches also within one device.
+    hinted: bool,
 }
 
 #[derive(Debug)]
 enum Step {
-    /// Targets and sources; and the same copies as a batch, if the driver has such.
-    Copies(Vec<(Range, Range)>, Option<CopyBatch>),
+    Copies(Copies),
     Words(MemoryOperations),
+}
+
+/// Copies that are enqueued together.
+#[derive(Debug)]
+struct Copies {
+    /// Targets and sources.
+    list: Vec<(Range, Range)>,
+    /// The same as a batch, if the driver has such.
+    batch: Option<CopyBatch>,
+    /// Those within one device.
+    within: u64,
+    /// Whether they went one by one the last time; before the first time, whether they have to.
+    singly: bool,
 }
 
 impl Lowered {
@@ -71,7 +86,8 @@ impl Lowered {
         let mut lowering = Lowering { context, me, windows, counts: Enqueued::default() };
         let start = lowering.steps(&program.start())?;
         let finish = lowering.steps(&program.finish())?;
-        Ok(Lowered { start, finish, counts: lowering.counts })
+        let hinted = context.driver().version() >= Version::OVERLAP_HINT;
+        Ok(Lowered { start, finish, counts: lowering.counts, hinted })
     }
 
     /// Enqueues the copies, and the signals behind them.
@@ -90,9 +106,25 @@ impl Lowered {
         self.finish.iter_mut().try_for_each(|step| step.enqueue(stream))
     }
 
-    /// What both together ask of a stream that is not captured.
+    /// What both together asked of their stream the last time; before the first time, what they ask of a stream that takes
+    /// batches.
     pub fn counts(&self) -> Enqueued {
-        self.counts
+        self.with_copies(self.counts)
+    }
+
+    /// `counts` with copies as this program enqueued them the last time: in batches or one by one, by engines or by SMs.
+    pub(crate) fn with_copies(&self, mut counts: Enqueued) -> Enqueued {
+        (counts.batches, counts.single_copies, counts.copies_by_sms) = (0, 0, 0);
+        for step in self.start.iter().chain(&self.finish) {
+            let Step::Copies(copies) = step else { continue };
+            let count = copies.list.len() as u64;
+            match copies.singly {
+                true => counts.single_copies += count,
+                false => counts.batches += count.div_ceil(CopyBatch::AT_ONCE as u64),
+            }
+            counts.copies_by_sms += if copies.singly || !self.hinted { copies.within } else { 0 };
+        }
+        counts
     }
 }
 
@@ -100,8 +132,19 @@ impl Step {
     fn enqueue(&mut self, stream: &Stream) -> Result<(), DeviceError> {
         match self {
             Step::Words(list) => stream.operate(list),
-            Step::Copies(_, Some(batch)) if !stream.is_capturing()? => stream.copy_batch(batch),
-            Step::Copies(copies, _) => copies
+            Step::Copies(copies) => copies.enqueue(stream),
+        }
+    }
+}
+
+impl Copies {
+    fn enqueue(&mut self, stream: &Stream) -> Result<(), DeviceError> {
+        let batch = self.batch.as_mut().filter(|_| stream.takes_batches());
+        self.singly = batch.is_none() || stream.is_capturing()?;
+        match batch {
+            Some(batch) if !self.singly => stream.copy_batch(batch),
+            _ => self
+                .list
                 .iter()
                 .try_for_each(|(to, from)| stream.copy(to.span(0, to.len())?, from.span(0, from.len())?)),
         }
@@ -139,7 +182,7 @@ impl Lowering<'_> {
     fn copies(&mut self, copies: &[PeerCopy]) -> Result<Step, Error> {
         let batched = self.context.driver().version() >= Version::BATCHED_COPIES;
         let mut batch = batched.then(|| CopyBatch::with_capacity(self.context, copies.len()));
-        let mut list = Vec::with_capacity(copies.len());
+        let (mut list, mut within) = (Vec::with_capacity(copies.len()), 0);
         for &PeerCopy { to: rank, span } in copies {
             let (offset, len) = (span.from_offset, span.len);
             let Place::Window { owner, window } = span.from else {
@@ -155,19 +198,13 @@ impl Lowering<'_> {
                 (_, WindowId::TWIN) => self.counts.out_bytes += len,
                 _ => {
                     self.counts.bytes += len;
-                    let by_sms = !batched && self.windows.same_device(rank);
-                    self.counts.copies_by_sms += u64::from(by_sms);
+                    within += u64::from(self.windows.same_device(rank));
                 }
             }
             list.push((to, from));
         }
-        let copies = list.len() as u64;
-        self.counts.copies += copies;
-        match batched {
-            true => self.counts.batches += copies.div_ceil(CopyBatch::AT_ONCE as u64),
-            false => self.counts.single_copies += copies,
-        }
-        Ok(Step::Copies(list, batch))
+        self.counts.copies += list.len() as u64;
+        Ok(Step::Copies(Copies { list, batch, within, singly: !batched }))
     }
 
     fn word(&self, list: &mut MemoryOperations, word: WordOp) -> Result<(), DeviceError> {

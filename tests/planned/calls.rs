@@ -1,14 +1,17 @@
 //! Calls that go well.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use half::{bf16, f16};
+use sidelane::device::{Stream, Version};
 use sidelane::exec::Enqueued;
 use sidelane::plan::{ExpertMap, Mode, Overflow};
 use sidelane::{Element, World};
 use stand_in_cuda::StandIn;
 
-use super::on_devices;
 use super::rank::{Case, Input, Rank, stream};
 use super::support::{To, on_ranks, small, tokens};
+use super::{on_devices, on_drivers};
 
 /// Runs something on each rank of a world, on a device of its own.
 pub fn on_each(case: &Case, body: impl Fn(&mut Rank<bf16>, u64) + Sync) {
@@ -169,10 +172,32 @@ fn a_graph_is_replayed_with_other_tokens() {
 }
 
 #[test]
+fn caller_on_legacy_default_stream_sees_what_the_host_sees() {
+    on_devices("calls::caller_on_legacy_default_stream_sees_what_the_host_sees", 8, 9, || {
+        let case = Case::new(3, 5, 3);
+        on_ranks(&case.nodes, &small(), |world: World| {
+            let group = world.all().unwrap();
+            let me = u64::from(group.rank());
+            let device = stream(group.rank());
+            // SAFETY: the legacy default stream is there as long as its context.
+            let legacy = unsafe { Stream::borrow(device.context(), std::ptr::null_mut()) }.unwrap();
+            let mut rank = Rank::<bf16>::on_stream(&group, &case, legacy.into(), |builder| builder);
+            for round in 0..4 {
+                rank.round(&tokens(round * 8 + me, some(&case, round + me), 16, 3, 5));
+            }
+        });
+    });
+}
+
+#[test]
 fn engines_move_every_row_and_a_report_says_so() {
-    on_devices("calls::engines_move_every_row_and_a_report_says_so", 8, 9, || {
+    let versions = ["12080", "13010"];
+    on_drivers("calls::engines_move_every_row_and_a_report_says_so", &versions, 8, 9, || {
         // The driver stays until it has been asked.
-        let _driver = stream(0);
+        let driver = stream(0);
+        // Rows and pads that stay on a device are made by SMs before CUDA 13.1.
+        let engines_alone = driver.context().driver().version() >= Version::OVERLAP_HINT;
+        let by_sms = AtomicU64::new(0);
         let case = Case { align: 4, ..Case::new(2, 4, 2) };
         on_each(&case, |rank, me| {
             let (rows, handle) = rank.dispatch(&three()).unwrap();
@@ -183,13 +208,15 @@ fn engines_move_every_row_and_a_report_says_so() {
             // Experts 0 to 3 get 2, 1, 1 and 1 rows from each rank, of 32 bytes and a weight, which is copied apart. The
             // last rank pads those of 1, 2 and 3, two rows each. Beside them go the lists of the sums, and the counts.
             let (pads, own) = if me == 1 { (3, 2 + 4) } else { (0, 3) };
+            let own_copies = if me == 1 { 2 + 2 * 2 } else { 2 };
+            by_sms.fetch_add(report.enqueued.copies_by_sms, Ordering::Relaxed);
             let expected = Enqueued {
                 batches: 1,
                 copies: 2 * (4 + pads) + 2,
                 bytes: (5 + 2 * pads) * 36,
                 own_bytes: own * 36,
                 single_copies: 0,
-                copies_by_sms: 0,
+                copies_by_sms: if engines_alone { 0 } else { own_copies },
                 // Packed, taken back; landed; all done.
                 memory_operations: 4,
                 ..Enqueued::default()
@@ -198,7 +225,7 @@ fn engines_move_every_row_and_a_report_says_so() {
             drop((rows, handle));
         });
         let counters = StandIn::loaded().unwrap().counters();
-        assert_eq!((counters.copies_by_sms, counters.fills), (0, 0));
+        assert_eq!((counters.copies_by_sms, counters.fills), (by_sms.into_inner(), 0));
     });
 }
 

@@ -20,16 +20,23 @@ use std::path::Path;
 /// Runs the body with kernels to launch, hardware queues, and a seed for all that the rules leave open. `test` is the test's
 /// full name.
 fn on_devices(test: &str, queues: u32, seed: u64, body: impl FnOnce()) {
+    on_drivers(test, &["12080"], queues, seed, body);
+}
+
+/// The same once for each version of the driver.
+fn on_drivers(test: &str, versions: &[&'static str], queues: u32, seed: u64, body: impl FnOnce()) {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/kernels.cu");
     let library = stand_in_cuda::kernels(&source).unwrap();
     let (queues, seed) = (queues.to_string(), seed.to_string());
     let driver = stand_in_cuda::install().unwrap();
-    let variables = [
+    let usual = [
         ("LD_LIBRARY_PATH", driver.to_str().unwrap()),
         ("SIDELANE_STAND_IN_KERNELS", library.to_str().unwrap()),
         ("CUDA_MODULE_LOADING", "EAGER"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", &queues),
         ("SIDELANE_STAND_IN_SEED", &seed),
     ];
-    apart::apart(test, &variables, body);
+    let run = |version: &&'static str| [&usual[..], &[("SIDELANE_STAND_IN_DRIVER", *version)]].concat();
+    let runs: Vec<_> = versions.iter().map(run).collect();
+    apart::each(test, &runs.iter().map(Vec::as_slice).collect::<Vec<_>>(), body);
 }

@@ -8,9 +8,9 @@ use sidelane::world::Detour;
 use stand_in_cuda::StandIn;
 
 use super::calls::{on_each, replays, rounds, some, three};
-use super::on_devices;
 use super::rank::{Case, Input, stream};
 use super::support::tokens;
+use super::{on_devices, on_drivers};
 
 /// Two and two, three and five, and nodes whose ranks are anywhere.
 const SHAPES: [&[u32]; 3] = [&[0, 0, 1, 1], &[0, 0, 0, 1, 1, 1, 1, 1], &[0, 1, 2, 0, 1]];
@@ -120,7 +120,8 @@ fn a_graph_is_replayed_with_other_tokens_across_nodes() {
 
 #[test]
 fn a_report_says_how_rows_crossed_and_by_how_many_copies() {
-    on_devices("nodes::a_report_says_how_rows_crossed_and_by_how_many_copies", 8, 9, || {
+    let name = "nodes::a_report_says_how_rows_crossed_and_by_how_many_copies";
+    on_drivers(name, &["13010"], 8, 9, || {
         // The driver stays until it has been asked.
         let _driver = stream(0);
         let case = Case { align: 4, ..Case::across(&[0, 1], 4, 2) };
@@ -154,7 +155,8 @@ fn a_report_says_how_rows_crossed_and_by_how_many_copies() {
 
 #[test]
 fn over_relays_a_token_crosses_once_for_each_node_and_a_report_says_so() {
-    on_devices("nodes::over_relays_a_token_crosses_once_for_each_node_and_a_report_says_so", 8, 10, || {
+    let name = "nodes::over_relays_a_token_crosses_once_for_each_node_and_a_report_says_so";
+    on_drivers(name, &["13010"], 8, 10, || {
         // The driver stays until it has been asked.
         let _driver = stream(0);
         let case = Case { route: Route::Pxn, ..Case::across(SHAPES[0], 4, 4) };

@@ -108,7 +108,16 @@ where
         case: &Case,
         settings: impl FnOnce(PlannedBuilder<'_>) -> PlannedBuilder<'_>,
     ) -> Self {
-        let stream = stream(group.rank());
+        Self::on_stream(group, case, stream(group.rank()), settings)
+    }
+
+    /// With this stream as the caller's.
+    pub fn on_stream(
+        group: &Group,
+        case: &Case,
+        stream: Arc<Stream>,
+        settings: impl FnOnce(PlannedBuilder<'_>) -> PlannedBuilder<'_>,
+    ) -> Self {
         let context = stream.context();
         let row = (case.hidden * E::DTYPE.size()) as u64;
         let (tokens, choices) = (u64::from(case.max_tokens), u64::from(case.max_tokens * case.top_k));

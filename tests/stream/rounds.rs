@@ -1,5 +1,7 @@
 //! Many rounds that are enqueued without waiting for any of them: licences and words set back have to hold by themselves.
 
+use sidelane::device::{Priority, Stream, Version};
+use sidelane::exec::Enqueued;
 use stand_in_cuda::StandIn;
 
 use super::rank::{Case, Rank, content, copied_back, on_ranks, options};
@@ -64,18 +66,53 @@ fn two_exchanges_take_turns_in_any_order_that_is_the_same_everywhere() {
 }
 
 #[test]
-fn ranks_on_one_device_move_rows_by_its_engines() {
+fn batch_within_one_device_needs_sms_before_cuda_13_1() {
     let case = Case { ranks: 2, experts: 4, top_k: 2, hidden: 16, max_tokens: 3 };
-    on_stand_in("rounds::ranks_on_one_device_move_rows_by_its_engines", || {
+    let drivers = ["12080", "13000", "13010"].map(|version| [("SIDELANE_STAND_IN_DRIVER", version)]);
+    let test = "rounds::batch_within_one_device_needs_sms_before_cuda_13_1";
+    on_each(test, &[&drivers[0], &drivers[1], &drivers[2]], || {
         on_ranks(case.ranks, &options(), |world| {
             let mut rank = Rank::on_device(case, world, 0);
+            let by_sms = u64::from(rank.context.driver().version() < Version(13010));
             assert_eq!(rank.exchange.report().same_device, 1);
-            let (me, group) = (rank.me(), &rank.group);
-            group.gather(&[]).unwrap();
+            let me = rank.me();
+            rank.group.gather(&[]).unwrap();
             let tensors = rank.tensors(&case.input(1, me));
             rank.exchange.dispatch(&rank.stream, &tensors.tokens()).unwrap();
             rank.exchange.synchronize(&rank.stream).unwrap();
-            assert_eq!(StandIn::loaded().unwrap().counters().copies_by_sms, 0, "a batch prefers engines");
+            let Enqueued { batches, copies, copies_by_sms, .. } = rank.exchange.report().dispatch;
+            assert_eq!((batches, copies, copies_by_sms), (1, 1, by_sms));
+            rank.group.gather(&[]).unwrap();
+            let seen = StandIn::loaded().unwrap().counters().copies_by_sms;
+            assert_eq!(seen, u64::from(case.ranks) * by_sms, "reports of all ranks");
+            rank.group.gather(&[]).unwrap();
+        });
+    });
+}
+
+#[test]
+fn legacy_default_stream_takes_single_copies_and_reports_them() {
+    let case = Case { ranks: 2, experts: 4, top_k: 2, hidden: 16, max_tokens: 3 };
+    on_stand_in("rounds::legacy_default_stream_takes_single_copies_and_reports_them", || {
+        on_ranks(case.ranks, &options(), |world| {
+            let mut rank = Rank::new(case, world);
+            // Both names that it has: null, and CU_STREAM_LEGACY.
+            for handle in [0, 1] {
+                let handle = std::ptr::without_provenance_mut(handle);
+                // SAFETY: the legacy default stream is there as long as its context.
+                rank.stream = unsafe { Stream::borrow(&rank.context, handle) }.unwrap();
+                rank.rounds(1..4, 2);
+                let report = rank.exchange.report();
+                for done in [report.dispatch, report.combine] {
+                    assert_eq!((done.batches, done.single_copies, done.copies_by_sms), (0, 1, 0));
+                }
+            }
+            // A stream of its own takes batches again.
+            rank.stream = Stream::new(&rank.context, Priority::Usual).unwrap();
+            rank.rounds(4..6, 1);
+            let report = rank.exchange.report();
+            assert_eq!((report.dispatch.batches, report.dispatch.single_copies), (1, 0));
+            rank.group.gather(&[]).unwrap();
         });
     });
 }

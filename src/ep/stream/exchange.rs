@@ -85,7 +85,7 @@ pub struct StreamExchange {
     pub(super) dispatch: Lowered,
     pub(super) combine: Lowered,
     pub(super) release: Lowered,
-    /// Of a dispatch, and of a combine.
+    /// Of a dispatch, and of a combine, without how copies are enqueued.
     pub(super) counts: [Enqueued; 2],
     pub(super) turn: Turn,
     pub(super) guard: Guard,
@@ -122,8 +122,8 @@ pub struct StreamReport {
     pub combine: Enqueued,
     /// Kernels, none of them in between: compute.
     pub kernels: Vec<&'static str>,
-    /// Ranks on this rank's own device. Copies to them go beside compute only in batches: single ones, as in a graph, are
-    /// done by SMs.
+    /// Ranks on this rank's own device. SMs make the copies to them, but for batches from CUDA 13.1 on:
+    /// [`Enqueued::copies_by_sms`] counts them.
     pub same_device: u32,
     /// Why rows that cross go by memory of the host, if any do.
     pub detour: Option<Detour>,
@@ -351,14 +351,15 @@ impl StreamExchange {
         self.words.range().word(self.places.status())
     }
 
-    /// What the calls ask of a stream, and which kernels they use.
+    /// What the calls ask of a stream, and which kernels they use. Copies are counted as the last call enqueued them, in a
+    /// batch or one by one; before the first call, as on a stream that takes batches.
     pub fn report(&self) -> StreamReport {
         let peers = (0..self.size()).filter(|&peer| peer != self.me);
         let passage = self.proxy.as_ref().map(|proxy| &proxy.work().passage);
         let [dispatch, combine] = self.counts;
         StreamReport {
-            dispatch,
-            combine,
+            dispatch: self.dispatch.with_copies(dispatch),
+            combine: self.combine.with_copies(combine),
             kernels: KERNELS.to_vec(),
             same_device: peers.filter(|&peer| self.window.same_device(peer)).count() as u32,
             detour: passage.and_then(Passage::detour),

@@ -85,7 +85,7 @@ impl Mover {
             None => Mover::Engine,
             Some((from, to)) if from != to => Mover::EngineBetween,
             Some(_) if settings()?.copy_kernels => Mover::Kernel,
-            Some(_) if copy.overlap => Mover::Engine,
+            Some(_) if copy.overlap && settings()?.heeds_overlap() => Mover::Engine,
             Some(_) => Mover::Multiprocessors,
         })
     }

@@ -79,6 +79,16 @@ impl Settings {
         })
     }
 
+    /// Whether the wish of a batch to overlap with compute counts: from CUDA 13.1 on.
+    pub fn heeds_overlap(&self) -> bool {
+        self.version >= 13010
+    }
+
+    /// Whether streams write and await words in memory of other devices: until CUDA 13.1.
+    pub fn has_remote_words(&self) -> bool {
+        self.version < 13010
+    }
+
     /// Whether one device's engines and kernels reach the memory of the other.
     pub fn reaches(&self, device: usize, owner: usize) -> bool {
         let together = |set: &Vec<usize>| set.contains(&device) && set.contains(&owner);

@@ -26,9 +26,9 @@ pub struct EnqueuedWork {
     pub bytes: u64,
     /// Of these, bytes that stayed at this rank.
     pub own_bytes: u64,
-    /// Copies that were enqueued one by one, because the driver has no batches.
+    /// Copies that were enqueued one by one: the driver has no batches, or the stream takes none.
     pub single_copies: u64,
-    /// Of these, copies within one device: multiprocessors move them.
+    /// Copies within one device that multiprocessors make: single ones, and before CUDA 13.1 those of batches, too.
     pub copies_by_sms: u64,
     /// Memory operations: writes and waits.
     pub memory_operations: u64,
@@ -89,7 +89,7 @@ pub struct SlotsReport {
     pub combine: EnqueuedWork,
     /// Kernels, none of them in between.
     pub kernels: [KernelName; 4],
-    /// Ranks on this rank's own device: single copies to them, as in a graph, are done by multiprocessors.
+    /// Ranks on this rank's own device. Multiprocessors make the copies to them, but for batches from CUDA 13.1 on.
     pub same_device: u64,
     /// Why rows that cross go by memory of the host, if any do: as of a planned report.
     pub detour: [c_char; 16],
