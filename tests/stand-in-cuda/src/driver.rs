@@ -1,11 +1,11 @@
 //! The state of the driver in this process, and the contexts of its devices.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use crate::code::{Code, Result};
-use crate::queue::Queue;
+use crate::queues::Queues;
 use crate::settings::Settings;
 use crate::stream::Stream;
 use crate::table::{Table, fresh};
@@ -63,7 +63,7 @@ pub fn stopped() -> bool {
 pub struct Context {
     pub handle: usize,
     pub device: usize,
-    pub queues: Vec<Arc<Queue>>,
+    pub queues: Queues,
     /// The stream that host code calls null.
     pub null: Arc<Stream>,
     /// All streams, those of graphs included, the null stream excluded.
@@ -71,7 +71,6 @@ pub struct Context {
     /// Devices whose plain allocations this context may reach.
     pub peers: Mutex<BTreeSet<usize>>,
     error: Arc<Sticky>,
-    next_queue: AtomicUsize,
 }
 
 /// The error that ended a context. It is never taken back: every later call answers with it.
@@ -94,9 +93,8 @@ impl Context {
     fn new(settings: &Settings, device: usize) -> Arc<Context> {
         let handle = fresh();
         let error = Arc::new(Sticky::default());
-        let queue = |index| Queue::new(settings.seed, device, index, Arc::clone(&error));
-        let queues: Vec<_> = (0..settings.queues).map(queue).collect();
-        let null = Stream::legacy(handle, device, Arc::clone(&queues[0]));
+        let queues = Queues::new(settings, device, &error);
+        let null = Stream::legacy(handle, device, queues.first());
         let context = Arc::new(Context {
             handle,
             device,
@@ -105,7 +103,6 @@ impl Context {
             streams: Mutex::default(),
             peers: Mutex::default(),
             error,
-            next_queue: AtomicUsize::new(0),
         });
         CONTEXTS.insert_at(handle, Arc::clone(&context));
         context
@@ -119,12 +116,6 @@ impl Context {
     /// Answers with the error that ended this context, if one did.
     pub fn alive(&self) -> Result<()> {
         self.error.get().map_or(Ok(()), Err)
-    }
-
-    /// Streams take the queues in turn.
-    pub fn next_queue(&self) -> Arc<Queue> {
-        let index = self.next_queue.fetch_add(1, Ordering::Relaxed) % self.queues.len();
-        Arc::clone(&self.queues[index])
     }
 
     /// The null stream and all others.
@@ -171,6 +162,7 @@ pub fn release(device: usize) -> Result<()> {
             stream.forget();
         }
         context.null.forget();
+        context.queues.close();
     }
     Ok(())
 }

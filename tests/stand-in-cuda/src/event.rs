@@ -60,7 +60,9 @@ impl Event {
 
     /// Makes later work of the stream wait for it.
     pub fn awaited_by(&self, stream: &Arc<Stream>) -> Result<()> {
-        match self.last.lock().unwrap().clone() {
+        // Whoever enqueues may have to wait: nobody is kept from the event meanwhile.
+        let last = self.last.lock().unwrap().clone();
+        match last {
             Last::Never => Ok(()),
             Last::Captured(capture, mark) => capture.wait(stream, mark),
             Last::Live(mark, _) => {

@@ -77,6 +77,15 @@ impl StandIn {
         unsafe { counters.assume_init() }
     }
 
+    /// The host, a card or another process writes these bytes, which are mapped here: a wait for a word in there has a cause.
+    pub fn written_elsewhere(&self, at: u64, bytes: u64) {
+        // SAFETY: the stand-in's function of this name has this type.
+        let declare = unsafe {
+            self.0.get::<extern "C" fn(u64, u64)>(b"sidelane_stand_in_declare\0").expect("it is the stand-in")
+        };
+        declare(at, bytes);
+    }
+
     /// Ends all waits of streams, now and later.
     pub fn stop(&self) {
         // SAFETY: the stand-in's function of this name has this type.

@@ -14,8 +14,8 @@ use libloading::Library;
 use crate::activity;
 use crate::code::{Code, Result};
 use crate::driver::{Context, settings};
-use crate::ptx;
 use crate::table::{Table, fresh};
+use crate::{lock, ptx};
 
 pub static MODULES: Table<Module> = Table::new();
 pub static FUNCTIONS: Table<Function> = Table::new();
@@ -57,9 +57,12 @@ pub struct Launch {
     parameters: Arc<Vec<Vec<u128>>>,
 }
 
-/// Loads PTX.
-pub fn load(text: &str) -> Result<usize> {
+/// Loads PTX. Where calls take the driver's lock, this one waits with it for all work of the context.
+pub fn load(context: &Context, text: &str) -> Result<usize> {
     let settings = settings()?;
+    if settings.locks {
+        lock::hold(|| context.synchronize())?;
+    }
     let module = ptx::read(text)?;
     if module.version > ptx::newest(settings.version) {
         return Err(Code::UNSUPPORTED_PTX_VERSION);
@@ -115,7 +118,10 @@ impl Function {
     /// Loads it unless it is: a kernel that is loaded late waits for all work of the context, and hangs where that
     /// waits for this kernel.
     pub fn make_ready(&self, context: &Context) -> Result<()> {
-        if self.loaded.swap(true, Ordering::AcqRel) { Ok(()) } else { context.synchronize() }
+        if self.loaded.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        lock::hold(|| context.synchronize())
     }
 
     /// Where a parameter lies in the block that real kernels read them from: each at a multiple of its own size, of

@@ -5,6 +5,7 @@
 //! stream     entries of a stream; capture, graph, event             written down or enqueued
 //! queue      a thread per hardware queue: streams are folded on it  takes entries strictly in order
 //! late       copies and fills: as late, and in as many pieces, as the rules allow
+//! queues     which queues a stream has; lock, which calls of other threads wait; cause, what ends a wait
 //! memory     memfds, addresses, who reaches what                    every byte of every copy is checked
 //! kernels    PTX entries, run by a library built for the CPU
 //! activity   what ran, for clients of CUPTI, whose functions are here too
@@ -18,6 +19,7 @@ mod abi;
 mod activity;
 mod build;
 mod capture;
+mod cause;
 mod code;
 mod counters;
 mod driver;
@@ -27,10 +29,12 @@ mod host_call;
 mod install;
 mod kernels;
 mod late;
+mod lock;
 mod memory;
 mod memory_operation;
 mod ptx;
 mod queue;
+mod queues;
 mod random;
 mod settings;
 mod stream;

@@ -16,7 +16,7 @@ use crate::driver::{Sticky, stopped};
 use crate::random::Chance;
 use crate::stream::Stream;
 use crate::work::{Late, MemoryOperation, Work};
-use crate::{host_call, late, memory_operation};
+use crate::{cause, host_call, late, lock, memory_operation};
 
 /// Looks at an unmet condition before copies of other streams run after all.
 const PATIENT: u32 = 64;
@@ -34,9 +34,10 @@ const PASSED: u32 = 256;
 pub struct Queue {
     line: Mutex<Line>,
     changed: Condvar,
-    seed: u64,
-    device: usize,
-    index: usize,
+    /// Its chance: seed, device, and its number there.
+    chance: (u64, usize, usize),
+    /// Entries that it holds before who enqueues has to wait; 0 for any number.
+    room: usize,
     error: Arc<Sticky>,
 }
 
@@ -48,9 +49,26 @@ struct Line {
 }
 
 impl Queue {
-    pub fn new(seed: u64, device: usize, index: usize, error: Arc<Sticky>) -> Arc<Queue> {
+    pub fn new(chance: (u64, usize, usize), room: usize, error: Arc<Sticky>) -> Arc<Queue> {
         let (line, changed) = Default::default();
-        Arc::new(Queue { line, changed, seed, device, index, error })
+        Arc::new(Queue { line, changed, chance, room, error })
+    }
+
+    /// Waits until there is room for one more, as a call does that enqueues into a full queue: with the driver's lock held.
+    pub fn wait_for_room(&self) {
+        if self.room == 0 || !self.is_full(&self.line.lock().unwrap()) {
+            return;
+        }
+        lock::hold(|| {
+            let mut line = self.line.lock().unwrap();
+            while self.is_full(&line) {
+                line = self.changed.wait(line).unwrap();
+            }
+        });
+    }
+
+    fn is_full(&self, line: &Line) -> bool {
+        line.entries.len() >= self.room && !line.closed
     }
 
     /// Puts work at the end; the thread starts with the first.
@@ -60,7 +78,8 @@ impl Queue {
         if !line.started {
             line.started = true;
             let queue = Arc::clone(self);
-            let chance = Chance::new(self.seed, self.device, self.index);
+            let (seed, device, index) = self.chance;
+            let chance = Chance::new(seed, device, index);
             thread::spawn(move || Runner { queue, chance, behind: Vec::new(), passed: 0 }.run());
         }
         self.changed.notify_all();
@@ -77,6 +96,9 @@ impl Queue {
         let mut line = self.line.lock().unwrap();
         loop {
             if let Some((stream, work)) = line.entries.pop_front() {
+                if self.room > 0 {
+                    self.changed.notify_all();
+                }
                 return Next::Entry(stream, work);
             }
             if line.closed {
@@ -194,6 +216,7 @@ impl Runner {
                         self.settle(stream);
                     }
                     memory_operation::write(&engine, at, value, width)?;
+                    cause::performed(stream.handle, at);
                 }
                 MemoryOperation::Wait { at, value, width, until } => {
                     self.settle(stream);

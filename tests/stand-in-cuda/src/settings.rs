@@ -30,6 +30,14 @@ pub struct Settings {
     pub cupti: u32,
     /// How what cards write is seen.
     pub card_writes: CardWrites,
+    /// Calls that wait for the device keep other threads' calls out.
+    pub locks: bool,
+    /// Entries that a hardware queue holds before who enqueues has to wait; 0 for any number.
+    pub launch_queue: usize,
+    /// Queues for copies, for each direction; 0 where copies have none of their own.
+    pub copy_queues: usize,
+    /// Streams of each priority have hardware queues of their own.
+    pub priority_queues: bool,
 }
 
 /// In which order streams see what cards write into device memory.
@@ -76,6 +84,10 @@ impl Settings {
             copy_kernels: number("SIDELANE_STAND_IN_COPY_KERNELS", 0)? != 0,
             cupti: number("SIDELANE_STAND_IN_CUPTI", 23)?,
             card_writes: number("SIDELANE_STAND_IN_CARD_WRITES", CardWrites::Ordered)?,
+            locks: number("SIDELANE_STAND_IN_LOCKS", 0)? != 0,
+            launch_queue: number("SIDELANE_STAND_IN_LAUNCH_QUEUE", 0)?,
+            copy_queues: number("SIDELANE_STAND_IN_COPY_QUEUES", 0)?,
+            priority_queues: number("SIDELANE_STAND_IN_PRIORITY_QUEUES", 0)? != 0,
         })
     }
 

@@ -3,13 +3,15 @@
 use std::sync::{Arc, Condvar, Mutex};
 
 use crate::capture::Place;
+use crate::cause;
 use crate::code::{Code, Result};
 use crate::counters::{COUNTERS, add};
 use crate::driver::Context;
 use crate::memory::Engine;
 use crate::queue::Queue;
+use crate::queues::{DIRECTIONS, Direction, Own};
 use crate::table::{Table, fresh};
-use crate::work::{Mark, Work};
+use crate::work::{Copies, Late, Mark, Work};
 
 static STREAMS: Table<Stream> = Table::new();
 
@@ -29,7 +31,9 @@ pub struct Stream {
     /// Where it is in a capture, while one is on.
     pub capture: Mutex<Option<Place>>,
     legacy: bool,
-    queue: Arc<Queue>,
+    queues: Own,
+    /// The queue that its last work went to.
+    last: Mutex<Arc<Queue>>,
     progress: Mutex<Progress>,
     moved: Condvar,
 }
@@ -41,14 +45,7 @@ struct Progress {
 }
 
 impl Stream {
-    fn with(
-        context: usize,
-        device: usize,
-        queue: Arc<Queue>,
-        flags: u32,
-        priority: i32,
-        legacy: bool,
-    ) -> Stream {
+    fn with(context: usize, device: usize, queues: Own, flags: u32, priority: i32, legacy: bool) -> Stream {
         Stream {
             handle: fresh(),
             context,
@@ -57,21 +54,22 @@ impl Stream {
             priority,
             capture: Mutex::default(),
             legacy,
-            queue,
+            last: Mutex::new(Arc::clone(&queues.main)),
+            queues,
             progress: Mutex::default(),
             moved: Condvar::new(),
         }
     }
 
     /// The null stream of a context that is being made.
-    pub fn legacy(context: usize, device: usize, queue: Arc<Queue>) -> Arc<Stream> {
-        Arc::new(Stream::with(context, device, queue, 0, 0, true))
+    pub fn legacy(context: usize, device: usize, queues: Own) -> Arc<Stream> {
+        Arc::new(Stream::with(context, device, queues, 0, 0, true))
     }
 
     /// A stream that only graphs use.
     pub fn inner(context: &Context) -> Arc<Stream> {
-        let queue = context.next_queue();
-        let stream = Stream::with(context.handle, context.device, queue, NON_BLOCKING, 0, false);
+        let queues = context.queues.next(0);
+        let stream = Stream::with(context.handle, context.device, queues, NON_BLOCKING, 0, false);
         let stream = Arc::new(stream);
         context.streams.lock().unwrap().push(Arc::clone(&stream));
         stream
@@ -80,8 +78,8 @@ impl Stream {
     /// A stream for host code.
     pub fn create(context: &Context, flags: u32, priority: i32) -> Arc<Stream> {
         let priority = priority.clamp(PRIORITIES.1, PRIORITIES.0);
-        let queue = context.next_queue();
-        let stream = Arc::new(Stream::with(context.handle, context.device, queue, flags, priority, false));
+        let queues = context.queues.next(priority);
+        let stream = Arc::new(Stream::with(context.handle, context.device, queues, flags, priority, false));
         STREAMS.insert_at(stream.handle, Arc::clone(&stream));
         context.streams.lock().unwrap().push(Arc::clone(&stream));
         stream
@@ -107,11 +105,10 @@ impl Stream {
         Ok(())
     }
 
-    /// Ends the handle and the queue with the context.
+    /// Ends the handle with the context.
     pub fn forget(&self) {
         // Streams of graphs and null streams have no handle that host code knows.
         let _ = STREAMS.remove(self.handle);
-        self.queue.close();
     }
 
     /// Answers with the error that ended the stream's context, if one did.
@@ -141,10 +138,54 @@ impl Stream {
         Ok(())
     }
 
-    /// Enqueues work whatever happens around it.
+    /// Enqueues work whatever happens around it, in the queue that is its own. Waits where that is full.
     pub fn push(self: &Arc<Self>, work: Work) {
+        if let Work::Memory(operations) = &work {
+            cause::enqueued(self.handle, &self.engine(false), operations);
+        }
+        for (queue, work) in self.queued(work) {
+            let queue = queue.unwrap_or_else(|| Arc::clone(&self.last.lock().unwrap()));
+            // Nobody else of the stream waits meanwhile.
+            queue.wait_for_room();
+            self.put(&queue, work);
+        }
+    }
+
+    /// Work with the queue that it belongs to; none for work that may stand behind anything. Where copies have queues of their
+    /// own a batch becomes one for each direction.
+    fn queued(&self, work: Work) -> Vec<(Option<Arc<Queue>>, Work)> {
+        let main = || Some(Arc::clone(&self.queues.main));
+        match work {
+            Work::Record(_) | Work::Await(_) | Work::Flush => vec![(None, work)],
+            Work::Late(Late::Copies(copies)) if self.queues.copies.is_some() => {
+                let directions: Vec<Direction> = copies.all.iter().map(Direction::of).collect();
+                let of = |direction| {
+                    let all = copies.all.iter().zip(&directions);
+                    let all = all.filter(|&(_, &its)| its == direction).map(|(copy, _)| copy.clone());
+                    Copies { all: all.collect(), pageable: copies.pageable }
+                };
+                let split = DIRECTIONS.map(|direction| (direction, of(direction))).into_iter();
+                let split = split.filter(|(_, copies)| !copies.all.is_empty());
+                let late = |copies| Work::Late(Late::Copies(Arc::new(copies)));
+                let queue = |direction| Some(Arc::clone(self.queues.of(direction)));
+                split.map(|(direction, copies)| (queue(direction), late(copies))).collect()
+            }
+            work => vec![(main(), work)],
+        }
+    }
+
+    /// Enqueues work, full queue or not. What stands before it in the stream in another queue is awaited there.
+    fn put(self: &Arc<Self>, queue: &Arc<Queue>, work: Work) {
+        let mut last = self.last.lock().unwrap();
+        if !Arc::ptr_eq(&last, queue) {
+            let mark = Arc::new(Mark::default());
+            self.progress.lock().unwrap().enqueued += 2;
+            last.push(Arc::clone(self), Work::Record(Arc::clone(&mark)));
+            queue.push(Arc::clone(self), Work::Await(mark));
+            *last = Arc::clone(queue);
+        }
         self.progress.lock().unwrap().enqueued += 1;
-        self.queue.push(Arc::clone(self), work);
+        queue.push(Arc::clone(self), work);
     }
 
     /// The null stream waits for all blocking streams, and they wait for it.
@@ -176,7 +217,8 @@ impl Stream {
     /// Makes copies that stayed behind run.
     pub fn flush(self: &Arc<Self>) {
         if !self.is_done() {
-            self.push(Work::Flush);
+            let last = Arc::clone(&self.last.lock().unwrap());
+            self.put(&last, Work::Flush);
         }
     }
 

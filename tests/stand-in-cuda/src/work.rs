@@ -37,6 +37,7 @@ pub struct Copies {
 }
 
 /// One range to another.
+#[derive(Clone)]
 pub struct Copy {
     pub to: u64,
     pub from: Source,
@@ -46,6 +47,7 @@ pub struct Copy {
 }
 
 /// Where a copy's bytes are when it runs.
+#[derive(Clone)]
 pub enum Source {
     At(u64),
     /// Read when the copy was enqueued, which its access order allowed.

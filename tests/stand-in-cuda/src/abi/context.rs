@@ -4,8 +4,8 @@ use std::cell::RefCell;
 use std::ffi::{c_int, c_uint, c_ulonglong};
 use std::sync::Arc;
 
-use super::call;
 use super::pointers::Out;
+use super::{call, local};
 use crate::capture;
 use crate::code::{Code, Result};
 use crate::counters::{COUNTERS, add};
@@ -51,7 +51,7 @@ pub extern "C" fn cuDevicePrimaryCtxGetState(device: c_int, flags: Out<c_uint>, 
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxSetCurrent(context: usize) -> c_int {
-    call(|| {
+    local(|| {
         settings()?;
         if context != 0 {
             Context::of(context)?;
@@ -66,7 +66,7 @@ pub extern "C" fn cuCtxSetCurrent(context: usize) -> c_int {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxGetCurrent(context: Out<usize>) -> c_int {
-    call(|| {
+    local(|| {
         settings()?;
         context.put(STACK.with_borrow(|stack| stack.last().copied().unwrap_or(0)))
     })
@@ -74,7 +74,7 @@ pub extern "C" fn cuCtxGetCurrent(context: Out<usize>) -> c_int {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxPushCurrent_v2(context: usize) -> c_int {
-    call(|| {
+    local(|| {
         Context::of(context)?;
         STACK.with_borrow_mut(|stack| stack.push(context));
         Ok(())
@@ -83,7 +83,7 @@ pub extern "C" fn cuCtxPushCurrent_v2(context: usize) -> c_int {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxPopCurrent_v2(context: Out<usize>) -> c_int {
-    call(|| {
+    local(|| {
         let popped = STACK.with_borrow_mut(|stack| stack.pop());
         context.offer(popped.ok_or(Code::INVALID_CONTEXT)?);
         Ok(())
@@ -92,12 +92,12 @@ pub extern "C" fn cuCtxPopCurrent_v2(context: Out<usize>) -> c_int {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxGetDevice(device: Out<c_int>) -> c_int {
-    call(|| device.put(current()?.device as c_int))
+    local(|| device.put(current()?.device as c_int))
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxGetId(context: usize, id: Out<c_ulonglong>) -> c_int {
-    call(|| {
+    local(|| {
         let context = if context == 0 { current()? } else { Context::of(context)? };
         id.put(context.handle as c_ulonglong)
     })
@@ -105,7 +105,7 @@ pub extern "C" fn cuCtxGetId(context: usize, id: Out<c_ulonglong>) -> c_int {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxGetFlags(flags: Out<c_uint>) -> c_int {
-    call(|| {
+    local(|| {
         current()?;
         flags.put(0)
     })

@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint};
 
-use super::call;
+use super::local;
 use super::pointers::Out;
 use crate::code::{Code, Result, described};
 use crate::driver::{self, settings};
@@ -10,12 +10,12 @@ use crate::settings::CardWrites;
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuInit(flags: c_uint) -> c_int {
-    call(|| if flags == 0 { driver::start() } else { Err(Code::INVALID_VALUE) })
+    local(|| if flags == 0 { driver::start() } else { Err(Code::INVALID_VALUE) })
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuDriverGetVersion(version: Out<c_int>) -> c_int {
-    call(|| {
+    local(|| {
         // The version is known before the driver is initialised.
         let _ = driver::start();
         version.put(settings()?.version)
@@ -35,7 +35,7 @@ pub extern "C" fn cuGetErrorString(code: c_int, text: Out<*const c_char>) -> c_i
 type Described = (&'static CStr, &'static CStr);
 
 fn error_text(code: c_int, text: Out<*const c_char>, which: fn(Described) -> &'static CStr) -> c_int {
-    call(|| match described(code) {
+    local(|| match described(code) {
         Some(both) => text.put(which(both).as_ptr()),
         None => {
             text.put(std::ptr::null())?;
@@ -46,12 +46,12 @@ fn error_text(code: c_int, text: Out<*const c_char>, which: fn(Described) -> &'s
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuDeviceGetCount(count: Out<c_int>) -> c_int {
-    call(|| count.put(settings()?.devices as c_int))
+    local(|| count.put(settings()?.devices as c_int))
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuDeviceGet(device: Out<c_int>, ordinal: c_int) -> c_int {
-    call(|| device.put(driver::device(ordinal)? as c_int))
+    local(|| device.put(driver::device(ordinal)? as c_int))
 }
 
 fn put_text(out: Out<c_char>, room: c_int, text: &str) -> Result<()> {
@@ -64,7 +64,7 @@ fn put_text(out: Out<c_char>, room: c_int, text: &str) -> Result<()> {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuDeviceGetName(name: Out<c_char>, room: c_int, device: c_int) -> c_int {
-    call(|| {
+    local(|| {
         driver::device(device)?;
         put_text(name, room, "Sidelane stand-in")
     })
@@ -72,12 +72,12 @@ pub extern "C" fn cuDeviceGetName(name: Out<c_char>, room: c_int, device: c_int)
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuDeviceGetPCIBusId(text: Out<c_char>, room: c_int, device: c_int) -> c_int {
-    call(|| put_text(text, room, &format!("0000:{:02X}:00.0", driver::device(device)? + 1)))
+    local(|| put_text(text, room, &format!("0000:{:02X}:00.0", driver::device(device)? + 1)))
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuDeviceGetUuid(uuid: Out<[u8; 16]>, device: c_int) -> c_int {
-    call(|| {
+    local(|| {
         let mut bytes = *b"sidelane-gpu-...";
         bytes[13..].copy_from_slice(&[0, 0, driver::device(device)? as u8]);
         uuid.put(bytes)
@@ -91,7 +91,7 @@ pub extern "C" fn cuDeviceGetUuid_v2(uuid: Out<[u8; 16]>, device: c_int) -> c_in
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuDeviceTotalMem_v2(bytes: Out<usize>, device: c_int) -> c_int {
-    call(|| {
+    local(|| {
         driver::device(device)?;
         bytes.put(settings()?.memory as usize)
     })
@@ -100,7 +100,7 @@ pub extern "C" fn cuDeviceTotalMem_v2(bytes: Out<usize>, device: c_int) -> c_int
 /// Attributes as a data-centre device has them, less what the stand-in does not do; all others are 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuDeviceGetAttribute(value: Out<c_int>, attribute: c_int, device: c_int) -> c_int {
-    call(|| {
+    local(|| {
         let device = driver::device(device)?;
         if !(1..=200).contains(&attribute) {
             return Err(Code::INVALID_VALUE);
@@ -142,7 +142,7 @@ pub extern "C" fn cuDeviceGetAttribute(value: Out<c_int>, attribute: c_int, devi
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuDeviceCanAccessPeer(answer: Out<c_int>, device: c_int, peer: c_int) -> c_int {
-    call(|| {
+    local(|| {
         let (device, peer) = (driver::device(device)?, driver::device(peer)?);
         answer.put(c_int::from(device != peer && settings()?.reaches(device, peer)))
     })
@@ -155,7 +155,7 @@ pub extern "C" fn cuDeviceGetP2PAttribute(
     from: c_int,
     to: c_int,
 ) -> c_int {
-    call(|| {
+    local(|| {
         let (from, to) = (driver::device(from)?, driver::device(to)?);
         let reaches = from != to && settings()?.reaches(from, to);
         value.put(match attribute {

@@ -2,9 +2,9 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
-use super::call;
 use super::context::here;
 use super::pointers::{In, Out};
+use super::{call, local};
 use crate::capture;
 use crate::code::{Code, Result};
 use crate::driver::settings;
@@ -25,9 +25,9 @@ fn text(at: In<c_char>) -> Result<String> {
 #[unsafe(no_mangle)]
 pub extern "C" fn cuModuleLoadData(module: Out<usize>, image: In<c_char>) -> c_int {
     call(|| {
-        here()?;
+        let context = here()?;
         capture::unsafe_call()?;
-        module.put(kernels::load(&text(image)?)?)
+        module.put(kernels::load(&context, &text(image)?)?)
     })
 }
 
@@ -59,7 +59,7 @@ pub extern "C" fn cuModuleGetFunctionCount(count: Out<c_uint>, module: usize) ->
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuModuleGetLoadingMode(mode: Out<c_uint>) -> c_int {
-    call(|| mode.put(if settings()?.eager { 1 } else { 2 }))
+    local(|| mode.put(if settings()?.eager { 1 } else { 2 }))
 }
 
 #[unsafe(no_mangle)]

@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 
 use super::pointers::{In, Out};
 use super::{
-    call, context, copy, device, event, graph, kernel, memory, pointer, stream, stream_memory, virt,
+    context, copy, device, event, graph, kernel, local, memory, pointer, stream, stream_memory, virt,
 };
 use crate::code::Code;
 use crate::driver::{self, settings};
@@ -163,7 +163,7 @@ pub extern "C" fn cuGetProcAddress_v2(
     _flags: u64,
     status: Out<c_int>,
 ) -> c_int {
-    call(|| {
+    local(|| {
         // Functions can be looked up before the driver is initialised.
         let _ = driver::start();
         let newest = version.min(settings()?.version);

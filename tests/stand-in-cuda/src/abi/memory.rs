@@ -9,6 +9,7 @@ use crate::capture;
 use crate::code::{Code, Result};
 use crate::counters::{COUNTERS, add};
 use crate::driver::settings;
+use crate::lock;
 use crate::memory::{self, Kind, MAP};
 
 #[unsafe(no_mangle)]
@@ -27,7 +28,7 @@ pub extern "C" fn cuMemFree_v2(at: u64) -> c_int {
     call(|| {
         let context = here()?;
         capture::unsafe_call()?;
-        context.synchronize()?;
+        lock::hold(|| context.synchronize())?;
         if at == 0 { Ok(()) } else { memory::release(at) }
     })
 }
@@ -62,7 +63,7 @@ pub extern "C" fn cuMemFreeHost(at: u64) -> c_int {
     call(|| {
         let context = here()?;
         capture::unsafe_call()?;
-        context.synchronize()?;
+        lock::hold(|| context.synchronize())?;
         memory::unpin(at)
     })
 }

@@ -22,12 +22,20 @@ mod virt;
 use std::ffi::c_int;
 
 use crate::code::Result;
-use crate::host_call;
+use crate::{host_call, lock};
 
 pub use own::MAGIC;
 
-/// Runs a call of the driver and gives its code.
+/// Runs a call of the driver and gives its code. It may have to wait for one of another thread.
 fn call(f: impl FnOnce() -> Result<()>) -> c_int {
+    local(|| {
+        lock::pass();
+        f()
+    })
+}
+
+/// The same for a call that looks at its own thread alone, or at what never changes.
+fn local(f: impl FnOnce() -> Result<()>) -> c_int {
     match host_call::outside().and_then(|()| f()) {
         Ok(()) => 0,
         Err(code) => code.0,

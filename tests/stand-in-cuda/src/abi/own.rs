@@ -1,6 +1,7 @@
 //! What only the stand-in has.
 
 use super::pointers::Out;
+use crate::cause;
 use crate::counters::{COUNTERS, Counters};
 use crate::driver;
 
@@ -17,6 +18,12 @@ extern "C" fn sidelane_stand_in() -> u32 {
 #[unsafe(no_mangle)]
 extern "C" fn sidelane_stand_in_counters(counters: Out<Counters>) {
     counters.offer(COUNTERS.read());
+}
+
+/// The host, a card or another process writes these bytes.
+#[unsafe(no_mangle)]
+extern "C" fn sidelane_stand_in_declare(at: u64, bytes: u64) {
+    cause::declare(at, bytes);
 }
 
 /// Ends all waits of streams, now and later. Each context in which one ended answers `CUDA_ERROR_LAUNCH_TIMEOUT`.

@@ -4,9 +4,9 @@ use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 use std::ptr;
 use std::sync::Arc;
 
-use super::call;
 use super::context::{current, here};
 use super::pointers::Out;
+use super::{call, local};
 use crate::capture::{self, Mode, Status};
 use crate::code::{Code, Result};
 use crate::event::EVENTS;
@@ -176,5 +176,5 @@ pub extern "C" fn cuStreamGetCaptureInfo_v3(
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuThreadExchangeStreamCaptureMode(mode: Out<c_uint>) -> c_int {
-    call(|| mode.put(capture::exchange_mode(Mode::of(mode.get()?)?) as c_uint))
+    local(|| mode.put(capture::exchange_mode(Mode::of(mode.get()?)?) as c_uint))
 }

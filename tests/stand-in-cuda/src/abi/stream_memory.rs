@@ -10,6 +10,7 @@ use super::pointers::In;
 use crate::code::{Code, Result};
 use crate::counters::{COUNTERS, add};
 use crate::driver::settings;
+use crate::memory::{MAP, device_of};
 use crate::settings::CardWrites;
 use crate::stream::Stream;
 use crate::work::{MemoryOperation, Until, Width, Work};
@@ -47,10 +48,22 @@ fn wait(at: u64, value: u64, width: Width, flags: c_uint) -> Result<MemoryOperat
     Ok(MemoryOperation::Wait { at: straight(at, width)?, value, width, until })
 }
 
+/// Whether the word is in memory of another device.
+fn is_remote(operation: &MemoryOperation, device: usize) -> bool {
+    let (MemoryOperation::Write { at, .. } | MemoryOperation::Wait { at, .. }) = *operation else {
+        return false;
+    };
+    device_of(&MAP.read().unwrap(), at).is_some_and(|owner| owner != device)
+}
+
 fn enqueue(stream: usize, operations: impl FnOnce() -> Result<Arc<[MemoryOperation]>>) -> c_int {
     call(|| {
         let context = here()?;
-        Stream::own(stream, &context)?.submit(Work::Memory(operations()?))
+        let (stream, operations) = (Stream::own(stream, &context)?, operations()?);
+        if !settings()?.has_remote_words() && operations.iter().any(|one| is_remote(one, context.device)) {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        stream.submit(Work::Memory(operations))
     })
 }
 

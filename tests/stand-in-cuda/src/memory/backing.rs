@@ -6,6 +6,7 @@ use std::ffi::CString;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::MetadataExt;
 use std::sync::Mutex;
 
 use crate::code::{Code, Result};
@@ -44,6 +45,8 @@ pub struct Backing {
     pub rdma: bool,
     /// Made here, so it counts against this process's share of the device.
     own: bool,
+    /// Device and inode of the memfd: the same in every process.
+    pub file: (u64, u64),
     descriptor: OwnedFd,
 }
 
@@ -75,7 +78,8 @@ impl Backing {
         }
         // SAFETY: the call made it, and nobody else has it.
         let descriptor = unsafe { OwnedFd::from_raw_fd(raw) };
-        let backing = Backing { bytes, device, exportable, rdma, own: true, descriptor };
+        let (_, file) = look(&descriptor).map_err(|_| Code::OUT_OF_MEMORY)?;
+        let backing = Backing { bytes, device, exportable, rdma, own: true, file, descriptor };
         let length = libc::off_t::try_from(bytes).map_err(|_| Code::OUT_OF_MEMORY)?;
         // SAFETY: the descriptor is open.
         if unsafe { libc::ftruncate(raw, length) } != 0 {
@@ -101,8 +105,8 @@ impl Backing {
         // SAFETY: the link above shows it open; it is borrowed for this one call.
         let descriptor = unsafe { BorrowedFd::borrow_raw(raw) }.try_clone_to_owned();
         let descriptor = descriptor.map_err(|_| Code::INVALID_VALUE)?;
-        let bytes = length(&descriptor).map_err(|_| Code::INVALID_VALUE)?;
-        Ok(Backing { bytes, device, exportable: true, rdma: rdma == 1, own: false, descriptor })
+        let (bytes, file) = look(&descriptor).map_err(|_| Code::INVALID_VALUE)?;
+        Ok(Backing { bytes, device, exportable: true, rdma: rdma == 1, own: false, file, descriptor })
     }
 
     /// A descriptor of its own for another process.
@@ -123,8 +127,10 @@ impl Drop for Backing {
     }
 }
 
-fn length(descriptor: &OwnedFd) -> io::Result<u64> {
-    Ok(fs::metadata(format!("/proc/self/fd/{}", descriptor.as_raw_fd()))?.len())
+/// Bytes of a file, and which it is.
+fn look(descriptor: &OwnedFd) -> io::Result<(u64, (u64, u64))> {
+    let file = fs::metadata(format!("/proc/self/fd/{}", descriptor.as_raw_fd()))?;
+    Ok((file.len(), (file.dev(), file.ino())))
 }
 
 /// A look at memory outside of the device's addresses, to fill it.

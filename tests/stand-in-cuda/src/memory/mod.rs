@@ -10,6 +10,7 @@
 mod backing;
 mod map;
 mod pinned;
+mod place;
 mod plain;
 mod touch;
 mod virt;
@@ -17,6 +18,7 @@ mod virt;
 pub use backing::{Backing, GRANULARITY, free};
 pub use map::{Kind, MAP, Region, device_of};
 pub use pinned::{pin, register, unpin, unregister};
+pub use place::{Place, place};
 pub use plain::{allocate, release};
 pub use touch::Engine;
 pub use virt::{ALLOCATIONS, Access, address_free, address_reserve, create, grant, granted, map_at, unmap};

@@ -4,6 +4,8 @@ use std::ptr;
 
 use super::backing::poison;
 use super::map::{Kind, MAP, Region};
+use super::place;
+use crate::cause;
 use crate::code::{Code, Result};
 
 const PAGE: u64 = 4096;
@@ -32,10 +34,12 @@ pub fn unpin(start: u64) -> Result<()> {
     let Some(Region { kind: Kind::Pinned, bytes }) = map.regions.get(&start) else {
         return Err(Code::INVALID_VALUE);
     };
-    let bytes = *bytes as usize;
+    let bytes = *bytes;
     map.regions.remove(&start);
+    drop(map);
+    cause::forget(start..start + bytes);
     // SAFETY: `pin` mapped it, and it is known no longer.
-    unsafe { libc::munmap(start as *mut _, bytes) };
+    unsafe { libc::munmap(start as *mut _, bytes as usize) };
     Ok(())
 }
 
@@ -51,6 +55,7 @@ pub fn register(start: u64, bytes: u64) -> Result<()> {
     if map.overlaps(&(start..end)) {
         return Err(Code::HOST_MEMORY_ALREADY_REGISTERED);
     }
+    place::remember(start);
     map.regions.insert(start, Region { bytes, kind: Kind::Registered });
     Ok(())
 }
@@ -58,9 +63,12 @@ pub fn register(start: u64, bytes: u64) -> Result<()> {
 /// Takes that back; the memory stays the host's.
 pub fn unregister(start: u64) -> Result<()> {
     let mut map = MAP.write().unwrap();
-    if !matches!(map.regions.get(&start), Some(Region { kind: Kind::Registered, .. })) {
+    let Some(&Region { kind: Kind::Registered, bytes }) = map.regions.get(&start) else {
         return Err(Code::HOST_MEMORY_NOT_REGISTERED);
-    }
+    };
     map.regions.remove(&start);
+    place::forget(start);
+    drop(map);
+    cause::forget(start..start + bytes);
     Ok(())
 }

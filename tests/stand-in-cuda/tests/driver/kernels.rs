@@ -32,7 +32,7 @@ const SOURCE: &str = "void scale_launch(unsigned grid[3], unsigned block[3], voi
 }\n";
 
 /// Builds the kernels and gives the settings for runs with them.
-fn library(name: &str) -> Vec<(&'static str, String)> {
+pub fn library(name: &str) -> Vec<(&'static str, String)> {
     let folder = env::temp_dir().join(format!("stand-in-kernels-{}-{name}", std::process::id()));
     fs::create_dir_all(&folder).unwrap();
     let (source, built) = (folder.join("kernels.c"), folder.join("kernels.so"));
@@ -47,16 +47,16 @@ fn with(mut settings: Settings<'static>, name: &'static str, value: &str) -> [Se
     [settings]
 }
 
-fn module() -> sys::CUmodule {
+pub fn module() -> sys::CUmodule {
     made(|out| ok!(cuModuleLoadData(out, ptx("8.5").as_ptr().cast())))
 }
 
-fn function(module: sys::CUmodule, name: &CStr) -> sys::CUfunction {
+pub fn function(module: sys::CUmodule, name: &CStr) -> sys::CUfunction {
     made(|out| ok!(cuModuleGetFunction(out, module, name.as_ptr())))
 }
 
 /// Launches `scale` for 64 words in blocks of 32.
-fn launch(scale: sys::CUfunction, words: u64, factor: u32, stream: sys::CUstream) {
+pub fn launch(scale: sys::CUfunction, words: u64, factor: u32, stream: sys::CUstream) {
     let (mut words, mut factor, mut three) = (words, factor, [0u32, 0, 5]);
     let mut parameters: [*mut c_void; 3] =
         [(&raw mut words).cast(), (&raw mut factor).cast(), (&raw mut three).cast()];

@@ -12,6 +12,7 @@ mod copies;
 mod errors;
 mod kernels;
 mod memory;
+mod models;
 mod processes;
 mod versions;
 mod waits;
