@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use half::{bf16, f16};
 use sidelane::device::{Stream, Version};
+use sidelane::ep::planned::PlannedExchange;
 use sidelane::exec::Enqueued;
 use sidelane::plan::{ExpertMap, Mode, Overflow};
 use sidelane::{Element, World};
@@ -11,7 +12,7 @@ use stand_in_cuda::StandIn;
 
 use super::rank::{Case, Input, Rank, stream};
 use super::support::{To, on_ranks, small, tokens};
-use super::{on_devices, on_drivers};
+use super::{on_devices, on_drivers, on_settings};
 
 /// Runs something on each rank of a world, on a device of its own.
 pub fn on_each(case: &Case, body: impl Fn(&mut Rank<bf16>, u64) + Sync) {
@@ -168,6 +169,23 @@ fn a_graph_is_replayed_with_other_tokens() {
             let case = Case { mode: Mode::Budget { rows, overflow }, ..Case::new(3, 5, 3) };
             on_each(&case, replays);
         }
+    });
+}
+
+#[test]
+fn ranks_of_one_device_are_built_while_the_driver_locks() {
+    let settings = [("SIDELANE_STAND_IN_LOCKS", "1")];
+    on_settings("calls::ranks_of_one_device_are_built_while_the_driver_locks", &[&settings], (32, 3), || {
+        let case = Case::new(4, 8, 2);
+        on_ranks(&case.nodes, &small(), |world: World| {
+            let group = world.all().unwrap();
+            for _ in 0..4 {
+                let builder = PlannedExchange::builder(case.settings::<bf16>(&group), stream(0));
+                let planned = builder.pool(1 << 20).build().unwrap();
+                group.gather(&[]).unwrap();
+                drop(planned);
+            }
+        });
     });
 }
 

@@ -25,6 +25,17 @@ fn on_devices(test: &str, queues: u32, seed: u64, body: impl FnOnce()) {
 
 /// The same once for each version of the driver.
 fn on_drivers(test: &str, versions: &[&'static str], queues: u32, seed: u64, body: impl FnOnce()) {
+    let runs: Vec<_> = versions.iter().map(|&version| [("SIDELANE_STAND_IN_DRIVER", version)]).collect();
+    on_settings(test, &runs.iter().map(<[_; 1]>::as_slice).collect::<Vec<_>>(), (queues, seed), body);
+}
+
+/// The same once for each of these settings.
+fn on_settings(
+    test: &str,
+    runs: &[&[(&'static str, &'static str)]],
+    (queues, seed): (u32, u64),
+    body: impl FnOnce(),
+) {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/kernels.cu");
     let library = stand_in_cuda::kernels(&source).unwrap();
     let (queues, seed) = (queues.to_string(), seed.to_string());
@@ -36,7 +47,6 @@ fn on_drivers(test: &str, versions: &[&'static str], queues: u32, seed: u64, bod
         ("CUDA_DEVICE_MAX_CONNECTIONS", &queues),
         ("SIDELANE_STAND_IN_SEED", &seed),
     ];
-    let run = |version: &&'static str| [&usual[..], &[("SIDELANE_STAND_IN_DRIVER", *version)]].concat();
-    let runs: Vec<_> = versions.iter().map(run).collect();
+    let runs: Vec<_> = runs.iter().map(|settings| [&usual[..], settings].concat()).collect();
     apart::each(test, &runs.iter().map(Vec::as_slice).collect::<Vec<_>>(), body);
 }

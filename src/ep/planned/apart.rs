@@ -8,9 +8,15 @@
 //!   caller's stream     wait until released           (at the head of its queue)
 //!   planner's stream    write: here                   seen before the release: another queue
 //! ```
+//!
+//! The write is a call of the driver while a stream waits. If another thread is in a call that waits for that stream
+//! (memory that is freed, a module that is loaded), the driver may hold this call up until the stream goes on. So a watch
+//! releases the stream after a while without a call of the driver, and builds of one process make their trials one after
+//! the other.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::device::{Context, PinnedMemory, Priority, Stream};
@@ -20,6 +26,12 @@ use crate::error::DeviceError;
 const TRIES: u32 = 4;
 /// A stream that is not heard for so long stands behind the caller's.
 const SILENT: Duration = Duration::from_secs(1);
+
+/// No other build of this process has a stream wait, loads kernels or frees memory for a trial, until the guard is dropped.
+pub(super) fn alone() -> MutexGuard<'static, ()> {
+    static TRIAL: Mutex<()> = Mutex::new(());
+    TRIAL.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// A new stream, of the highest priority, in another queue than `caller`'s. Waits until that is idle.
 pub(super) fn from(context: &Arc<Context>, caller: &Stream) -> Result<Stream, DeviceError> {
@@ -42,14 +54,30 @@ fn is_apart(words: &PinnedMemory, caller: &Stream, stream: &Stream) -> Result<bo
     released.store(0, Ordering::Release);
     here.store(0, Ordering::Release);
     caller.wait(words.range().word::<u32>(0)?, 1)?;
-    let enqueued = stream.write(words.range().word::<u32>(64)?, 1);
-    let since = Instant::now();
-    while enqueued.is_ok() && here.load(Ordering::Acquire) == 0 && since.elapsed() < SILENT {
-        std::thread::yield_now();
-    }
-    let apart = here.load(Ordering::Acquire) != 0;
-    released.store(1, Ordering::Release);
-    enqueued?;
+    let (over, heard) = mpsc::channel::<()>();
+    let apart = std::thread::scope(|scope| {
+        let watch = move || {
+            if heard.recv_timeout(SILENT) == Err(RecvTimeoutError::Timeout) {
+                released.store(1, Ordering::Release);
+            }
+        };
+        // Without a watch the trial is as good, but for a driver that holds the write up.
+        let watched = std::thread::Builder::new().spawn_scoped(scope, watch).is_ok();
+        let since = Instant::now();
+        let enqueued = stream.write(words.range().word::<u32>(64)?, 1);
+        let patient = || match watched {
+            true => released.load(Ordering::Acquire) == 0,
+            false => since.elapsed() < SILENT,
+        };
+        while enqueued.is_ok() && here.load(Ordering::Acquire) == 0 && patient() {
+            std::thread::yield_now();
+        }
+        // What is seen behind the release shows nothing.
+        let apart = here.load(Ordering::Acquire) != 0 && released.load(Ordering::Acquire) == 0;
+        released.store(1, Ordering::Release);
+        drop(over);
+        enqueued.map(|()| apart)
+    })?;
     caller.synchronize()?;
     stream.synchronize()?;
     Ok(apart)

@@ -166,6 +166,7 @@ fn check(spec: &Spec, seats: u32) -> Result<(), Error> {
 /// What must be there before anybody is told that it is: kernels, loaded, and a stream apart.
 fn prepare(context: &Arc<Context>, stream: &Stream) -> Result<(Stream, Kernels), Error> {
     context.driver().require_eager_loading()?;
+    let _alone = apart::alone();
     let kernels = Kernels::load(context)?;
     Ok((apart::from(context, stream)?, kernels))
 }
