@@ -19,10 +19,10 @@ pub struct CopyAttributes {
 const _: () = assert!(size_of::<CopyAttributes>() == 24);
 
 impl CopyAttributes {
-    /// Sources are read in the order of the stream (`CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`), and engines are preferred
-    /// to SMs (`CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE`). From CUDA 13.1 on
-    /// ([`Version::OVERLAP_HINT`](super::version::Version::OVERLAP_HINT)) the hint decides who copies within one device. Older
-    /// drivers ignore it: SMs make those copies.
+    /// Sources are read in the order of the stream (`CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`), and
+    /// engines are preferred to SMs (`CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE`). From CUDA 13.1
+    /// on ([`Version::OVERLAP_HINT`](super::version::Version::OVERLAP_HINT)) the hint decides who
+    /// copies within one device. Older drivers ignore it: SMs make those copies.
     pub const BESIDE_COMPUTE: CopyAttributes =
         CopyAttributes { source_order: 1, source_hint: NO_HINT, target_hint: NO_HINT, flags: 1 };
 }

@@ -1,9 +1,10 @@
 //! Copies: one at a time, or a batch at once.
 //!
-//! A batch is handed over faster. From CUDA 13.1 on ([`Version::OVERLAP_HINT`]) its copies go by an engine also where source
-//! and target lie on one device; before, SMs make these. Copies of a batch run **in any order**: a flag is never one of
-//! them, but a memory operation after it. Neither a stream that is being captured nor the legacy default stream takes a
-//! batch; both take single copies.
+//! A batch is handed over faster. From CUDA 13.1 on ([`Version::OVERLAP_HINT`]) its copies go by an
+//! engine also where source and target lie on one device; before, SMs make these. Copies of a batch
+//! run **in any order**: a flag is never one of them, but a memory operation after it. Neither a
+//! stream that is being captured nor the legacy default stream takes a batch; both take single
+//! copies.
 
 use super::batch::{BatchCopy, CopyAttributes};
 use super::call;
@@ -32,14 +33,14 @@ impl Stream {
         unsafe { call!(library, device, cuMemcpyAsync(to.address, from.address, len, self.raw)) }
     }
 
-    /// Whether this stream takes batches of copies while it is not captured: the driver has them, and this is not the legacy
-    /// default stream, for which the driver refuses them.
+    /// Whether this stream takes batches of copies while it is not captured: the driver has them,
+    /// and this is not the legacy default stream, for which the driver refuses them.
     pub fn takes_batches(&self) -> bool {
         self.library().batch.is_some() && !self.is_legacy()
     }
 
-    /// Enqueues a batch of copies, with one call for each 255. The driver refuses it for the legacy default stream: see
-    /// [`takes_batches`](Self::takes_batches).
+    /// Enqueues a batch of copies, with one call for each 255. The driver refuses it for the legacy
+    /// default stream: see [`takes_batches`](Self::takes_batches).
     ///
     /// # Errors
     /// [`DeviceError::TooOld`], [`DeviceError::Capturing`], [`DeviceError::OtherDevice`] for a batch of another device,

@@ -129,6 +129,8 @@ functions! {
         c_uint, *mut sys::CUpointer_attribute, *mut *mut c_void, sys::CUdeviceptr
     );
 
+    cuMemAlloc_v2(*mut sys::CUdeviceptr, usize);
+    cuMemFree_v2(sys::CUdeviceptr);
     cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
     cuMemFreeHost(*mut c_void);
     cuMemHostRegister_v2(*mut c_void, usize, c_uint);

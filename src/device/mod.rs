@@ -57,7 +57,7 @@ mod stream;
 mod version;
 
 pub use allocation::Allocation;
-pub use audit::{Activity, AuditKernels, Blas, Channel, Cupti, Did, Hold, Product, TILE};
+pub use audit::{Activity, AuditKernels, Blas, Channel, Cupti, Did, Hold, PlainMemory, Product, TILE};
 pub use context::Context;
 pub use copies::CopyBatch;
 pub use dma_buf::DmaBuf;

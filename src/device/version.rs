@@ -19,8 +19,8 @@ impl Version {
     pub const BATCHED_COPIES: Version = Version(12080);
     /// The same with a shorter list of arguments.
     pub const BATCHED_COPIES_V2: Version = Version(13000);
-    /// The overlap hint of a batch counts: copies within one device are made by copy engines. Older drivers take the hint and
-    /// ignore it, so SMs make these copies.
+    /// The overlap hint of a batch counts: copies within one device are made by copy engines. Older
+    /// drivers take the hint and ignore it, so SMs make these copies.
     pub const OVERLAP_HINT: Version = Version(13010);
 }
 

@@ -13,7 +13,8 @@ pub struct Enqueued {
     pub own_bytes: u64,
     /// Copies that were enqueued one by one: the driver has no batches, or the stream takes none.
     pub single_copies: u64,
-    /// Copies within one device that SMs make: single ones, and before CUDA 13.1 those of batches, too.
+    /// Copies within one device that SMs make: single ones, and before CUDA 13.1 those of batches,
+    /// too.
     pub copies_by_sms: u64,
     /// Memory operations: writes and waits.
     pub memory_operations: u64,

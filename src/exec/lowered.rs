@@ -8,8 +8,9 @@
 //!             ------- send -------                 ----------- receive -----------
 //! ```
 //!
-//! Copies of a batch run in any order, so a flag is never one of them. While a stream is captured into a graph, and on the
-//! legacy default stream, the copies are single ones: the driver takes no batch there. What crosses to other nodes is not the stream's ([`Crossed`](super::Crossed)).
+//! Copies of a batch run in any order, so a flag is never one of them. While a stream is captured
+//! into a graph, and on the legacy default stream, the copies are single ones: the driver takes no
+//! batch there. What crosses to other nodes is not the stream's ([`Crossed`](super::Crossed)).
 
 use std::sync::Arc;
 
@@ -106,13 +107,14 @@ impl Lowered {
         self.finish.iter_mut().try_for_each(|step| step.enqueue(stream))
     }
 
-    /// What both together asked of their stream the last time; before the first time, what they ask of a stream that takes
-    /// batches.
+    /// What both together asked of their stream the last time; before the first time, what they ask
+    /// of a stream that takes batches.
     pub fn counts(&self) -> Enqueued {
         self.with_copies(self.counts)
     }
 
-    /// `counts` with copies as this program enqueued them the last time: in batches or one by one, by engines or by SMs.
+    /// `counts` with copies as this program enqueued them the last time: in batches or one by one,
+    /// by engines or by SMs.
     pub(crate) fn with_copies(&self, mut counts: Enqueued) -> Enqueued {
         (counts.batches, counts.single_copies, counts.copies_by_sms) = (0, 0, 0);
         for step in self.start.iter().chain(&self.finish) {

@@ -935,7 +935,8 @@ typedef struct {
     uint64_t own_bytes;
     // Copies that were enqueued one by one: the driver has no batches, or the stream takes none.
     uint64_t single_copies;
-    // Copies within one device that multiprocessors make: single ones, and before CUDA 13.1 those of batches, too.
+    // Copies within one device that multiprocessors make: single ones, and before CUDA 13.1 those
+    // of batches, too.
     uint64_t copies_by_sms;
     // Memory operations: writes and waits.
     uint64_t memory_operations;
@@ -989,7 +990,8 @@ typedef struct {
     sidelane_enqueued_t combine;
     // Kernels, none of them in between.
     sidelane_kernel_name_t kernels[4];
-    // Ranks on this rank's own device. Multiprocessors make the copies to them, but for batches from CUDA 13.1 on.
+    // Ranks on this rank's own device. Multiprocessors make the copies to them, but for batches
+    // from CUDA 13.1 on.
     uint64_t same_device;
     // Why rows that cross go by memory of the host, if any do: as of a planned report.
     char detour[16];

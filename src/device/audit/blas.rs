@@ -2,6 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::mem::ManuallyDrop;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::product::Product;
@@ -12,6 +13,13 @@ use crate::error::DeviceError;
 
 /// What the loader is asked for, the newest first.
 const NAMES: [&str; 3] = ["libcublas.so.13", "libcublas.so.12", "libcublas.so.11"];
+
+/// What cuBLAS itself loads, from the same release. Wheels have it in the same folder, where the
+/// loader does not look.
+const BESIDE: (&str, &str) = ("libcublas.so", "libcublasLt.so");
+
+/// The variable with a path.
+const VARIABLE: &str = "SIDELANE_CUBLAS";
 
 // Numbers of the header.
 const TRANSPOSED: c_int = 1;
@@ -51,7 +59,7 @@ type Gemm = unsafe extern "C" fn(
 #[derive(Debug)]
 pub struct Blas {
     context: Arc<Context>,
-    name: &'static str,
+    name: String,
     handle: Handle,
     destroy: Destroy,
     set_stream: SetStream,
@@ -61,15 +69,22 @@ pub struct Blas {
 }
 
 impl Blas {
-    /// Loads it; `None` if the loader finds none.
+    /// What the loader is asked for, the newest first.
+    pub const NAMES: [&str; 3] = NAMES;
+
+    /// Loads what `SIDELANE_CUBLAS` names, else what the loader finds, else the first of these
+    /// files that loads; `None` if there is none.
     ///
     /// # Errors
     /// [`DeviceError::MissingSymbol`], [`DeviceError::Call`] with cuBLAS's status.
-    pub fn load(context: &Arc<Context>) -> Result<Option<Self>, DeviceError> {
-        // SAFETY: the library's initialisers may run at any time.
-        let open = |name| unsafe { libloading::Library::new(name) }.ok().map(|loaded| (name, loaded));
-        let Some((name, loaded)) = NAMES.into_iter().find_map(open) else { return Ok(None) };
+    pub fn load(context: &Arc<Context>, files: &[PathBuf]) -> Result<Option<Self>, DeviceError> {
+        let named = std::env::var_os(VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
+        let usual = NAMES.into_iter().map(PathBuf::from).chain(files.iter().cloned());
+        let mut candidates: Vec<PathBuf> = if named.is_some() { Vec::new() } else { usual.collect() };
+        candidates.extend(named);
+        let Some((name, loaded)) = candidates.iter().find_map(|path| open(path)) else { return Ok(None) };
         let loaded = ManuallyDrop::new(loaded);
+        let name = name.as_str();
         // SAFETY: the types are those of the header.
         let create: Create = unsafe { symbol(&loaded, name, "cublasCreate_v2") }?;
         // SAFETY: as above.
@@ -85,13 +100,13 @@ impl Blas {
             let status = unsafe { create(&raw mut handle) };
             check("cublasCreate", context, status)?;
         }
-        let context = context.clone();
+        let (context, name) = (context.clone(), name.to_owned());
         Ok(Some(Blas { context, name, handle, destroy, set_stream, gemm, _loaded: loaded }))
     }
 
-    /// The library that was loaded.
-    pub fn name(&self) -> &'static str {
-        self.name
+    /// The library that was loaded: a path, or the name that the loader was asked for.
+    pub fn name(&self) -> &str {
+        &self.name
     }
 
     /// Enqueues a product.
@@ -141,6 +156,19 @@ impl Blas {
         };
         check("cublasGemmEx", &self.context, status)
     }
+}
+
+/// Loads a file, and before it what lies beside it that it needs.
+fn open(path: &Path) -> Option<(String, libloading::Library)> {
+    let beside = path.file_name()?.to_str()?.replace(BESIDE.0, BESIDE.1);
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    // SAFETY: the library's initialisers may run at any time.
+    let first = folder.and_then(|folder| unsafe { libloading::Library::new(folder.join(beside)) }.ok());
+    // Never unloaded: the loader gives it to whoever asks for its name.
+    std::mem::forget(first);
+    // SAFETY: as above.
+    let loaded = unsafe { libloading::Library::new(path) }.ok()?;
+    Some((path.display().to_string(), loaded))
 }
 
 impl Drop for Blas {

@@ -4,6 +4,7 @@
 //!   hold      | every multiprocessor, until the host says so |      what completes meanwhile needed none of them
 //!   copy      what a copy engine does, by multiprocessors           the yardstick for what that costs others
 //!   product   a matrix product, ours or cuBLAS's                    the others
+//!   plain     memory whose freeing waits for the device             what a stream that waits does to other threads
 //!   cupti     what the device did, as NVIDIA's library lists it     nothing may be in it that nobody launched
 //! ```
 //!
@@ -14,6 +15,7 @@ mod blas;
 mod copy;
 mod cupti;
 mod hold;
+mod plain;
 mod product;
 
 use std::ffi::CStr;
@@ -22,6 +24,7 @@ use std::sync::Arc;
 pub use blas::Blas;
 pub use cupti::{Activity, Channel, Cupti, Did};
 pub use hold::Hold;
+pub use plain::PlainMemory;
 pub use product::{Product, TILE};
 
 use super::context::Context;

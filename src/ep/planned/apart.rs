@@ -9,10 +9,10 @@
 //!   planner's stream    write: here                   seen before the release: another queue
 //! ```
 //!
-//! The write is a call of the driver while a stream waits. If another thread is in a call that waits for that stream
-//! (memory that is freed, a module that is loaded), the driver may hold this call up until the stream goes on. So a watch
-//! releases the stream after a while without a call of the driver, and builds of one process make their trials one after
-//! the other.
+//! The write is a call of the driver while a stream waits. If another thread is in a call that
+//! waits for that stream (memory that is freed, a module that is loaded), the driver may hold this
+//! call up until the stream goes on. So a watch releases the stream after a while without a call of
+//! the driver, and builds of one process make their trials one after the other.
 
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -27,7 +27,8 @@ const TRIES: u32 = 4;
 /// A stream that is not heard for so long stands behind the caller's.
 const SILENT: Duration = Duration::from_secs(1);
 
-/// No other build of this process has a stream wait, loads kernels or frees memory for a trial, until the guard is dropped.
+/// No other build of this process has a stream wait, loads kernels or frees memory for a trial,
+/// until the guard is dropped.
 pub(super) fn alone() -> MutexGuard<'static, ()> {
     static TRIAL: Mutex<()> = Mutex::new(());
     TRIAL.lock().unwrap_or_else(PoisonError::into_inner)

@@ -122,8 +122,8 @@ pub struct StreamReport {
     pub combine: Enqueued,
     /// Kernels, none of them in between: compute.
     pub kernels: Vec<&'static str>,
-    /// Ranks on this rank's own device. SMs make the copies to them, but for batches from CUDA 13.1 on:
-    /// [`Enqueued::copies_by_sms`] counts them.
+    /// Ranks on this rank's own device. SMs make the copies to them, but for batches from CUDA 13.1
+    /// on: [`Enqueued::copies_by_sms`] counts them.
     pub same_device: u32,
     /// Why rows that cross go by memory of the host, if any do.
     pub detour: Option<Detour>,
@@ -351,8 +351,9 @@ impl StreamExchange {
         self.words.range().word(self.places.status())
     }
 
-    /// What the calls ask of a stream, and which kernels they use. Copies are counted as the last call enqueued them, in a
-    /// batch or one by one; before the first call, as on a stream that takes batches.
+    /// What the calls ask of a stream, and which kernels they use. Copies are counted as the last
+    /// call enqueued them, in a batch or one by one; before the first call, as on a stream that
+    /// takes batches.
     pub fn report(&self) -> StreamReport {
         let peers = (0..self.size()).filter(|&peer| peer != self.me);
         let passage = self.proxy.as_ref().map(|proxy| &proxy.work().passage);

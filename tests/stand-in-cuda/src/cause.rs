@@ -1,7 +1,8 @@
-//! The cause check: when a stream is given a wait for a word, has somebody already been given what ends it?
+//! The cause check: when a stream is given a wait for a word, has somebody already been given what
+//! ends it?
 //!
-//! A wait whose cause is not there yet needs another call of the driver. If that call blocks, nothing ever ends the wait. So
-//! each wait is looked at when it is enqueued:
+//! A wait whose cause is not there yet needs another call of the driver. If that call blocks,
+//! nothing ever ends the wait. So each wait is looked at when it is enqueued:
 //!
 //! ```text
 //!   there is a cause    a write that satisfies it is enqueued in this process, or the word has the value already,
@@ -9,8 +10,8 @@
 //!   there is none       counted: `waits_without_cause`
 //! ```
 //!
-//! Words that their owner sets back have as many causes as writes that nobody has taken back yet. A word is the same at all
-//! addresses that it is mapped at.
+//! Words that their owner sets back have as many causes as writes that nobody has taken back yet. A
+//! word is the same at all addresses that it is mapped at.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;

@@ -55,8 +55,9 @@ counters! {
     allocations,
     /// Flushes of writes that cards made into device memory.
     flushes,
-    /// Waits for words that nothing would have ended when they were enqueued, so that another call of the driver had to come.
-    /// Words that the host or another process writes count, too, unless that was declared.
+    /// Waits for words that nothing would have ended when they were enqueued, so that another call
+    /// of the driver had to come. Words that the host or another process writes count, too, unless
+    /// that was declared.
     waits_without_cause,
 }
 

@@ -77,7 +77,8 @@ impl StandIn {
         unsafe { counters.assume_init() }
     }
 
-    /// The host, a card or another process writes these bytes, which are mapped here: a wait for a word in there has a cause.
+    /// The host, a card or another process writes these bytes, which are mapped here: a wait for a
+    /// word in there has a cause.
     pub fn written_elsewhere(&self, at: u64, bytes: u64) {
         // SAFETY: the stand-in's function of this name has this type.
         let declare = unsafe {

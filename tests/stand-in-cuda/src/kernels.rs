@@ -57,7 +57,8 @@ pub struct Launch {
     parameters: Arc<Vec<Vec<u128>>>,
 }
 
-/// Loads PTX. Where calls take the driver's lock, this one waits with it for all work of the context.
+/// Loads PTX. Where calls take the driver's lock, this one waits with it for all work of the
+/// context.
 pub fn load(context: &Context, text: &str) -> Result<usize> {
     let settings = settings()?;
     if settings.locks {

@@ -1,12 +1,14 @@
-//! The lock of the driver in this process (`SIDELANE_STAND_IN_LOCKS`): calls that wait for the device hold it meanwhile.
+//! The lock of the driver in this process (`SIDELANE_STAND_IN_LOCKS`): calls that wait for the
+//! device hold it meanwhile.
 //!
 //! ```text
 //!   thread a   cuMemFree     |== holds it: waits until the device is drained ==|
 //!   thread b   cuMemcpyAsync      ........ stands at the door ................ |--
 //! ```
 //!
-//! Which calls wait with it held is not in CUDA's manual. It was seen of libcuda: memory that is freed, modules that are
-//! loaded, kernels that are loaded at their first launch, and launches into a queue that is full.
+//! Which calls wait with it held is not in CUDA's manual. It was seen of libcuda: memory that is
+//! freed, modules that are loaded, kernels that are loaded at their first launch, and launches into
+//! a queue that is full.
 
 use std::cell::Cell;
 use std::sync::{Condvar, Mutex};
@@ -26,7 +28,8 @@ fn is_on() -> bool {
     settings().is_ok_and(|settings| settings.locks)
 }
 
-/// Waits until no other thread holds the lock. Every call of the driver that needs more than its thread begins so.
+/// Waits until no other thread holds the lock. Every call of the driver that needs more than its
+/// thread begins so.
 pub fn pass() {
     if is_on() && !MINE.get() {
         let mut held = HELD.lock().unwrap();

@@ -54,7 +54,8 @@ impl Queue {
         Arc::new(Queue { line, changed, chance, room, error })
     }
 
-    /// Waits until there is room for one more, as a call does that enqueues into a full queue: with the driver's lock held.
+    /// Waits until there is room for one more, as a call does that enqueues into a full queue: with
+    /// the driver's lock held.
     pub fn wait_for_room(&self) {
         if self.room == 0 || !self.is_full(&self.line.lock().unwrap()) {
             return;

@@ -138,7 +138,8 @@ impl Stream {
         Ok(())
     }
 
-    /// Enqueues work whatever happens around it, in the queue that is its own. Waits where that is full.
+    /// Enqueues work whatever happens around it, in the queue that is its own. Waits where that is
+    /// full.
     pub fn push(self: &Arc<Self>, work: Work) {
         if let Work::Memory(operations) = &work {
             cause::enqueued(self.handle, &self.engine(false), operations);
@@ -151,8 +152,8 @@ impl Stream {
         }
     }
 
-    /// Work with the queue that it belongs to; none for work that may stand behind anything. Where copies have queues of their
-    /// own a batch becomes one for each direction.
+    /// Work with the queue that it belongs to; none for work that may stand behind anything. Where
+    /// copies have queues of their own a batch becomes one for each direction.
     fn queued(&self, work: Work) -> Vec<(Option<Arc<Queue>>, Work)> {
         let main = || Some(Arc::clone(&self.queues.main));
         match work {
@@ -174,7 +175,8 @@ impl Stream {
         }
     }
 
-    /// Enqueues work, full queue or not. What stands before it in the stream in another queue is awaited there.
+    /// Enqueues work, full queue or not. What stands before it in the stream in another queue is
+    /// awaited there.
     fn put(self: &Arc<Self>, queue: &Arc<Queue>, work: Work) {
         let mut last = self.last.lock().unwrap();
         if !Arc::ptr_eq(&last, queue) {

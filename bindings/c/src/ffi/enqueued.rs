@@ -28,7 +28,8 @@ pub struct EnqueuedWork {
     pub own_bytes: u64,
     /// Copies that were enqueued one by one: the driver has no batches, or the stream takes none.
     pub single_copies: u64,
-    /// Copies within one device that multiprocessors make: single ones, and before CUDA 13.1 those of batches, too.
+    /// Copies within one device that multiprocessors make: single ones, and before CUDA 13.1 those
+    /// of batches, too.
     pub copies_by_sms: u64,
     /// Memory operations: writes and waits.
     pub memory_operations: u64,
@@ -89,7 +90,8 @@ pub struct SlotsReport {
     pub combine: EnqueuedWork,
     /// Kernels, none of them in between.
     pub kernels: [KernelName; 4],
-    /// Ranks on this rank's own device. Multiprocessors make the copies to them, but for batches from CUDA 13.1 on.
+    /// Ranks on this rank's own device. Multiprocessors make the copies to them, but for batches
+    /// from CUDA 13.1 on.
     pub same_device: u64,
     /// Why rows that cross go by memory of the host, if any do: as of a planned report.
     pub detour: [c_char; 16],

@@ -83,4 +83,4 @@ fn examine(root: &Root, facts: &Facts) -> Vec<Finding> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

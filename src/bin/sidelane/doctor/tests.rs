@@ -185,7 +185,7 @@ fn gpu(device: u32) -> DeviceFacts {
     }
 }
 
-fn probe(devices: u32) -> Probe {
+pub(crate) fn probe(devices: u32) -> Probe {
     Probe {
         library: "libcuda.so.1".into(),
         stand_in: false,

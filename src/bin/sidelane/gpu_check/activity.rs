@@ -26,6 +26,7 @@ use super::listed::Listed;
 use super::memory::{device, until, whole};
 use super::row::State;
 use super::task::Task;
+use super::wheels;
 
 /// Bytes of a slot.
 const SLOT: (u64, &str) = (921_600, "0.9 MB");
@@ -34,12 +35,14 @@ const CONTROL: &str = "control: plain copy on the GPU";
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
     let driver = Driver::open()?;
-    let cupti = match Cupti::open(&driver) {
+    let files = wheels::find(&driver, &Cupti::NAMES);
+    let cupti = match Cupti::open_with(&driver, &files) {
         Ok(cupti) => cupti,
         Err(error) => {
             let shows = "nothing: the audit by a hold asks the same, and does without CUPTI";
             let about = About { what: "list of kernels by CUPTI", shows, open: None };
-            return checks.tell(about, State::Skipped, format!("not seen: {error}"), None);
+            let hint = wheels::hint("SIDELANE_CUPTI", "nvidia/cuda_cupti");
+            return checks.tell(about, State::Skipped, format!("not seen: {error}; {hint}"), None);
         }
     };
     let context = driver.context(task.device)?;
@@ -112,7 +115,7 @@ impl<'a> Listing<'a> {
             "SMs do these, and so it must not look like a copy of an engine: the list sees what it looks for";
         let about = About { what: CONTROL, shows, open: None };
         let (state, found) = listed.judge_control();
-        checks.tell(about, state, found, None)?;
+        checks.tell(about, state, format!("{found}; CUPTI is {}", self.cupti.name()), None)?;
         Ok(state == State::Right)
     }
 
@@ -120,8 +123,8 @@ impl<'a> Listing<'a> {
         let what = format!("{RANKS} ranks, {} to {}", SLOT.1, peers.place());
         let shows = "no kernel ran between packed and landed, the driver's own included, and copy engines' queues took the copies";
         let about = About { what: &what, shows, open: Some("the same between GPUs, over NVLink") };
-        if let Some(found) = peers.lacks(self.context.driver().version()) {
-            return checks.tell(about, State::Skipped, format!("not seen: {found}"), None);
+        if !checks.has(about, self.context.driver().version(), peers.needs())? {
+            return Ok(());
         }
         let mut dispatch = Dispatch::packed(self.context, &self.staging, peers, SLOT.0)?;
         let listed = self.listed(|ranks| dispatch.enqueue(ranks));

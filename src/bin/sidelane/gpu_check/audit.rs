@@ -160,8 +160,8 @@ impl<'a> Audit<'a> {
         peers: Peers,
         bytes: u64,
     ) -> Result<(), CheckError> {
-        if let Some(found) = peers.lacks(self.context.driver().version()) {
-            return checks.tell(about, State::Wrong, found, None);
+        if !checks.has(about, self.context.driver().version(), peers.needs())? {
+            return Ok(());
         }
         let found = self.dispatch(peers, bytes);
         let (state, found) = match found {

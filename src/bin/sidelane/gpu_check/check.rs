@@ -1,7 +1,9 @@
 //! Telling rows: each as soon as it is known, in a line of its own.
 
 use super::error::CheckError;
-use super::row::{Row, State, Time};
+use sidelane::device::Version;
+
+use super::row::{Answer, Row, State, Time};
 use super::task::Part;
 use crate::error::CliError;
 use crate::output;
@@ -45,6 +47,28 @@ impl Checks {
         Ok(state == State::Right)
     }
 
+    /// Whether the driver is for the version that a feature needs. Where it is not, that is told,
+    /// and nothing is wrong.
+    pub fn has(
+        &mut self,
+        about: About<'_>,
+        seen: Version,
+        (feature, needed): (&str, Version),
+    ) -> Result<bool, CheckError> {
+        if seen >= needed {
+            return Ok(true);
+        }
+        let found = format!("skipped: {feature} needs CUDA {needed}, and the driver is for CUDA {seen}");
+        self.tell(about, State::Skipped, found, None)?;
+        Ok(false)
+    }
+
+    /// Tells an answer.
+    pub fn answered(&mut self, about: About<'_>, answer: Answer, found: String) -> Result<(), CheckError> {
+        let row = Row { answer: Some(answer), ..self.row(about, State::Answered, found, None) };
+        Ok(emit(&row)?)
+    }
+
     /// Tells a figure.
     pub fn measured(
         &mut self,
@@ -79,7 +103,7 @@ impl Checks {
         // A rank speaks for the part that started it.
         let part = if self.part == Part::Rank { Part::Processes } else { self.part };
         let (what, shows) = (about.what.to_owned(), about.shows.to_owned());
-        Row { part, what, state, found, shows, open: about.open.map(str::to_owned), time }
+        Row { part, what, state, found, shows, open: about.open.map(str::to_owned), time, answer: None }
     }
 }
 

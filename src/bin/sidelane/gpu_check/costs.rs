@@ -18,8 +18,10 @@ use super::row::Time;
 use super::task::Task;
 use super::timer::{Samples, Timer};
 
-/// Bytes of copies: a slot of a small batch, and little more than nothing.
-const SIZES: [(u64, &str); 2] = [(921_600, "0.9 MB"), (16 << 10, "16 KiB")];
+/// Bytes of copies: a slot of a small batch; sizes around which a copy costs more than its price;
+/// little more than nothing.
+const SIZES: [(u64, &str); 4] =
+    [(921_600, "0.9 MB"), (28 << 10, "28 KiB"), (16 << 10, "16 KiB"), (4 << 10, "4 KiB")];
 /// Copies, or operations, that are handed over at once.
 const COUNTS: [usize; 4] = [1, 8, 64, 255];
 /// Where copies of a batch go, in turn.
@@ -69,10 +71,21 @@ impl Bench<'_> {
         checks.measured(About { what, shows, open }, &samples.device, found)
     }
 
+    fn stream_takes_batches(&self) -> bool {
+        self.streams[0].takes_batches()
+    }
+
+    /// The same, told where there are none.
+    fn has_batches(&self, checks: &mut Checks) -> Result<bool, CheckError> {
+        let about = About { what: "copies in batches", shows: "nothing", open: None };
+        let version = self.context.driver().version();
+        checks.has(about, version, ("a batch of copies", Version::BATCHED_COPIES))
+    }
+
     /// Copies to the host and within the GPU, singly and in batches.
     fn copies(&mut self, checks: &mut Checks) -> Result<(), CheckError> {
         let context = self.context;
-        let batches = context.driver().version() >= Version::BATCHED_COPIES;
+        let batches = self.has_batches(checks)?;
         for (bytes, size) in SIZES {
             let (from, room) = (device(context, bytes)?, bytes * PLACES);
             let (host, same) = (PinnedMemory::new(context, room as usize)?, device(context, room)?);
@@ -98,8 +111,13 @@ impl Bench<'_> {
                         }
                         let samples = self.timer.time(stream, rounds, || stream.copy_batch(&mut batch))?;
                         let what = format!("a copy of {size} {place}, in a batch of {count}");
-                        let shows =
-                            "the share of one copy: what a batch saves; they go to eight places in turn";
+                        let by_sms =
+                            place == "on the GPU" && context.driver().version() < Version::OVERLAP_HINT;
+                        let shows = if by_sms {
+                            "the share of one copy; SMs make it: the overlap hint counts from CUDA 13.1 on"
+                        } else {
+                            "the share of one copy: what a batch saves; they go to eight places in turn"
+                        };
                         self.tell(checks, (&what, shows), NVLINK, &samples, Some(bytes))?;
                     }
                 }
@@ -110,7 +128,7 @@ impl Bench<'_> {
 
     /// As many targets as a rank of eight has peers.
     fn targets(&mut self, checks: &mut Checks) -> Result<(), CheckError> {
-        if self.context.driver().version() < Version::BATCHED_COPIES {
+        if !self.stream_takes_batches() {
             return Ok(());
         }
         let (bytes, size) = SIZES[0];

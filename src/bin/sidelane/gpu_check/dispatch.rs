@@ -22,7 +22,7 @@ pub const RANKS: u32 = 4;
 pub enum Peers {
     /// Pinned memory of the host: an engine does these by construction.
     Host,
-    /// The same GPU, in batches that prefer engines.
+    /// The same GPU, in batches that prefer engines: SMs make these copies before CUDA 13.1.
     SameGpu,
 }
 
@@ -36,10 +36,12 @@ impl Peers {
         }
     }
 
-    /// Why it cannot be asked of this driver, if so.
-    pub fn lacks(self, version: Version) -> Option<String> {
-        (self == Peers::SameGpu && version < Version::BATCHED_COPIES)
-            .then(|| format!("batches of copies need a driver for CUDA {}", Version::BATCHED_COPIES))
+    /// What it needs of a driver, and the version that has it.
+    pub fn needs(self) -> (&'static str, Version) {
+        match self {
+            Peers::Host => ("a signal beside mapped memory", Version::MAPPED_FLAGS),
+            Peers::SameGpu => ("the overlap hint of a batch", Version::OVERLAP_HINT),
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use sidelane::device::{
     Allocation, AuditKernels, Context, CopyBatch, Driver, Event, Graph, Kernels, MemoryOperations,
-    PinnedMemory, Priority, Reservation, Stream, Value,
+    PinnedMemory, Priority, Reservation, Stream, Value, Version,
 };
 use sidelane::error::DeviceError;
 
@@ -42,9 +42,10 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
     checks
         .check(about("lists of operations", "a list runs in its order, also beyond 255"), || bench.lists())?;
     checks.check(about("events", "a stream goes on where another has come to"), || bench.events())?;
-    checks.check(about("batches of copies", "all copies of a batch land before a flag behind it"), || {
-        bench.batches()
-    })?;
+    let batches = about("batches of copies", "all copies of a batch land before a flag behind it");
+    if checks.has(batches, driver.version(), ("a batch of copies", Version::BATCHED_COPIES))? {
+        checks.check(batches, || bench.batches())?;
+    }
     checks
         .check(about("graphs", "copies, writes and waits are captured, and run again"), || bench.graphs())?;
     let about = About {

@@ -20,6 +20,7 @@ use super::driver::stream;
 use super::error::CheckError;
 use super::memory::{self, Random, device, until, whole};
 use super::task::Task;
+use super::wheels;
 
 /// Bytes of one copy, and copies of one burst.
 const COPY: u64 = 1 << 20;
@@ -114,6 +115,7 @@ struct Bench<'a> {
 impl<'a> Bench<'a> {
     fn new(task: &'a Task, context: &'a Arc<Context>) -> Result<Self, CheckError> {
         let stand_in = context.driver().is_stand_in();
+        let files = wheels::find(context.driver(), &Blas::NAMES);
         let size = task.size.map_or_else(|| largest(context), Ok)?;
         let bytes = Product::bytes(size);
         let compute = stream(context)?;
@@ -134,7 +136,7 @@ impl<'a> Bench<'a> {
         Ok(Bench {
             task,
             kernels: AuditKernels::load(context)?,
-            blas: if stand_in { None } else { Blas::load(context).unwrap_or(None) },
+            blas: if stand_in { None } else { Blas::load(context, &files).unwrap_or(None) },
             size,
             products: task.few(20, 2),
             matrices,
@@ -147,7 +149,7 @@ impl<'a> Bench<'a> {
         })
     }
 
-    fn by(&self) -> &'static str {
+    fn by(&self) -> &str {
         self.blas.as_ref().map_or("our own kernel (no cuBLAS was found)", Blas::name)
     }
 

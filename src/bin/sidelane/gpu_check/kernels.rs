@@ -16,6 +16,7 @@ use super::error::{CheckError, equal, same};
 use super::memory::{self, Random, device, finish, whole};
 use super::row::State;
 use super::task::Task;
+use super::wheels;
 
 const TYPES: [(Dtype, Dtype); 5] = [
     (Dtype::F32, Dtype::F32),
@@ -64,15 +65,18 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
         bench.product("ours", |product| bench.audit.product(&bench.stream, product))
     })?;
     let about = about("product of cuBLAS", "cuBLAS is called as it must be");
-    match if context.driver().is_stand_in() { Ok(None) } else { Blas::load(&context) } {
+    let files = wheels::find(context.driver(), &Blas::NAMES);
+    match if context.driver().is_stand_in() { Ok(None) } else { Blas::load(&context, &files) } {
         Ok(Some(blas)) => {
             checks.check(about, || {
                 bench.product(blas.name(), |product| blas.product(&bench.stream, product))
             })?;
         }
         Ok(None) => {
-            let found =
-                "libcublas.so.13, .12 and .11 are not where the loader looks: our own product is used".into();
+            let hint = wheels::hint("SIDELANE_CUBLAS", "nvidia/cublas");
+            let found = format!(
+                "libcublas.so.13, .12 and .11 are not where the loader looks: our own product is used; {hint}"
+            );
             checks.tell(about, State::Skipped, found, None)?;
         }
         Err(error) => {

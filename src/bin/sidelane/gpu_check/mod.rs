@@ -6,13 +6,15 @@
 //! ```text
 //!   gpu-check --+-- part driver          streams, events, memory operations, batches, mapped memory, modules
 //!               +-- part kernels         against their definitions, to the bit
-//!               +-- part exchange        ranks as threads on this GPU, against the host's ExpertParallel
-//!               +-- part processes       the same with ranks as processes
+//!               +-- part locks           calls of the driver that wait, beside a stream that waits
+//!               +-- part queues          copies of other streams beside a stream that waits
+//!               +-- part processes       ranks as processes on this GPU, against the host's ExpertParallel
+//!               +-- part costs           copies, memory operations, graphs, slots
 //!               +-- part audit           transfers while a kernel holds every multiprocessor
 //!               +-- part activity        every kernel between packed and landed, by CUPTI's list
-//!               +-- part interference    matrix products alone, beside copy engines, beside a copying kernel
+//!               +-- part exchange        ranks as threads, against the host's ExpertParallel
 //!               +-- part planner         a planner in the process against one in a helper process
-//!               +-- part costs           copies, memory operations, graphs, slots
+//!               +-- part interference    matrix products alone, beside copy engines, beside a copying kernel
 //!                      | rows, a line of JSON each
 //!                      v
 //!                   table, JSON, verdict
@@ -24,6 +26,7 @@
 mod activity;
 mod args;
 mod audit;
+mod blocking;
 mod check;
 mod costs;
 mod dispatch;
@@ -41,6 +44,7 @@ mod row;
 mod table;
 mod task;
 mod timer;
+mod wheels;
 
 pub use args::GpuCheckArgs;
 
@@ -60,7 +64,9 @@ use task::{Part, Task};
 pub fn main(args: &GpuCheckArgs) -> Result<ExitCode, CliError> {
     output::claim(&args.json)?;
     let probe = probe(args.device).map_err(sidelane::Error::from)?;
-    let rows = parts::run(&Task::of(args))?;
+    let asked = |part: &Part| args.parts.is_empty() || args.parts.contains(part);
+    let chosen: Vec<Part> = Part::ALL.into_iter().filter(asked).collect();
+    let rows = parts::run(&Task::of(args), &chosen, args.minutes)?;
     let report = Report::new(args, &probe, rows);
     output::print(&table::text(&report))?;
     if let Some(path) = &args.json {
@@ -76,6 +82,9 @@ pub fn part(args: &RankArgs) -> Result<ExitCode, CliError> {
     let done = match task.part {
         Part::Driver => driver::run(&task, &mut checks),
         Part::Kernels => kernels::run(&task, &mut checks),
+        Part::Locks => blocking::locks(&task, &mut checks),
+        Part::Queues => blocking::queues(&task, &mut checks),
+        Part::Case => blocking::case(&task),
         Part::Exchange => exchange::threads(&task, &mut checks),
         Part::Processes => exchange::processes(&task, &mut checks),
         Part::Rank => exchange::rank(&task, &mut checks),

@@ -1,9 +1,9 @@
 //! The parts, one after the other, each as a process: what hangs is ended, what dies is named, and the others go on.
 
 use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::row::{Row, State};
 use super::task::{Part, Task};
@@ -18,14 +18,19 @@ const SILENCE: Duration = Duration::from_secs(300);
 const VARIABLES: [(&str, &str); 2] =
     [("CUDA_MODULE_LOADING", "EAGER"), ("CUDA_DEVICE_MAX_CONNECTIONS", "32")];
 
-/// Runs them all.
-pub fn run(task: &Task) -> Result<Vec<Row>, CliError> {
-    let bar = progress::bar(0, Part::ALL.len() as u64);
+/// Runs these. What does not fit into so many minutes is left out.
+pub fn run(task: &Task, parts: &[Part], minutes: Option<f64>) -> Result<Vec<Row>, CliError> {
+    let bar = progress::bar(0, parts.len() as u64);
+    let end = minutes.map(|minutes| Instant::now() + Duration::from_secs_f64(minutes * 60.0));
     let mut rows = Vec::new();
-    for part in Part::ALL {
+    for &part in parts {
         bar.set_message(part.name());
         bar.tick();
-        rows.extend(one(&Task { part, ..*task })?);
+        if end.is_some_and(|end| Instant::now() >= end) {
+            rows.push(left_out(part, "all of it", "nothing of this part was run"));
+        } else {
+            rows.extend(one(&Task { part, ..*task }, end)?);
+        }
         bar.inc(1);
     }
     bar.finish_and_clear();
@@ -33,7 +38,7 @@ pub fn run(task: &Task) -> Result<Vec<Row>, CliError> {
 }
 
 /// The rows of one part, and how it ended if not well.
-fn one(task: &Task) -> Result<Vec<Row>, CliError> {
+fn one(task: &Task, end: Option<Instant>) -> Result<Vec<Row>, CliError> {
     let mut child = start(task)?;
     let out = child.stdout.take().expect("standard output is a pipe");
     let (told, hear) = mpsc::channel();
@@ -45,28 +50,47 @@ fn one(task: &Task) -> Result<Vec<Row>, CliError> {
             }
         }
     });
-    let (mut rows, mut stuck) = (Vec::new(), false);
+    let (mut rows, mut stuck) = (Vec::new(), None);
     loop {
-        match hear.recv_timeout(SILENCE) {
+        let left = end.map(|end| end.saturating_duration_since(Instant::now()));
+        match hear.recv_timeout(left.map_or(SILENCE, |left| left.min(SILENCE))) {
             Ok(line) => rows.push(serde_json::from_str::<Row>(&line).map_err(CliError::Told)?),
             Err(RecvTimeoutError::Disconnected) => break,
             Err(RecvTimeoutError::Timeout) => {
-                stuck = true;
+                let no_time = left.is_some_and(|left| left < SILENCE);
+                stuck = Some(if no_time { Ended::Time } else { Ended::Silence });
                 let _ = child.kill();
                 break;
             }
         }
     }
     let ended = child.wait().map_err(|source| CliError::Prepare { what: "wait for a part", source })?;
-    if !stuck {
-        let _ = reader.join();
-    }
     let wrong = rows.iter().any(|row| row.state == State::Wrong);
-    if stuck || !(ended.success() || wrong) {
-        rows.push(end(task.part, ended, stuck));
+    match stuck {
+        Some(Ended::Time) => rows.push(left_out(task.part, "to its end", UNFINISHED)),
+        Some(Ended::Silence) => {
+            let found = format!("said nothing for {} s, and was killed", SILENCE.as_secs());
+            rows.push(unfinished(task.part, found));
+        }
+        None => {
+            let _ = reader.join();
+            if !(ended.success() || wrong) {
+                rows.push(unfinished(task.part, format!("its process ended early: {ended}")));
+            }
+        }
     }
     Ok(rows)
 }
+
+/// Why a part was ended.
+enum Ended {
+    /// The minutes that were given are over.
+    Time,
+    /// It said nothing for too long.
+    Silence,
+}
+
+const UNFINISHED: &str = "the rest of this part was not run";
 
 fn start(task: &Task) -> Result<Child, CliError> {
     let program = super::program()?;
@@ -78,19 +102,14 @@ fn start(task: &Task) -> Result<Child, CliError> {
 }
 
 /// A part that did not come to its end.
-fn end(part: Part, ended: ExitStatus, stuck: bool) -> Row {
-    let found = if stuck {
-        format!("said nothing for {} s, and was killed", SILENCE.as_secs())
-    } else {
-        format!("its process ended early: {ended}")
-    };
-    Row {
-        part,
-        what: "to its end".to_owned(),
-        state: State::Wrong,
-        found,
-        shows: "the rest of this part was not run".to_owned(),
-        open: None,
-        time: None,
-    }
+fn unfinished(part: Part, found: String) -> Row {
+    let (what, shows) = ("to its end".to_owned(), UNFINISHED.to_owned());
+    Row { part, what, state: State::Wrong, found, shows, open: None, time: None, answer: None }
+}
+
+/// What there is no time for.
+fn left_out(part: Part, what: &str, shows: &str) -> Row {
+    let found = "skipped: no time left (--minutes)".to_owned();
+    let (what, shows) = (what.to_owned(), shows.to_owned());
+    Row { part, what, state: State::Skipped, found, shows, open: None, time: None, answer: None }
 }

@@ -17,8 +17,18 @@ pub enum State {
     Void,
     /// A figure, which nobody judges.
     Measured,
+    /// An answer, which nobody judges either.
+    Answered,
     /// It was not done, for the reason given.
     Skipped,
+}
+
+/// Whether something goes on while a stream waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Answer {
+    Passes,
+    Blocks,
 }
 
 impl State {
@@ -28,7 +38,7 @@ impl State {
             State::Right => "right",
             State::Wrong => "WRONG",
             State::Void => "void",
-            State::Measured => "",
+            State::Measured | State::Answered => "",
             State::Skipped => "not done",
         }
     }
@@ -45,6 +55,9 @@ pub struct Row {
     /// What only several GPUs could show.
     pub open: Option<String>,
     pub time: Option<Time>,
+    /// Of the lock test and of the queue test.
+    #[serde(default)]
+    pub answer: Option<Answer>,
 }
 
 /// Times of one thing, in microseconds.

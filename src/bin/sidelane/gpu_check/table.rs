@@ -20,6 +20,9 @@ pub fn text(report: &Report) -> String {
             text += &format!("\n{}\n{}\n", part.name(), of(&rows));
         }
     }
+    if !report.conclusions.is_empty() {
+        text += &format!("\n{}\n", report.conclusions.join("\n"));
+    }
     text + "\n" + verdict(report)
 }
 
@@ -43,13 +46,16 @@ fn of(rows: &[&Row]) -> String {
 }
 
 fn verdict(report: &Report) -> &'static str {
-    match (report.correct, report.audited, report.stand_in) {
+    match (report.correct, report.holds, report.stand_in) {
         (false, ..) => "NOT RIGHT: see the rows that say WRONG.",
         (true, _, true) => {
             "All that was checked is right on the stand-in driver. No GPU was here: nothing is shown about one."
         }
         (true, false, false) => {
             "All that was checked is right, but the audit does not hold: it is open whether transfers need SMs."
+        }
+        (true, true, false) if !report.audited => {
+            "All right: every check that was run. The audit was not run, or not seen."
         }
         (true, true, false) => "All right: every check, and transfers that complete while every SM is held.",
     }

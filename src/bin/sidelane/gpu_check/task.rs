@@ -5,6 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::args::GpuCheckArgs;
+use super::blocking::Case;
 
 /// The parts, in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -12,38 +13,51 @@ use super::args::GpuCheckArgs;
 pub enum Part {
     Driver,
     Kernels,
-    Exchange,
+    Locks,
+    Queues,
+    /// A process that the two parts before start for each question.
+    Case,
     Processes,
     /// A rank that the part before starts.
     Rank,
+    Costs,
     Audit,
     Activity,
-    Interference,
+    Exchange,
     Planner,
     /// A process that the part before starts.
     Helper,
-    Costs,
+    Interference,
 }
 
 impl Part {
-    /// Those that are run.
-    pub const ALL: [Part; 9] = [
+    /// Those that are run: first what a short time on a GPU is for, and processes before threads.
+    pub const ALL: [Part; 11] = [
         Part::Driver,
         Part::Kernels,
-        Part::Exchange,
+        Part::Locks,
+        Part::Queues,
         Part::Processes,
+        Part::Costs,
         Part::Audit,
         Part::Activity,
-        Part::Interference,
+        Part::Exchange,
         Part::Planner,
-        Part::Costs,
+        Part::Interference,
     ];
+
+    /// The part of a name, if there is one.
+    pub fn named(name: &str) -> Option<Part> {
+        Part::ALL.into_iter().find(|part| part.name() == name)
+    }
 
     /// The word in the table and in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Part::Driver => "driver",
             Part::Kernels => "kernels",
+            Part::Locks | Part::Case => "locks",
+            Part::Queues => "queues",
             Part::Exchange => "exchange",
             Part::Processes | Part::Rank => "processes",
             Part::Audit => "audit",
@@ -63,12 +77,30 @@ pub struct Task {
     pub quick: bool,
     /// Of the products, if it was said.
     pub size: Option<u32>,
+    /// What one case of the lock test or the queue test may take, in seconds.
+    #[serde(default = "usual_case_seconds")]
+    pub case_seconds: u64,
+    /// The question of such a case.
+    #[serde(default)]
+    pub case: Option<Case>,
+}
+
+/// The default of [`Task::case_seconds`].
+pub const CASE_SECONDS: u64 = 10;
+
+fn usual_case_seconds() -> u64 {
+    CASE_SECONDS
 }
 
 impl Task {
     pub fn of(args: &GpuCheckArgs) -> Task {
-        let GpuCheckArgs { device, quick, size, .. } = *args;
-        Task { part: Part::Driver, device, quick, size }
+        let GpuCheckArgs { device, quick, size, case_seconds, .. } = *args;
+        Task { part: Part::Driver, device, quick, size, case_seconds, case: None }
+    }
+
+    /// What stands still for so long in a case is held up.
+    pub fn case_bound(&self) -> Duration {
+        Duration::from_secs(self.case_seconds)
     }
 
     /// So many of something, or fewer.

@@ -16,7 +16,7 @@ mod records;
 use std::error::Error;
 use std::ffi::{CStr, c_void};
 use std::mem::ManuallyDrop;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 pub use records::{Activity, Channel, Did};
 
@@ -45,6 +45,9 @@ pub struct Cupti {
 }
 
 impl Cupti {
+    /// What the loader is asked for.
+    pub const NAMES: [&str; 2] = NAMES;
+
     /// Loads what `SIDELANE_CUPTI` names, or `libcupti.so.12` or `.13`, and has it write records of kernels and copies from now
     /// on, best before there is a context. With the stand-in driver of the tests only the variable counts.
     ///
@@ -52,21 +55,42 @@ impl Cupti {
     /// [`DeviceError::NoCupti`], [`DeviceError::MissingSymbol`], [`DeviceError::OldCupti`], [`DeviceError::Call`] with CUPTI's
     /// code.
     pub fn open(driver: &Driver) -> Result<Self, DeviceError> {
+        Self::open_with(driver, &[])
+    }
+
+    /// The same, and where the loader finds none, the first of these files that is for the driver's
+    /// version.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_with(driver: &Driver, files: &[PathBuf]) -> Result<Self, DeviceError> {
         let path = std::env::var_os(VARIABLE).filter(|path| !path.is_empty());
         if let Some(path) = &path {
             return Self::load(Path::new(path));
         }
+        let old = driver.version() < Version(13000);
+        // A newer CUPTI does not work with an older driver.
+        let fits = |name: &str| !old || name == NAMES[0];
+        let named =
+            |file: &&PathBuf| file.file_name().and_then(|name| name.to_str()).is_some_and(|name| fits(name));
+        let file = files.iter().find(named);
         if driver.is_stand_in() {
+            if let Some(file) = file {
+                return Self::load(file);
+            }
             let reason = format!("with the stand-in driver only {VARIABLE} counts");
             return Err(DeviceError::NoCupti { library: "libcupti".to_owned(), reason });
         }
         let [older, newer] = NAMES.map(Path::new);
-        let old = driver.version() < Version(13000);
         let (first, second) = if old { (older, newer) } else { (newer, older) };
-        Self::load(first).or_else(|error| match error {
+        let loaded = Self::load(first).or_else(|error| match error {
             DeviceError::NoCupti { .. } => Self::load(second),
             error => Err(error),
-        })
+        });
+        match (loaded, file) {
+            (Err(DeviceError::NoCupti { .. }), Some(file)) => Self::load(file),
+            (loaded, _) => loaded,
+        }
     }
 
     fn load(path: &Path) -> Result<Self, DeviceError> {

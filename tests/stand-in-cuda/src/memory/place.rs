@@ -9,7 +9,8 @@ use super::map::{Kind, MAP};
 /// A byte of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
-    /// Device and inode of the file that it is in; zeros for memory that is in none, whose addresses are its own.
+    /// Device and inode of the file that it is in; zeros for memory that is in none, whose
+    /// addresses are its own.
     pub memory: (u64, u64),
     pub offset: u64,
 }

@@ -111,7 +111,8 @@ fn loaded_code_holds_the_lock_until_the_device_is_drained() {
 
 const ROOM: &str = "SIDELANE_STAND_IN_LAUNCH_QUEUE";
 
-/// Enqueues writes behind a wait, from another thread; how many are taken before that has to wait, if it has to.
+/// Enqueues writes behind a wait, from another thread; how many are taken before that has to wait,
+/// if it has to.
 fn taken_behind_a_wait(writes: u64) -> Option<u64> {
     let (at, words) = host_words(2);
     let waits = stream();

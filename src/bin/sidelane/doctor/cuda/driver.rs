@@ -35,8 +35,7 @@ fn identity(probe: &Probe, module: Option<&str>) -> Finding {
 
 fn batches(probe: &Probe) -> Finding {
     const WHAT: &str = "CUDA: batched copies";
-    const MEANING: &str =
-        "Many copies are handed over at once, to run beside the compute; not in captured graphs.";
+    const MEANING: &str = "Many copies are handed over at once, but not in captured graphs. Before CUDA 13.1 SMs make those within one GPU.";
     match probe.batched_copies {
         BatchedCopies::None => Finding::note(
             WHAT,

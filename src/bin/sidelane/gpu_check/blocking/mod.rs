@@ -1,0 +1,201 @@
+//! What stands still while a stream waits: two questions whose answers a design depends on, each
+//! case in a process of its own.
+//!
+//! ```text
+//!   part locks, part queues            the process of a case
+//!     start, CUDA_DEVICE_MAX_CONNECTIONS ---> streams, memory; one stream waits for a word of the host
+//!              <---------------------------- ready
+//!              <---------------------------- passes, or blocks: the bound of the case is over
+//!     a process that says no more is ended:  the word is written, and all goes on
+//!     that is an answer, too
+//! ```
+//!
+//! Answers are findings. Neither is wrong: what they mean for streams that wait is said below the
+//! table.
+
+mod locks;
+mod queues;
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use serde::{Deserialize, Serialize};
+
+use super::check::{About, Checks};
+use super::error::CheckError;
+use super::row::{Answer, Row};
+use super::task::{Part, Task};
+use crate::error::CliError;
+use crate::output;
+
+pub use locks::{Call, run as locks};
+pub use queues::{Sharing, run as queues};
+
+/// What the process of a case is asked.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Case {
+    Lock(Call),
+    Queue(Sharing),
+}
+
+/// What it says, a line each.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Said {
+    /// All is made, and a stream waits.
+    Ready,
+    Answer(Answer, String),
+    Failed(String),
+}
+
+/// What a process may take before it is ready: it starts the driver and compiles kernels.
+const START: Duration = Duration::from_secs(60);
+
+/// What the ways of the driver out of a context may take, behind an answer.
+const END: Duration = Duration::from_secs(5);
+
+/// The process of a case. It speaks on standard output, and ends with whoever started it.
+pub fn case(task: &Task) -> Result<(), CheckError> {
+    // A stream that waits keeps its process alive.
+    let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
+    let done = match task.case {
+        Some(Case::Lock(call)) => locks::case(task, call),
+        Some(Case::Queue(sharing)) => queues::case(task, sharing),
+        None => Err(CheckError::Ranks("a case without a question".to_owned())),
+    };
+    done.or_else(|error| say(&Said::Failed(error.to_string())))
+}
+
+fn say(said: &Said) -> Result<(), CheckError> {
+    Ok(output::print(&serde_json::to_string(said).expect("texts are always JSON"))?)
+}
+
+/// Asks one case, with so many hardware queues unless that is somebody else's choice, and tells its
+/// row.
+fn ask(
+    task: &Task,
+    checks: &mut Checks,
+    about: About<'_>,
+    case: Case,
+    connections: Option<u32>,
+) -> Result<(), CheckError> {
+    let task = Task { part: Part::Case, case: Some(case), ..*task };
+    let program = super::program()?;
+    let json = serde_json::to_string(&task).expect("numbers and names are always JSON");
+    let mut command = Command::new(&program);
+    command.arg("gpu-check-part").arg(json).stdin(Stdio::null()).stdout(Stdio::piped());
+    command.envs(connections.map(|count| ("CUDA_DEVICE_MAX_CONNECTIONS", count.to_string())));
+    let mut child =
+        command.spawn().map_err(|source| CliError::Spawn { rank: 0, program: program.into(), source })?;
+    let out = child.stdout.take().expect("standard output is a pipe");
+    let (told, hear) = mpsc::channel();
+    // Ends with the pipe.
+    let reader = std::thread::spawn(move || {
+        for line in BufReader::new(out).lines().map_while(Result::ok) {
+            if told.send(line).is_err() {
+                break;
+            }
+        }
+    });
+    let heard = listen(&hear, task.case_bound());
+    if !matches!(heard, Ok((Answer::Passes | Answer::Blocks, _))) || !ends(&hear, END) {
+        let _ = child.kill();
+    }
+    let ended = child.wait().map_err(|source| CliError::Prepare { what: "wait for a case", source })?;
+    let _ = reader.join();
+    match heard {
+        Ok((answer, found)) => checks.answered(about, answer, found),
+        Err(what) => checks.check(about, || Err(CheckError::Ranks(format!("{what} ({ended})")))).map(drop),
+    }
+}
+
+/// The answer of a process, or why it has none to give.
+fn listen(hear: &Receiver<String>, bound: Duration) -> Result<(Answer, String), String> {
+    match next(hear, START) {
+        Ok(Said::Ready) => {}
+        Ok(Said::Failed(why)) => return Err(why),
+        Ok(said) => return Err(format!("it said {said:?} before it was ready")),
+        Err(RecvTimeoutError::Timeout) => {
+            return Err(format!("its process was not ready after {} s", START.as_secs()));
+        }
+        Err(RecvTimeoutError::Disconnected) => return Err("its process ended early".to_owned()),
+    }
+    // It has a bound of its own: who says nothing for twice as long stands still as a whole.
+    match next(hear, 2 * bound + END) {
+        Ok(Said::Answer(answer, found)) => Ok((answer, found)),
+        Ok(Said::Failed(why)) => Err(why),
+        Ok(Said::Ready) => Err("it was ready twice".to_owned()),
+        Err(RecvTimeoutError::Timeout) => {
+            let found = "BLOCKS: its process stood still as a whole, and was ended";
+            Ok((Answer::Blocks, found.to_owned()))
+        }
+        Err(RecvTimeoutError::Disconnected) => Err("its process ended early".to_owned()),
+    }
+}
+
+fn next(hear: &Receiver<String>, patience: Duration) -> Result<Said, RecvTimeoutError> {
+    let line = hear.recv_timeout(patience)?;
+    Ok(serde_json::from_str(&line).unwrap_or_else(|_| Said::Failed(format!("it said {line:?}"))))
+}
+
+/// Whether a process that has answered comes to its end.
+fn ends(hear: &Receiver<String>, patience: Duration) -> bool {
+    hear.recv_timeout(patience) == Err(RecvTimeoutError::Disconnected)
+}
+
+/// Whether something goes on, or stands still for as long as the bound.
+struct Watch {
+    bound: Duration,
+    moved: Instant,
+    seen: u64,
+}
+
+impl Watch {
+    fn new(bound: Duration) -> Self {
+        Watch { bound, moved: Instant::now(), seen: 0 }
+    }
+
+    /// What a count shows that has come to `now`: enough of it, behind `enough`, passes.
+    fn look(&mut self, now: u64, enough: bool) -> Option<Answer> {
+        if now != self.seen {
+            (self.seen, self.moved) = (now, Instant::now());
+        }
+        if enough {
+            Some(Answer::Passes)
+        } else {
+            (self.moved.elapsed() > self.bound).then_some(Answer::Blocks)
+        }
+    }
+}
+
+/// What all answers together mean for streams that wait.
+pub fn conclusions(rows: &[Row]) -> Vec<String> {
+    let of = |part: Part| rows.iter().filter(move |row| row.part == part && row.answer.is_some());
+    let blocked = |part: Part| -> Vec<&str> {
+        of(part).filter(|row| row.answer == Some(Answer::Blocks)).map(|row| row.what.as_str()).collect()
+    };
+    let mut said = Vec::new();
+    if of(Part::Locks).next().is_some() {
+        said.push(match &blocked(Part::Locks)[..] {
+            [] => "Locks: all pass. Threads may call the driver while a stream of their process waits.".to_owned(),
+            blocked => format!(
+                "Locks: a driver call blocks other threads while a stream waits ({}). A thread of the same process cannot end such a wait by calls of the driver: the helper process is needed.",
+                blocked.join("; ")
+            ),
+        });
+    }
+    if of(Part::Queues).next().is_some() {
+        said.push(match &blocked(Part::Queues)[..] {
+            [] => "Queues: all pass. A stream that waits holds up no copies of other streams.".to_owned(),
+            blocked => format!(
+                "Queues: a stream that waits holds up copies of other streams ({}). There every cause must be enqueued before its wait.",
+                blocked.join("; ")
+            ),
+        });
+    }
+    said
+}
