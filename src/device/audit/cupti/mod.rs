@@ -71,8 +71,7 @@ impl Cupti {
         let old = driver.version() < Version(13000);
         // A newer CUPTI does not work with an older driver.
         let fits = |name: &str| !old || name == NAMES[0];
-        let named =
-            |file: &&PathBuf| file.file_name().and_then(|name| name.to_str()).is_some_and(|name| fits(name));
+        let named = |file: &&PathBuf| file.file_name().and_then(|name| name.to_str()).is_some_and(fits);
         let file = files.iter().find(named);
         if driver.is_stand_in() {
             if let Some(file) = file {
