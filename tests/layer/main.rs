@@ -1,15 +1,8 @@
-//! The MoE layer: against its formula, against finite differences, and against itself in other chunks; and what it does when
-//! somebody does not do his part.
+//! The MoE layer and the overlap graphs that it runs on.
 
+#[path = "../device/apart.rs"]
+mod apart;
+mod overlap;
+mod pipeline;
 #[path = "../support/mod.rs"]
 mod support;
-
-mod bits;
-mod case;
-mod dense;
-mod differences;
-mod faults;
-mod meddled;
-mod overlap;
-mod refusals;
-mod timed;

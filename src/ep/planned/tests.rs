@@ -3,10 +3,10 @@
 
 #[path = "../../../tests/device/apart.rs"]
 pub(in crate::ep) mod apart;
-#[path = "../../../tests/planned/memory.rs"]
+#[path = "../../../tests/device/planned/memory.rs"]
 mod memory;
 #[allow(dead_code, reason = "tests of other lanes use the rest")]
-#[path = "../../../tests/planned/rank.rs"]
+#[path = "../../../tests/device/planned/rank.rs"]
 mod rank;
 #[path = "../../../tests/support/mod.rs"]
 mod support;

@@ -1,15 +1,15 @@
 //! Slots that cross straight: from memory of devices to memory of devices, by cards that read and write it. The driver is the
 //! stand-in of `tests/stand-in-cuda`; the cards are not there either, or those of two machines (`tests/testbed`).
 
-#[path = "../../../tests/kernels/world.rs"]
+#[path = "../../../tests/device/kernels/world.rs"]
 #[allow(dead_code, reason = "tests of other lanes use the rest")]
 mod packed;
-#[path = "../../../tests/stream/rank.rs"]
+#[path = "../../../tests/device/stream/rank.rs"]
 #[allow(dead_code, reason = "tests of other lanes use the rest")]
 mod rank;
-#[path = "../../../tests/stream/replays.rs"]
+#[path = "../../../tests/device/stream/replays.rs"]
 mod replays;
-#[path = "../../../tests/rows_common/mod.rs"]
+#[path = "../../../tests/rows/common/mod.rs"]
 mod rows_common;
 
 use std::path::Path;

@@ -1,0 +1,7 @@
+//! Bootstrap: rendezvous, heartbeats, rebuild, and exchange of descriptors.
+
+mod common;
+mod fds;
+mod rebuild;
+mod tcp;
+mod threads;

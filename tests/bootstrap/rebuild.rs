@@ -1,0 +1,156 @@
+//! Survivors that meet again in the next epoch.
+
+use std::time::Duration;
+
+use crate::common::{LONG, Signal, clocks, death, each, identity, place, world};
+use sidelane::{
+    bootstrap::{Clocks, connect, threads},
+    error::{BootstrapError, Cause, Loss},
+};
+
+#[test]
+fn the_survivors_meet_again_without_the_lost_rank() {
+    for victim in [0u32, 2] {
+        let seen = each(world(4), |hub| {
+            let me = hub.rank();
+            hub.barrier("start", me, 4, LONG).unwrap();
+            if me == victim {
+                hub.abandon();
+                return None;
+            }
+            assert_eq!(death(&*hub), Cause::Lost { rank: victim, how: Loss::Closed });
+            let (next, old) = hub.rebuild(LONG).unwrap();
+            assert_eq!((next.size(), next.epoch()), (3, 1));
+            assert_eq!(old[next.rank() as usize], me);
+            drop(hub);
+            next.health().check().unwrap();
+            let blobs = next.gather("again", next.rank(), 3, &[me as u8], LONG).unwrap();
+            next.barrier("end", next.rank(), 3, LONG).unwrap();
+            Some((old, blobs))
+        });
+        let survivors: Vec<u32> = (0..4).filter(|&rank| rank != victim).collect();
+        let blobs: Vec<Vec<u8>> = survivors.iter().map(|&rank| vec![rank as u8]).collect();
+        for (rank, seen) in seen.into_iter().enumerate() {
+            let expected = (rank as u32 != victim).then(|| (survivors.clone(), blobs.clone()));
+            assert_eq!(seen, expected, "rank {rank}");
+        }
+    }
+}
+
+#[test]
+fn a_living_world_is_rebuilt_with_everyone_and_again() {
+    let seen = each(world(3), |hub| {
+        let me = hub.rank();
+        hub.barrier("start", me, 3, LONG).unwrap();
+        let (first, _) = hub.rebuild(LONG).unwrap();
+        assert!(matches!(hub.health().cause(), Some(Cause::Cancelled { .. })));
+        drop(hub);
+        first.barrier("between", me, 3, LONG).unwrap();
+        let (second, old) = first.rebuild(LONG).unwrap();
+        drop(first);
+        second.barrier("end", me, 3, LONG).unwrap();
+        (second.rank(), second.epoch(), old)
+    });
+    assert_eq!(seen, (0..3).map(|rank| (rank, 2, vec![0, 1, 2])).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_rank_that_comes_too_late_to_a_rebuild_is_told_that_it_is_out() {
+    let place = place();
+    let quick =
+        Clocks { liveness: Duration::from_millis(200), heartbeat: Duration::from_millis(20), ..clocks() };
+    let hubs = each(vec![0, 1, 2], |rank| connect(&identity(rank, 3, &place), None, quick).unwrap());
+    let done = Signal::default();
+    let seen = each(hubs, |hub| {
+        let me = hub.rank();
+        hub.barrier("start", me, 3, LONG).unwrap();
+        hub.cancel(Cause::Cancelled { by: me });
+        if me == 2 {
+            done.wait_for(2);
+            return hub.rebuild(LONG).map(|_| ()).unwrap_err();
+        }
+        let (next, old) = hub.rebuild(LONG).unwrap();
+        assert_eq!(old, [0, 1]);
+        done.raise();
+        // The new world serves on while the late comer is turned away.
+        let error = next.get("never", Duration::from_secs(1)).unwrap_err();
+        next.barrier("end", me, 2, LONG).unwrap();
+        error
+    });
+    assert_eq!(seen[2], BootstrapError::World(Cause::Evicted { rank: 2, epoch: 1 }));
+    assert!(seen[..2].iter().all(|error| matches!(error, BootstrapError::Deadline { .. })), "{seen:?}");
+}
+
+#[test]
+fn a_survivor_alone_does_not_mistake_silence_for_death() {
+    let given_up = Signal::default();
+    let seen = each(world(2), |hub| {
+        hub.barrier("start", hub.rank(), 2, LONG).unwrap();
+        if hub.rank() == 0 {
+            let error = hub.rebuild(Duration::from_millis(300)).map(|_| ()).unwrap_err();
+            given_up.raise();
+            return Some(error);
+        }
+        // Alive, and taking no part.
+        given_up.wait_for(1);
+        None
+    });
+    assert!(
+        matches!(seen[0], Some(BootstrapError::RebuildFailed { epoch: 1, coordinator: 0, .. })),
+        "{seen:?}"
+    );
+}
+
+#[test]
+fn the_last_survivor_goes_on_alone() {
+    let seen = each(world(2), |hub| {
+        hub.barrier("start", hub.rank(), 2, LONG).unwrap();
+        if hub.rank() == 0 {
+            hub.abandon();
+            return None;
+        }
+        assert_eq!(death(&*hub), Cause::Lost { rank: 0, how: Loss::Closed });
+        let (next, old) = hub.rebuild(LONG).unwrap();
+        next.barrier("alone", 0, 1, LONG).unwrap();
+        Some((next.rank(), next.size(), old))
+    });
+    assert_eq!(seen, [None, Some((0, 1, vec![1]))]);
+}
+
+#[test]
+fn threads_rebuild_as_processes_do() {
+    let seen = each(threads(4, Clocks::default()), |hub| {
+        let me = hub.rank();
+        hub.barrier("start", me, 4, LONG).unwrap();
+        if me == 1 {
+            hub.abandon();
+            return None;
+        }
+        assert_eq!(death(&*hub), Cause::Lost { rank: 1, how: Loss::Closed });
+        let (next, old) = hub.rebuild(LONG).unwrap();
+        drop(hub);
+        let ranks = next.gather("again", next.rank(), 3, &[me as u8], LONG).unwrap();
+        next.barrier("end", next.rank(), 3, LONG).unwrap();
+        Some((next.epoch(), old, ranks.concat()))
+    });
+    let expected = Some((1, vec![0, 2, 3], vec![0, 2, 3]));
+    assert_eq!(seen, [expected.clone(), None, expected.clone(), expected]);
+}
+
+#[test]
+fn a_thread_that_comes_too_late_to_a_rebuild_is_told_that_it_is_out() {
+    let quick = Clocks { liveness: Duration::from_millis(100), ..Clocks::default() };
+    let done = Signal::default();
+    let seen = each(threads(3, quick), |hub| {
+        hub.cancel(Cause::Cancelled { by: 0 });
+        if hub.rank() == 2 {
+            done.wait_for(2);
+            return hub.rebuild(LONG).map(|(_, old)| old);
+        }
+        let rebuilt = hub.rebuild(LONG).map(|(_, old)| old);
+        done.raise();
+        rebuilt
+    });
+    let evicted = Err(BootstrapError::World(Cause::Evicted { rank: 2, epoch: 1 }));
+    assert_eq!(seen, [Ok(vec![0, 1]), Ok(vec![0, 1]), evicted]);
+}

@@ -1,0 +1,273 @@
+//! Ranks that meet over real sockets: several hubs in threads of one process, each with a connection of its own.
+
+use std::{
+    io::{Read, Write},
+    net::{TcpListener, TcpStream},
+    os::fd::AsRawFd,
+    thread,
+    time::{Duration, Instant},
+};
+
+use crate::common::{LONG, SOON, Signal, clocks, death, each, identity, place, world};
+use sidelane::{
+    bootstrap::{Clocks, Identity, LauncherPipe, Secret, connect},
+    error::{BootstrapError, Cause, Loss},
+};
+
+#[test]
+fn ranks_meet_and_agree() {
+    let seen = each(world(4), |hub| {
+        let me = hub.rank();
+        if me == 2 {
+            hub.set("colour", b"green").unwrap();
+        }
+        assert_eq!(hub.get("colour", LONG).unwrap(), b"green");
+        hub.barrier("all here", me, 4, LONG).unwrap();
+        let pair = hub.gather(&format!("pair {}", me % 2), me / 2, 2, &[me as u8], LONG).unwrap();
+        assert_eq!(pair, [[(me % 2) as u8], [(me % 2) as u8 + 2]]);
+        let big = vec![me as u8; 1 << 20];
+        let blobs = hub.gather("big", me, 4, &big, LONG).unwrap();
+        assert!(blobs.iter().zip(0u8..).all(|(blob, rank)| *blob == vec![rank; 1 << 20]));
+        // The end of a step is not the end of everybody's part in it: leave together.
+        hub.barrier("done", me, 4, LONG).unwrap();
+        hub.health().check()
+    });
+    assert_eq!(seen, [Ok(()), Ok(()), Ok(()), Ok(())]);
+}
+
+#[test]
+fn the_deadline_of_a_step_names_the_missing_ranks_to_all_who_wait() {
+    let step = Duration::from_millis(300);
+    let errors = each(world(4), |hub| match hub.rank() {
+        me @ (0 | 2) => {
+            let deadline = if me == 0 { step } else { LONG };
+            let error = hub.gather("half", me, 4, &[], deadline).unwrap_err();
+            hub.health().check().unwrap();
+            hub.barrier("told", me / 2, 2, LONG).unwrap();
+            // The late comers learn it too.
+            hub.set("go", &[]).unwrap();
+            hub.barrier("end", me, 4, LONG).unwrap();
+            error
+        }
+        me => {
+            hub.get("go", LONG).unwrap();
+            let error = hub.gather("half", me, 4, &[], LONG).unwrap_err();
+            hub.barrier("end", me, 4, LONG).unwrap();
+            error
+        }
+    });
+    for error in errors {
+        assert!(
+            matches!(&error, BootstrapError::Deadline { step, missing, .. } if step == "half" && *missing == [1, 3]),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_value_that_is_never_set_ends_with_the_deadline() {
+    let hubs = world(1);
+    let error = hubs[0].get("nothing", Duration::from_millis(50)).unwrap_err();
+    assert!(matches!(&error, BootstrapError::Deadline { step, .. } if step == "nothing"), "{error}");
+}
+
+#[test]
+fn a_rendezvous_names_the_rank_that_did_not_come() {
+    let place = place();
+    let clocks = Clocks { rendezvous: Duration::from_millis(700), ..clocks() };
+    let errors = each(vec![0, 2], |rank| connect(&identity(rank, 3, &place), None, clocks).err().unwrap());
+    for error in errors {
+        assert!(matches!(&error, BootstrapError::Deadline { missing, .. } if *missing == [1]), "{error}");
+    }
+}
+
+#[test]
+fn nobody_at_the_address_is_an_error_that_names_it() {
+    let place = place();
+    let clocks = Clocks { rendezvous: Duration::from_millis(200), ..clocks() };
+    let error = connect(&identity(1, 2, &place), None, clocks).err().unwrap();
+    let BootstrapError::NoRendezvous { address, .. } = &error else { panic!("{error}") };
+    assert!(address.contains("127.0.0.1") && address.contains(&place.ports[0].to_string()), "{address}");
+}
+
+#[test]
+fn a_wrong_secret_is_refused_while_the_right_ones_go_on() {
+    let place = place();
+    let secret = Secret::from_bytes("right");
+    let refused = Signal::default();
+    let results = each(vec![0u32, 1, 2], |rank| {
+        if rank == 2 {
+            let wrong = Some(Secret::from_bytes("wrong"));
+            let error = connect(&identity(1, 2, &place), wrong, clocks()).err().unwrap();
+            refused.raise();
+            return Err(error);
+        }
+        if rank == 1 {
+            // The liar comes first.
+            refused.wait_for(1);
+        }
+        let hub = connect(&identity(rank, 2, &place), Some(secret.clone()), clocks())?;
+        hub.barrier("met", rank, 2, LONG)
+    });
+    assert!(
+        matches!(&results[2], Err(BootstrapError::WrongSecret { peer }) if peer.starts_with("127.0.0.1:"))
+    );
+    assert_eq!(results[..2], [Ok(()), Ok(())]);
+}
+
+#[test]
+fn strangers_do_not_hold_up_the_rendezvous() {
+    let place = place();
+    let knock = || {
+        let start = Instant::now();
+        while start.elapsed() < LONG {
+            if let Ok(stream) = TcpStream::connect(("127.0.0.1", place.ports[0])) {
+                return stream;
+            }
+            thread::yield_now();
+        }
+        panic!("nobody listens");
+    };
+    let results = each(vec![0u32, 1], |rank| {
+        let mut strangers = Vec::new();
+        if rank == 1 {
+            strangers.push(knock());
+            strangers.push(knock());
+            strangers[1].write_all(b"GET / HTTP/1.1\r\nHost: you\r\n\r\n").unwrap();
+            // The one that talks nonsense is shown out.
+            let mut answer = Vec::new();
+            strangers[1].set_read_timeout(Some(LONG)).unwrap();
+            let _ = strangers[1].read_to_end(&mut answer);
+        }
+        let hub = connect(&identity(rank, 2, &place), None, clocks())?;
+        // The silent one is still connected.
+        hub.barrier("met", rank, 2, LONG)
+    });
+    assert_eq!(results, [Ok(()), Ok(())]);
+}
+
+#[test]
+fn the_right_port_is_found_among_those_of_others() {
+    let stranger = TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = stranger.local_addr().unwrap().port();
+    let mut place = place();
+    place.ports.insert(0, taken);
+    let results = each(vec![0u32, 1], |rank| {
+        connect(&identity(rank, 2, &place), None, clocks())?.barrier("met", rank, 2, LONG)
+    });
+    assert_eq!(results, [Ok(()), Ok(())]);
+}
+
+#[test]
+fn two_processes_of_one_rank_are_one_too_many() {
+    let place = place();
+    let hubs: Vec<_> =
+        each(vec![0u32, 1], |rank| connect(&identity(rank, 2, &place), None, clocks()).unwrap());
+    let error = connect(&identity(1, 2, &place), None, clocks()).err().unwrap();
+    assert_eq!(error, BootstrapError::RankRefused { rank: 1, size: 2 });
+    assert!(hubs.iter().all(|hub| hub.health().check().is_ok()));
+    each(hubs, drop);
+}
+
+#[test]
+fn listening_beyond_loopback_needs_a_secret() {
+    let open = Identity { local_size: None, master_addr: "192.0.2.1".into(), ..identity(0, 2, &place()) };
+    let error = connect(&open, None, clocks()).err().unwrap();
+    assert_eq!(error, BootstrapError::NoSecret { address: "192.0.2.1".into() });
+}
+
+#[test]
+fn a_killed_rank_is_named_to_everybody_and_ends_their_waits() {
+    for victim in [2, 0] {
+        let seen = each(world(4), |hub| {
+            let me = hub.rank();
+            hub.barrier("start", me, 4, LONG).unwrap();
+            if me == victim {
+                hub.abandon();
+                return None;
+            }
+            let start = Instant::now();
+            let error = hub.gather("never", me, 4, &[], LONG).unwrap_err();
+            assert_eq!(hub.health().cause().map(BootstrapError::World), Some(error.clone()));
+            assert!(hub.health().is_absent(victim));
+            assert_ne!(hub.health().status(), 0);
+            Some((error, start.elapsed()))
+        });
+        for (error, after) in seen.into_iter().flatten() {
+            assert_eq!(error, BootstrapError::World(Cause::Lost { rank: victim, how: Loss::Closed }));
+            assert!(after < SOON, "{after:?}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_panics_is_lost_and_one_that_leaves_is_not() {
+    let seen = each(world(3), |hub| {
+        let me = hub.rank();
+        hub.barrier("start", me, 3, LONG).unwrap();
+        if me == 1 {
+            drop(hub);
+            return None;
+        }
+        let error = hub.gather("needs all", me, 3, &[], LONG).unwrap_err();
+        assert_eq!(hub.health().check(), Ok(()), "leaving is no failure");
+        hub.barrier("told", me / 2, 2, LONG).unwrap();
+        if me == 2 {
+            let unwinding = thread::spawn(move || {
+                let _hub = hub;
+                std::panic::resume_unwind(Box::new("on purpose"));
+            });
+            assert!(unwinding.join().is_err());
+            return Some((error, None));
+        }
+        Some((error, Some(death(&*hub))))
+    });
+    let left = || BootstrapError::Left { rank: 1, step: "needs all".into() };
+    assert_eq!(seen[1], None);
+    assert_eq!(seen[2], Some((left(), None)));
+    assert_eq!(seen[0], Some((left(), Some(Cause::Lost { rank: 2, how: Loss::Closed }))));
+}
+
+#[test]
+fn ranks_that_outlive_rank_0_are_told_that_it_left() {
+    let seen = each(world(2), |hub| {
+        let me = hub.rank();
+        hub.barrier("start", me, 2, LONG).unwrap();
+        if me == 0 {
+            drop(hub);
+            return None;
+        }
+        Some((hub.gather("late", me, 2, &[], LONG).unwrap_err(), hub.health().check()))
+    });
+    assert_eq!(seen[1], Some((BootstrapError::Left { rank: 0, step: "late".into() }, Ok(()))));
+}
+
+#[test]
+fn cancel_reaches_everybody() {
+    let cause = Cause::Stalled { rank: 1, by: 2, waited: Duration::from_millis(5) };
+    let seen = each(world(3), |hub| {
+        hub.barrier("start", hub.rank(), 3, LONG).unwrap();
+        if hub.rank() == 2 {
+            hub.cancel(Cause::Stalled { rank: 1, by: 2, waited: Duration::from_millis(5) });
+        }
+        let cause = death(&*hub);
+        assert_eq!(hub.set("a", &[]), Err(BootstrapError::World(cause.clone())), "new calls are refused");
+        cause
+    });
+    assert_eq!(seen, vec![cause; 3]);
+}
+
+#[test]
+fn the_end_of_the_launcher_ends_the_world() {
+    let place = place();
+    let (reader, writer) = rustix::pipe::pipe().unwrap();
+    let launcher_pipe = Some(LauncherPipe { fd: reader.as_raw_fd() as u32, pid: 4711 });
+    let hubs = each(vec![0, 1], |rank| {
+        connect(&Identity { launcher_pipe, ..identity(rank, 2, &place) }, None, clocks()).unwrap()
+    });
+    assert!(hubs.iter().all(|hub| hub.health().check().is_ok()));
+    drop(writer);
+    let seen = each(hubs, |hub| (death(&*hub), hub.rebuild(LONG).map(|_| ()).unwrap_err()));
+    let gone = Cause::LauncherGone { pid: 4711 };
+    assert_eq!(seen, vec![(gone.clone(), BootstrapError::World(gone)); 2]);
+}

@@ -1,0 +1,88 @@
+//! `sidelane doctor` on whatever machine runs the tests: it always reports and always succeeds.
+
+use std::process::{Command, Output};
+
+fn doctor(options: &[&str]) -> Output {
+    doctor_with(options, &[])
+}
+
+fn doctor_with(options: &[&str], variables: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
+    command.arg("doctor").args(options).envs(variables.iter().copied()).output().unwrap()
+}
+
+/// What is found about `what` with the stand-in driver in the place of a real one.
+fn stand_in(variables: &[(&str, &str)]) -> impl Fn(&str) -> (String, String) {
+    let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
+    let mut all = vec![("SIDELANE_CUDA", library.to_str().unwrap())];
+    all.extend(variables);
+    let output = doctor_with(&["--json"], &all);
+    assert!(output.status.success(), "{output:?}");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    move |what| {
+        let findings = report["findings"].as_array().unwrap();
+        let found = findings.iter().find(|finding| finding["what"] == what);
+        let found = found.unwrap_or_else(|| panic!("no {what} in {findings:#?}"));
+        (found["level"].as_str().unwrap().to_owned(), found["found"].as_str().unwrap().to_owned())
+    }
+}
+
+#[test]
+fn the_table_names_what_every_machine_has() {
+    let output = doctor(&[]);
+    assert!(output.status.success());
+    let text = String::from_utf8(output.stdout).unwrap();
+    for what in ["kernel", "cores", "memory", "/dev/shm", "libibverbs", "CUDA"] {
+        assert!(text.contains(what), "{what} in\n{text}");
+    }
+}
+
+#[test]
+fn each_finding_in_json_says_what_it_means_and_each_problem_what_to_do() {
+    let output = doctor(&["--json"]);
+    assert!(output.status.success());
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let findings = report["findings"].as_array().unwrap();
+    assert!(findings.len() >= 10);
+    for finding in findings {
+        assert!(finding["meaning"].as_str().is_some_and(|text| !text.is_empty()), "{finding}");
+        assert_eq!(finding["advice"].is_null(), finding["level"] == "ok", "{finding}");
+    }
+}
+
+#[test]
+fn a_drivers_abilities_are_found_by_asking_it() {
+    let found = stand_in(&[
+        ("SIDELANE_STAND_IN_DEVICES", "3"),
+        ("SIDELANE_STAND_IN_PEERS", "0,1|2"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+        ("CUDA_MODULE_LOADING", "EAGER"),
+    ]);
+    let (level, driver) = found("CUDA: driver");
+    assert!(level == "note" && driver.starts_with("stand-in for CUDA 12.8 ("), "{driver}");
+    assert!(found("GPU 2").1.contains("compute capability"));
+    assert_eq!(found("CUDA: peers"), ("note".into(), "not 0-2, 1-2".into()));
+    assert_eq!(found("CUDA: queues"), ("note".into(), "1".into()));
+    assert_eq!(found("CUDA: kernel loading"), ("ok".into(), "eager".into()));
+    assert_eq!(found("CUDA: flags"), ("ok".into(), "yes".into()));
+    assert_eq!(found("CUDA: dma-buf"), ("note".into(), "no".into()));
+}
+
+#[test]
+fn what_an_old_driver_cannot_do_is_said_and_one_that_shows_no_gpu_is_reported() {
+    let found = stand_in(&[("SIDELANE_STAND_IN_DRIVER", "12040"), ("CUDA_MODULE_LOADING", "LAZY")]);
+    assert_eq!(found("CUDA: device heap"), ("warn".into(), "refused".into()));
+    assert_eq!(found("CUDA: batched copies"), ("note".into(), "none".into()));
+    assert_eq!(found("CUDA: kernel loading"), ("warn".into(), "lazy".into()));
+    let (level, text) = stand_in(&[("SIDELANE_STAND_IN_DRIVER", "11080")])("CUDA: start");
+    assert!(level == "warn" && text.contains("12.0") && text.contains("11.8"), "{text}");
+    let (level, text) = stand_in(&[("SIDELANE_STAND_IN_DEVICES", "0")])("CUDA: start");
+    assert!(level == "warn" && text.contains("cuInit failed with 100 (CUDA_ERROR_NO_DEVICE)"), "{text}");
+}
+
+#[test]
+fn a_library_that_is_no_driver_is_reported() {
+    let output = doctor_with(&[], &[("SIDELANE_CUDA", "libc.so.6")]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success() && text.contains("cuInit"), "{text}");
+}

@@ -1,0 +1,42 @@
+//! Where results cannot be written: found before anything is measured.
+
+use std::process::Command;
+
+#[test]
+fn a_file_that_cannot_be_written_is_named_before_anything_is_measured() {
+    let lines = [
+        "bench --ranks-per-node 1 --json",
+        "bench --ranks-per-node 1 --trace-out",
+        "trace --ranks-per-node 1 --out t.json --svg",
+        "trace --ranks-per-node 1 --out",
+        "perf signal --json",
+        "perf put-lat --svg",
+        "collectives --ranks-per-node 1 --json",
+        "layer --ranks-per-node 1 --json",
+        "layer --ranks-per-node 1 --trace-out",
+        "layer --ranks-per-node 1 --svg",
+        "planning --svg",
+        "route --json",
+        "route --svg",
+        "simulate --json",
+        "simulate --svg",
+        "simulate --calibrate",
+        "engines --json",
+    ];
+    for line in lines {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
+        let ended = command.args(line.split_whitespace()).arg("/nowhere/file").output().unwrap();
+        let (said, told) = (String::from_utf8_lossy(&ended.stderr), String::from_utf8_lossy(&ended.stdout));
+        assert_eq!(ended.status.code(), Some(1), "{line}: {said}");
+        assert!(said.contains("/nowhere/file") && !said.contains("rank"), "{line}: {said}");
+        assert_eq!(told, "", "{line}");
+    }
+}
+
+#[test]
+fn asking_whether_a_file_can_be_written_leaves_none_behind() {
+    let file = std::env::temp_dir().join(format!("sidelane-files-{}.json", std::process::id()));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
+    let ended = command.args(["engines", "--top-k", "9999", "--json"]).arg(&file).output().unwrap();
+    assert!(!ended.status.success() && !file.exists());
+}

@@ -1,0 +1,120 @@
+//! `sidelane layer` as a user sees it: lines, files and refusals. Figures are not judged, only that they belong together.
+
+use std::process::{Command, Output};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use serde_json::Value;
+
+fn layer(line: &str) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
+    command.arg("layer").args(line.split_whitespace()).current_dir(std::env::temp_dir()).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Another one for each call: tests are threads of one process.
+fn file(name: &str) -> std::path::PathBuf {
+    static CALLS: AtomicU32 = AtomicU32::new(0);
+    let (process, call) = (std::process::id(), CALLS.fetch_add(1, Ordering::Relaxed));
+    std::env::temp_dir().join(format!("sidelane-layer-{process}-{call}-{name}"))
+}
+
+const SMALL: &str = "--tokens 48 --hidden 64 --ffn 32 --experts 6 --top-k 2 --chunks 5 --rounds 2 --backward";
+
+#[test]
+fn overlapped_steps_have_the_bits_of_steps_in_turn_on_every_lane() {
+    for (shape, lane, pace) in [
+        ("--pace 64M/200", "paced", true),
+        ("--pace even", "paced", true),
+        ("--pace none --ranks-per-node 1,2", "loop", false),
+        ("--nodes 1 --ranks-per-node 2", "shm", false),
+    ] {
+        let json = file("report.json");
+        let output = layer(&format!("{SMALL} {shape} --json {}", json.display()));
+        assert!(output.status.success(), "{shape}: {}", text(&output.stderr));
+        let told = text(&output.stdout);
+        for words in [format!("lane      {lane}"), "the same bits in turn and overlapped".to_owned()] {
+            assert!(told.contains(&words), "{words:?} in\n{told}");
+        }
+        let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+        std::fs::remove_file(json).unwrap();
+        assert_eq!(report["verified"], true, "{shape}");
+        assert_eq!(!report["config"]["pace"].is_null(), pace, "{shape}");
+        for direction in ["forward", "backward"] {
+            let of = |key: &str| report[direction][key].as_f64().unwrap();
+            let shorter = of("experts_us").min(of("transfers_us"));
+            let hidden = (of("in_turn_us") - of("overlapped_us")) / shorter;
+            assert!((of("hidden") - hidden).abs() < 1e-9, "{shape}: {}", report[direction]);
+        }
+    }
+}
+
+/// Rank, begin and end of what bears a name in the trace of a step.
+type Spans = Vec<(Value, f64, f64)>;
+
+/// The transfers and the experts of a step.
+fn traced(options: &str) -> (Spans, Spans) {
+    let trace = file("trace.json");
+    let output = layer(&format!("{SMALL} {options} --trace-out {}", trace.display()));
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let events: Value = serde_json::from_str(&std::fs::read_to_string(&trace).unwrap()).unwrap();
+    std::fs::remove_file(trace).unwrap();
+    let events = events["traceEvents"].as_array().unwrap();
+    let spans = |name: &str| -> Spans {
+        let named = |event: &&Value| {
+            event["ph"] == "X" && event["name"].as_str().is_some_and(|seen| seen.starts_with(name))
+        };
+        let of = |event: &Value, key: &str| event[key].as_f64().unwrap();
+        let span =
+            |event: &Value| (event["pid"].clone(), of(event, "ts"), of(event, "ts") + of(event, "dur"));
+        let spans: Spans = events.iter().filter(named).map(span).collect();
+        // Two ranks, five chunks.
+        assert!(spans.len() >= 10, "{name}: {} of {}", spans.len(), events.len());
+        spans
+    };
+    ([spans("dispatch"), spans("combine")].concat(), spans("experts"))
+}
+
+/// How many are, for a part of their time, beside one of the others.
+fn beside(spans: &Spans, others: &Spans) -> usize {
+    let meets = |(rank, begin, end): &(Value, f64, f64)| {
+        let meets = |(other, from, to): &&(Value, f64, f64)| other == rank && from < end && begin < to;
+        // Not with itself.
+        others.iter().filter(meets).any(|(_, from, to)| (from, to) != (begin, end))
+    };
+    spans.iter().filter(|span| meets(span)).count()
+}
+
+#[test]
+fn a_step_is_written_as_a_trace_with_experts_beside_transfers() {
+    let (transfers, experts) = traced("--pace 64M/200");
+    assert!(beside(&experts, &transfers) > 0, "no transfer beside experts");
+}
+
+#[test]
+fn as_many_transfers_are_under_way_at_once_as_may_be() {
+    // Rows of a chunk are on the wire for some 20 ms.
+    let (one_by_one, _) = traced("--pace 64K/200 --transfers 1");
+    assert_eq!(beside(&one_by_one, &one_by_one), 0);
+    let (transfers, _) = traced("--pace 64K/200 --transfers 2");
+    assert!(beside(&transfers, &transfers) > transfers.len() / 2, "{transfers:?}");
+}
+
+#[test]
+fn what_is_no_layer_is_refused_before_a_rank_is_started() {
+    for (line, words) in [
+        ("--experts 3", "3 experts: there must be one for each of 2 ranks at least, and --top-k (4) at most"),
+        ("--chunks 0", "--chunks must be between 1 and 1024"),
+        ("--tokens 8", "--chunks must be between 1 and 8"),
+        ("--chunks 4 --transfers 5", "--transfers must be between 1 and 4"),
+        ("--hidden 12", "rows of 12 x bf16 are no multiple of 16 bytes"),
+        ("--nodes 1 --ranks-per-node 2 --pace 1G/10", "--pace is for wires between nodes of one machine"),
+        ("--pace fast", "bytes per second"),
+    ] {
+        let output = layer(line);
+        assert_eq!(output.status.code(), Some(2), "{line}");
+        assert!(text(&output.stderr).contains(words), "{line}: {}", text(&output.stderr));
+    }
+}

@@ -1,0 +1,18 @@
+//! The `sidelane` program: commands, options, reports, and exit codes.
+#![cfg(feature = "cli")]
+
+mod bench;
+mod collectives;
+mod doctor;
+mod engines;
+mod files;
+mod gpu_check;
+mod launch;
+mod layer;
+mod machines;
+mod network;
+mod peers;
+mod perf;
+mod route;
+mod simulate;
+mod trace;

@@ -1,0 +1,101 @@
+//! Others beside us: who is not installed is named, and who runs computes the same bits.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+/// Runs the program with a search path; its report, which is in `--json`.
+fn run(words: &[&str], path: Option<&str>) -> (Value, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let json = folder.path().join("report.json");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
+    command.args(words).args(["--peers", "--json"]).arg(&json).env("TMPDIR", folder.path());
+    if let Some(path) = path {
+        command.env("PATH", path).env_remove("SIDELANE_PYTHON");
+    }
+    let output = command.output().unwrap();
+    let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+    assert!(output.status.success(), "{err}");
+    let left: Vec<_> =
+        std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left, ["report.json"], "the folder of the peers is gone");
+    (serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap(), out)
+}
+
+const BENCH: [&str; 7] = ["bench", "--tokens", "16", "--hidden", "64", "--rounds", "3"];
+const PERF: [&str; 5] = ["perf", "put-lat", "--sizes=8", "--iterations=200", "--warmup=20"];
+
+#[test]
+fn what_is_not_installed_is_named_with_what_to_install_and_ours_is_measured_all_the_same() {
+    let (report, text) = run(&[&BENCH[..], &["--ranks-per-node=2"]].concat(), Some("/nowhere"));
+    assert_eq!(report["peers"]["ran"].as_array().unwrap().len(), 0);
+    let absent = |nth: usize, key: &str| report["peers"]["absent"][nth][key].as_str().unwrap().to_owned();
+    assert_eq!((absent(0, "name"), absent(0, "why")), ("mpi".into(), "there is no mpicc".into()));
+    assert_eq!((absent(1, "name"), absent(1, "why")), ("gloo".into(), "there is no python3".into()));
+    assert!(report["verified"] == true && text.contains("openmpi-bin"), "{text}");
+    let (report, text) = run(&PERF, Some("/nowhere"));
+    assert_eq!(report["absent"]["why"], "there is no ucx_perftest");
+    assert!(report["verified"] == true && text.contains("ucx-utils"), "{text}");
+}
+
+/// Without `SIDELANE_NEED_PEERS` only those that are there are asked.
+#[test]
+fn what_is_installed_computes_the_same_bits_in_as_many_rounds_on_one_node_and_on_two() {
+    let needed = std::env::var_os("SIDELANE_NEED_PEERS").is_some();
+    for shape in ["--ranks-per-node=2", "--ranks-per-node=1,1"] {
+        let (report, text) = run(&[&BENCH[..], &[shape]].concat(), None);
+        let ran = report["peers"]["ran"].as_array().unwrap();
+        assert!(ran.len() == 2 || !needed, "{text}");
+        for peer in ran {
+            assert_eq!(peer["same"], true, "{text}");
+            assert!(peer["dispatch"]["times"].as_f64() > Some(0.0), "{text}");
+        }
+    }
+    let (report, text) = run(&PERF, None);
+    let beside = &report["pairs"][0]["runs"][0]["beside"];
+    assert!(beside.is_object() || !needed, "{text}");
+    if beside.is_object() {
+        let turns = |key: &str| beside[key].as_array().unwrap().len();
+        assert_eq!((turns("ours_us"), turns("theirs_us")), (9, 9));
+    }
+}
+
+#[test]
+fn a_run_that_is_interrupted_leaves_nothing_behind() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
+    command.args(&BENCH[..5]).args(["--rounds=1000000", "--ranks-per-node=2", "--peers"]);
+    command.env("TMPDIR", folder.path()).env("PATH", "/nowhere").env_remove("SIDELANE_PYTHON");
+    let mut bench = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let until = Instant::now() + Duration::from_secs(60);
+    while !inside(folder.path()).iter().any(|made| made.join("y.1").exists()) {
+        assert!(Instant::now() < until && bench.try_wait().unwrap().is_none(), "nobody wrote for others");
+        std::thread::yield_now();
+    }
+    kill_process(Pid::from_child(&bench), Signal::INT).unwrap();
+    assert_eq!(bench.wait().unwrap().code(), Some(128 + 2));
+    assert_eq!(inside(folder.path()).len(), 0, "the folder of the peers is gone");
+}
+
+fn inside(folder: &Path) -> Vec<std::path::PathBuf> {
+    std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect()
+}
+
+#[test]
+fn conditions_that_others_do_not_have_are_refused_before_anything_starts() {
+    for (words, option) in [
+        (["bench", "--layout", "rank-major"], "--layout"),
+        (["bench", "--dtype", "f32"], "--dtype"),
+        (["bench", "--order", "node"], "--order"),
+        (["bench", "--experts", "60"], "share evenly"),
+        (["perf", "signal", "--ranks-per-node=2"], "put-lat"),
+    ] {
+        let output =
+            Command::new(env!("CARGO_BIN_EXE_sidelane")).args(words).arg("--peers").output().unwrap();
+        let told = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(2) && told.contains(option), "{words:?}: {told}");
+    }
+}

@@ -1,0 +1,156 @@
+//! Messages between two ranks come in order, or are refused on both sides.
+
+use half::bf16;
+use sidelane::collective::Sums;
+use sidelane::error::{CallError, CallKind, Error, PlanError};
+use sidelane::plan::{Pipeline, PipelineStep};
+
+use super::case::{communicator, reduces, tensor};
+use crate::support::{on_ranks, tiny};
+
+#[test]
+fn messages_of_a_pair_come_in_order_and_longer_ones_than_their_slots_pass_each_other() {
+    for nodes in [&[0, 0, 0][..], &[0, 1, 1]] {
+        on_ranks(nodes, &tiny(), |world| {
+            let mut communicator = communicator(&world, Sums::Direct);
+            let (me, next, from) = (world.rank(), (world.rank() + 1) % 3, (world.rank() + 2) % 3);
+            // Short ones lie unread; nobody waits.
+            communicator.send(next, &tensor::<f32>(me as usize, 5, 0)).unwrap();
+            communicator.send::<f32>(next, &[]).unwrap();
+            let mut first = vec![0.0f32; 5];
+            communicator.receive(from, &mut first).unwrap();
+            communicator.receive::<f32>(from, &mut []).unwrap();
+            assert_eq!(first, tensor::<f32>(from as usize, 5, 0));
+            // A long one and a short one between two ranks, at once; the third stays out of it.
+            if me < 2 {
+                let lens = [4000, 7];
+                let mut came = vec![bf16::ZERO; lens[1 - me as usize]];
+                communicator.exchange(1 - me, &tensor(me as usize, lens[me as usize], 3), &mut came).unwrap();
+                assert!(came == tensor::<bf16>(1 - me as usize, lens[1 - me as usize], 3));
+                communicator.flush(1 - me).unwrap();
+            }
+            reduces::<f32>(&world, &mut communicator, 40);
+        });
+    }
+}
+
+#[test]
+fn a_message_of_another_length_is_refused_on_both_sides_and_the_next_one_comes() {
+    for len in [3, 3000] {
+        on_ranks(&[0, 1], &tiny(), |world| {
+            let mut communicator = communicator(&world, Sums::Direct);
+            if world.rank() == 0 {
+                let sent = communicator.send(1, &vec![1.0f32; len]);
+                let heard = sent.and_then(|()| communicator.flush(1));
+                let Err(Error::Call(CallError::MessageRefused { rank: 0, peer: 1, count: 1 })) = heard else {
+                    panic!("{heard:?}");
+                };
+                communicator.send(1, &[2.0f32; 4]).unwrap();
+                communicator.flush(1).unwrap();
+            } else {
+                let mut data = [0.5f32; 4];
+                let error = communicator.receive(0, &mut data).unwrap_err();
+                let Error::Call(CallError::Disagree {
+                    kind: CallKind::Receive,
+                    what: "bytes",
+                    mine: 16,
+                    theirs,
+                    ..
+                }) = error
+                else {
+                    panic!("{error}");
+                };
+                assert_eq!(theirs, 4 * len as u64);
+                assert_eq!(data, [0.5; 4]);
+                communicator.receive(0, &mut data).unwrap();
+                assert_eq!(data, [2.0; 4]);
+            }
+            let itself = communicator.send(world.rank(), &[1.0f32]).unwrap_err();
+            assert!(
+                matches!(itself, Error::Plan(PlanError::BadParameter { parameter: "peer", .. })),
+                "{itself}"
+            );
+        });
+    }
+}
+
+#[test]
+fn a_refusal_that_comes_with_a_wrong_message_is_told_by_the_next_call() {
+    on_ranks(&[0, 1], &tiny(), |world| {
+        let mut communicator = communicator(&world, Sums::Direct);
+        let (me, peer) = (world.rank(), 1 - world.rank());
+        // So long that each hears of the refusal before all has passed.
+        let error = communicator.exchange(peer, &[1.0f32; 3000], &mut [0.0; 2000]).unwrap_err();
+        assert!(matches!(error, Error::Call(CallError::Disagree { what: "bytes", .. })), "{error}");
+        let heard = communicator.flush(peer).unwrap_err();
+        let Error::Call(CallError::MessageRefused { rank, peer: by, count: 1 }) = heard else {
+            panic!("{heard}")
+        };
+        assert_eq!((rank, by), (me, peer));
+        communicator.flush(peer).unwrap();
+    });
+}
+
+#[test]
+fn all_of_more_refusals_than_a_byte_counts_are_told() {
+    const MESSAGES: u32 = 600;
+    on_ranks(&[0, 1], &tiny(), |world| {
+        let mut communicator = communicator(&world, Sums::Direct);
+        let told = |result| match result {
+            Ok(()) => 0,
+            Err(Error::Call(CallError::MessageRefused { count, .. })) => count,
+            Err(error) => panic!("{error}"),
+        };
+        let mut refused = 0;
+        for _ in 0..MESSAGES {
+            match world.rank() {
+                0 => refused += told(communicator.send(1, &[1.0f32])),
+                _ => drop(communicator.receive(0, &mut [0.0f32; 2]).unwrap_err()),
+            }
+        }
+        if world.rank() == 0 {
+            refused += told(communicator.flush(1));
+            assert_eq!(refused, MESSAGES);
+        }
+    });
+}
+
+/// A pipeline that multiplies, on the real lanes: every stage follows its order.
+#[test]
+fn a_pipeline_in_its_order_ends_with_messages_longer_than_their_slots() {
+    const LEN: usize = 3000;
+    for nodes in [&[0; 4][..], &[0, 0, 1, 1]] {
+        on_ranks(nodes, &tiny(), |world| {
+            let mut communicator = communicator(&world, Sums::Direct);
+            let me = world.rank();
+            let pipeline = Pipeline::one_forward_one_backward(4, 6).unwrap();
+            let (mut input, mut gradient) = (vec![0.0f32; LEN], vec![0.0f32; LEN]);
+            let mut done = Vec::new();
+            for &step in pipeline.stage(me) {
+                match step {
+                    PipelineStep::ReceiveForward(_) => communicator.receive(me - 1, &mut input).unwrap(),
+                    PipelineStep::Forward(of) if me == 0 => input.fill(1.0 + of as f32),
+                    PipelineStep::Forward(_) => input.iter_mut().for_each(|x| *x *= 2.0),
+                    PipelineStep::SendForward(_) => communicator.send(me + 1, &input).unwrap(),
+                    PipelineStep::ReceiveBackward(_) => communicator.receive(me + 1, &mut gradient).unwrap(),
+                    PipelineStep::Backward(_) => {
+                        match me {
+                            3 => gradient.clone_from(&input),
+                            _ => gradient.iter_mut().for_each(|g| *g *= 3.0),
+                        }
+                        done.push(gradient[LEN - 1]);
+                    }
+                    PipelineStep::SendBackward(_) => communicator.send(me - 1, &gradient).unwrap(),
+                    PipelineStep::ExchangeNext { .. } => {
+                        communicator.exchange(me + 1, &input, &mut gradient).unwrap();
+                    }
+                    PipelineStep::ExchangePrevious { .. } => {
+                        communicator.exchange(me - 1, &gradient, &mut input).unwrap();
+                    }
+                }
+            }
+            let factor = 8.0 * 3.0f32.powi(3 - me as i32);
+            assert_eq!(done, (0..6).map(|of| (1.0 + of as f32) * factor).collect::<Vec<_>>());
+        });
+    }
+}

@@ -1,0 +1,101 @@
+//! Broadcast, all-to-all and all-gather bring every byte to its place.
+
+use half::bf16;
+use sidelane::Options;
+use sidelane::collective::Sums;
+
+use super::case::{LENGTHS, SHAPES, bits, communicator, reduces, tensor};
+use crate::support::{on_ranks, tiny};
+
+#[test]
+fn everybody_has_what_the_root_has() {
+    for nodes in SHAPES {
+        on_ranks(nodes, &tiny(), |world| {
+            let mut communicator = communicator(&world, Sums::Direct);
+            for (root, len) in (0..world.size()).flat_map(|root| LENGTHS.map(|len| (root, len))) {
+                let mut data = tensor::<f32>(world.rank() as usize, len, 1);
+                communicator.broadcast(root, &mut data).unwrap();
+                assert!(bits(&data) == bits(&tensor::<f32>(root as usize, len, 1)), "{nodes:?} {root} {len}");
+            }
+            // From leader to leader, in parts and rounds.
+            let mut data = tensor::<u8>(world.rank() as usize, 70_001, 1);
+            communicator.broadcast(world.size() - 1, &mut data).unwrap();
+            assert!(data == tensor::<u8>(world.size() as usize - 1, 70_001, 1), "{nodes:?}");
+        });
+    }
+}
+
+#[test]
+fn parts_go_to_their_ranks_in_equal_and_in_any_lengths() {
+    for nodes in SHAPES {
+        on_ranks(nodes, &tiny(), |world| {
+            let (me, ranks) = (world.rank() as usize, world.size() as usize);
+            let mut communicator = communicator(&world, Sums::Direct);
+            for part in [0, 3, 700] {
+                let mine = tensor::<f32>(me, ranks * part, 2);
+                let mut came = vec![f32::NAN; ranks * part];
+                communicator.all_to_all(&mine, &mut came).unwrap();
+                let of = |rank: usize| tensor::<f32>(rank, ranks * part, 2)[me * part..][..part].to_vec();
+                assert!(
+                    bits(&came) == bits(&(0..ranks).map(of).collect::<Vec<_>>().concat()),
+                    "{nodes:?} {part}"
+                );
+            }
+            let mut came = Vec::new();
+            for factor in [0, 1, 400] {
+                let counts =
+                    |rank: usize| (0..ranks).map(|to| (rank * 3 + to * 5) % 4 * factor).collect::<Vec<_>>();
+                let all = |rank: usize| tensor::<bf16>(rank, counts(rank).iter().sum(), factor);
+                let from = communicator.all_to_all_v(&all(me), &counts(me), &mut came).unwrap();
+                assert_eq!(from, (0..ranks).map(|rank| counts(rank)[me]).collect::<Vec<_>>());
+                let of = |rank: usize| {
+                    let first: usize = counts(rank)[..me].iter().sum();
+                    all(rank)[first..][..counts(rank)[me]].to_vec()
+                };
+                assert!(
+                    bits(&came) == bits(&(0..ranks).map(of).collect::<Vec<_>>().concat()),
+                    "{nodes:?} {factor}"
+                );
+            }
+        });
+    }
+}
+
+#[test]
+fn everybody_has_the_elements_of_all() {
+    for nodes in SHAPES {
+        on_ranks(nodes, &tiny(), |world| {
+            let mut communicator = communicator(&world, Sums::Direct);
+            for len in LENGTHS {
+                let mut came = vec![f32::NAN; world.size() as usize * len];
+                communicator.all_gather(&tensor::<f32>(world.rank() as usize, len, 4), &mut came).unwrap();
+                let all = (0..world.size() as usize).map(|rank| tensor::<f32>(rank, len, 4));
+                assert!(bits(&came) == bits(&all.collect::<Vec<_>>().concat()), "{nodes:?} {len}");
+            }
+        });
+    }
+}
+
+/// Without a cache all is staged and written past it.
+#[test]
+fn what_passes_the_cache_has_the_same_bits() {
+    let mut options: Options = tiny();
+    options.config.cache = 0;
+    for nodes in SHAPES {
+        on_ranks(nodes, &options, |world| {
+            let (me, ranks) = (world.rank() as usize, world.size() as usize);
+            let mut communicator = communicator(&world, Sums::Direct);
+            reduces::<f32>(&world, &mut communicator, 4321);
+            let mut data = tensor::<u8>(me, 4321, 1);
+            communicator.broadcast(0, &mut data).unwrap();
+            assert!(data == tensor::<u8>(0, 4321, 1), "{nodes:?}");
+            let mut came = vec![bf16::ZERO; ranks * 700];
+            communicator.all_gather(&tensor::<bf16>(me, 700, 2), &mut came).unwrap();
+            let of = |rank| tensor::<bf16>(rank, 700, 2);
+            assert!(came == (0..ranks).map(of).collect::<Vec<_>>().concat(), "{nodes:?}");
+            communicator.all_to_all(&tensor::<bf16>(me, ranks * 700, 3), &mut came).unwrap();
+            let of = |rank| tensor::<bf16>(rank, ranks * 700, 3)[me * 700..][..700].to_vec();
+            assert!(came == (0..ranks).map(of).collect::<Vec<_>>().concat(), "{nodes:?}");
+        });
+    }
+}

@@ -1,0 +1,137 @@
+//! Calls and settings that differ, or are wrong, are refused on all ranks.
+
+use half::{bf16, f16};
+use sidelane::collective::{Communicator, Sums};
+use sidelane::error::{CallError, Error, MemoryError, PlanError};
+
+use super::case::{communicator, reduces};
+use crate::support::{on_ranks, tiny};
+
+/// What a rank gets if rank 2 makes another call.
+fn odd_one_out(
+    nodes: &[u32],
+    odd: impl Fn(&mut Communicator) -> Error + Sync,
+    right: impl Fn(u32, Error) + Sync,
+) {
+    on_ranks(nodes, &tiny(), |world| {
+        let mut communicator = communicator(&world, Sums::Direct);
+        let error = match world.rank() {
+            2 => odd(&mut communicator),
+            _ => {
+                let mut data = vec![7.0f32; 500];
+                let error = communicator.all_reduce(&mut data).unwrap_err();
+                assert_eq!(data, vec![7.0; 500], "nothing is visible");
+                error
+            }
+        };
+        right(world.rank(), error);
+        reduces::<f32>(&world, &mut communicator, 300);
+    });
+}
+
+#[test]
+fn ranks_that_differ_are_told_on_all_ranks_and_the_next_call_works() {
+    for nodes in [&[0; 4][..], &[0, 0, 1, 1]] {
+        odd_one_out(
+            nodes,
+            |c| c.all_reduce(&mut [1.0f32; 400]).unwrap_err(),
+            |rank, error| {
+                let Error::Call(CallError::Disagree { what: "bytes", mine, theirs, .. }) = error else {
+                    panic!("{error}")
+                };
+                assert_eq!((mine, theirs), if rank == 2 { (1600, 2000) } else { (2000, 1600) });
+            },
+        );
+        odd_one_out(
+            nodes,
+            |c| c.all_reduce(&mut [bf16::ONE; 1000]).unwrap_err(),
+            |_, error| {
+                assert!(matches!(error, Error::Call(CallError::Disagree { what: "options", .. })), "{error}")
+            },
+        );
+        odd_one_out(
+            nodes,
+            |c| c.broadcast(0, &mut [1.0f32; 500]).unwrap_err(),
+            |_, error| assert!(matches!(error, Error::Call(CallError::KindsDiffer { .. })), "{error}"),
+        );
+        odd_one_out(
+            nodes,
+            |c| c.all_gather(&[1.0f32; 500], &mut [0.0; 2000]).unwrap_err(),
+            |_, error| assert!(matches!(error, Error::Call(CallError::KindsDiffer { .. })), "{error}"),
+        );
+        odd_one_out(
+            nodes,
+            |c| c.all_to_all_v(&[1.0f32; 8], &[2, 2, 2, 2], &mut Vec::new()).unwrap_err(),
+            |_, error| assert!(matches!(error, Error::Call(CallError::KindsDiffer { .. })), "{error}"),
+        );
+    }
+}
+
+#[test]
+fn wrong_input_is_refused_where_it_is_and_told_to_the_others() {
+    on_ranks(&[0, 1, 0], &tiny(), |world| {
+        let mut communicator = communicator(&world, Sums::Direct);
+        let wrong = world.rank() == 1;
+        let told = |error: Error| {
+            assert!(matches!(error, Error::Call(CallError::PeerRefused { peer: 1, .. })), "{error}");
+        };
+        let send = vec![1.0f32; if wrong { 4 } else { 6 }];
+        match communicator.all_to_all(&send, &mut [0.0; 6]).unwrap_err() {
+            Error::Plan(PlanError::WrongShape { what: "elements to send", seen: 4, .. }) if wrong => {}
+            error => told(error),
+        }
+        let counts: &[usize] = if wrong { &[1, 1, 9] } else { &[2, 2, 2] };
+        match communicator.all_to_all_v(&[1.0f32; 6], counts, &mut Vec::new()).unwrap_err() {
+            Error::Plan(PlanError::WrongShape { what: "elements to send", seen: 6, .. }) if wrong => {}
+            error => told(error),
+        }
+        match communicator.broadcast(if wrong { 3 } else { 0 }, &mut [1.0f32; 6]).unwrap_err() {
+            Error::Plan(PlanError::BadParameter { parameter: "root", seen: 3, .. }) if wrong => {}
+            error => told(error),
+        }
+        let mut receive = vec![5.0f32; if wrong { 8 } else { 9 }];
+        match communicator.all_gather(&[1.0f32; 3], &mut receive).unwrap_err() {
+            Error::Plan(PlanError::WrongShape { what: "elements to receive", seen: 8, .. }) if wrong => {}
+            error => told(error),
+        }
+        assert!(receive.iter().all(|&element| element == 5.0), "nothing is visible");
+        let error = communicator.all_reduce(&mut [1u8; 6]).unwrap_err();
+        assert!(matches!(error, Error::Plan(PlanError::NoArithmetic { .. })), "{error}");
+        reduces::<f16>(&world, &mut communicator, 77);
+    });
+}
+
+#[test]
+fn settings_that_differ_are_named() {
+    on_ranks(&[0, 0], &tiny(), |world| {
+        let builder = world.all().unwrap();
+        let builder = Communicator::builder(&builder).chunk(if world.rank() == 1 { 2048 } else { 1024 });
+        let error = builder.build().unwrap_err();
+        assert!(matches!(error, Error::Call(CallError::ConfigsDiffer { what: "chunk", .. })), "{error}");
+        let builder = world.all().unwrap();
+        let builder = Communicator::builder(&builder).landing(if world.rank() == 1 { 2048 } else { 1024 });
+        let error = builder.build().unwrap_err();
+        assert!(matches!(error, Error::Call(CallError::ConfigsDiffer { what: "landing", .. })), "{error}");
+    });
+}
+
+#[test]
+fn chunks_and_landings_that_no_window_can_hold_are_refused() {
+    on_ranks(&[0], &tiny(), |world| {
+        for chunk in [0, 127, u64::MAX / 10 + 1, u64::MAX] {
+            let error = Communicator::builder(&world.all().unwrap()).chunk(chunk).build().unwrap_err();
+            let Error::Plan(PlanError::BadParameter { parameter: "chunk", seen, .. }) = error else {
+                panic!("{error}")
+            };
+            assert_eq!(seen, chunk);
+        }
+        let error = Communicator::builder(&world.all().unwrap()).landing(u64::MAX - 64).build().unwrap_err();
+        let Error::Plan(PlanError::BadParameter { parameter: "landing", seen, .. }) = error else {
+            panic!("{error}")
+        };
+        assert_eq!(seen, u64::MAX - 64);
+        // What 64 bits can say, but no heap has.
+        let error = Communicator::builder(&world.all().unwrap()).chunk(u64::MAX / 10).build().unwrap_err();
+        assert!(matches!(error, Error::Memory(MemoryError::OutOfSpace { .. })), "{error}");
+    });
+}

@@ -1,0 +1,171 @@
+//! What `gpu-check` audits with: the hold, and the list by CUPTI.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use sidelane::device::{
+    Activity, AuditKernels, Channel, Context, CopyBatch, Cupti, Did, PinnedMemory, Stream,
+};
+use sidelane::error::DeviceError;
+
+use super::copies::memory;
+use super::{context, driver, stream, until};
+use crate::apart::{apart, each};
+
+/// The kernels, built for the CPU.
+fn kernels() -> PathBuf {
+    stand_in_cuda::kernels(&Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/all.cu")).unwrap()
+}
+
+#[test]
+fn a_hold_runs_on_every_multiprocessor_until_it_is_released_or_dropped() {
+    apart(
+        "driver::audit::a_hold_runs_on_every_multiprocessor_until_it_is_released_or_dropped",
+        &[("SIDELANE_STAND_IN_KERNELS", kernels().to_str().unwrap()), ("CUDA_MODULE_LOADING", "EAGER")],
+        || {
+            let context = context(0);
+            let audit = AuditKernels::load(&context).unwrap();
+            let (holder, other) = (stream(&context), stream(&context));
+            let hold = audit.hold().unwrap();
+            assert_eq!(hold.blocks(), context.facts().multiprocessors);
+            assert_eq!(hold.running(), 0, "not taken yet");
+            for _ in 0..3 {
+                hold.take(&holder).unwrap();
+                until("all blocks run", || hold.running() == hold.blocks());
+                // Work of another stream comes and goes.
+                let word = PinnedMemory::new(&context, 8).unwrap();
+                audit.touch(&other, word.range().word(0).unwrap()).unwrap();
+                until("a kernel beside it", || other.is_done().unwrap());
+                assert_eq!(word.word(0).unwrap().load(Ordering::Acquire), 1);
+                assert_eq!(holder.is_done(), Ok(false), "it waits for the host");
+                hold.release();
+                until("the hold ends", || holder.is_done().unwrap());
+                assert_eq!(hold.running(), hold.blocks(), "all have run");
+            }
+            hold.take(&holder).unwrap();
+            drop(hold);
+            until("a hold that is dropped ends", || holder.is_done().unwrap());
+            let elsewhere = stream(&super::context(1));
+            let refused = DeviceError::OtherDevice { what: "stream", found: 1, expected: 0 };
+            assert_eq!(audit.hold().unwrap().take(&elsewhere), Err(refused));
+        },
+    );
+}
+
+/// What a list has, without times, which must be in order.
+fn done(cupti: &Cupti) -> Vec<Did> {
+    let all = cupti.recorded().unwrap();
+    for Activity { start, end, .. } in &all {
+        assert!(0 < *start && start <= end, "{all:?}");
+    }
+    assert!(all.is_sorted_by_key(|activity| activity.start));
+    all.into_iter().map(|activity| activity.did).collect()
+}
+
+fn touch(audit: &AuditKernels, context: &Arc<Context>, stream: &Stream, times: usize) {
+    let word = PinnedMemory::new(context, 8).unwrap();
+    for _ in 0..times {
+        audit.touch(stream, word.range().word(0).unwrap()).unwrap();
+    }
+    stream.synchronize().unwrap();
+}
+
+#[test]
+fn cupti_lists_kernels_and_copies_with_the_queue_that_took_them() {
+    let cupti = stand_in_cuda::install().unwrap().join("libcupti.so.12");
+    apart(
+        "driver::audit::cupti_lists_kernels_and_copies_with_the_queue_that_took_them",
+        &[
+            ("SIDELANE_STAND_IN_KERNELS", kernels().to_str().unwrap()),
+            // The wish of a batch counts from here on.
+            ("SIDELANE_STAND_IN_DRIVER", "13010"),
+            ("SIDELANE_CUPTI", cupti.to_str().unwrap()),
+        ],
+        || {
+            let cupti = Cupti::open(&driver()).unwrap();
+            assert!(cupti.name().ends_with("libcupti.so.12"));
+            assert_eq!(cupti.version(), 23);
+            let (one, other) = (context(0), context(1));
+            let audit = AuditKernels::load(&one).unwrap();
+            let stream = stream(&one);
+            assert_eq!(done(&cupti), [], "nothing was done");
+
+            let kernel = || Did::Kernel { name: "touch".into() };
+            let copy = |bytes, channel| Did::Copy { bytes, channel };
+            touch(&audit, &one, &stream, 1);
+            assert_eq!(done(&cupti), [kernel()]);
+            assert_eq!(done(&cupti), [], "told once");
+
+            let host = PinnedMemory::new(&one, 64).unwrap();
+            let (near, far) = (memory(&one, 128, &[0]), memory(&other, 64, &[0, 1]));
+            let half = |at| near.span(at, 64).unwrap();
+            stream.copy(half(0), host.range().span(0, 64).unwrap()).unwrap();
+            stream.synchronize().unwrap();
+            stream.copy(half(64), half(0)).unwrap();
+            stream.synchronize().unwrap();
+            stream.copy(far.span(0, 64).unwrap(), half(0)).unwrap();
+            stream.synchronize().unwrap();
+            let mut batch = CopyBatch::with_capacity(&one, 1);
+            batch.push(near.span(64, 32).unwrap(), near.span(0, 32).unwrap()).unwrap();
+            stream.copy_batch(&mut batch).unwrap();
+            stream.synchronize().unwrap();
+            let expected = [
+                copy(64, Channel::CopyEngine),
+                copy(64, Channel::Compute),
+                copy(64, Channel::CopyEngine),
+                copy(32, Channel::CopyEngine),
+            ];
+            assert_eq!(done(&cupti), expected, "from the host, within, between, within by a wish");
+
+            // More than a buffer holds.
+            touch(&audit, &one, &stream, 6000);
+            assert_eq!(done(&cupti), vec![kernel(); 6000]);
+
+            drop(cupti);
+            touch(&audit, &one, &stream, 1);
+            let again = Cupti::open(&driver()).unwrap();
+            assert_eq!(done(&again), [], "nobody listened");
+        },
+    );
+}
+
+#[test]
+fn a_cupti_whose_records_are_not_known_is_refused_by_its_version() {
+    let library = stand_in_cuda::install().unwrap().join("libcupti.so.12").to_str().unwrap().to_owned();
+    apart(
+        "driver::audit::a_cupti_whose_records_are_not_known_is_refused_by_its_version",
+        &[("SIDELANE_CUPTI", &library), ("SIDELANE_STAND_IN_CUPTI", "17")],
+        || {
+            let refused = DeviceError::OldCupti { library: library.clone(), version: 17, needed: 18 };
+            assert_eq!(Cupti::open(&driver()).unwrap_err(), refused);
+        },
+    );
+}
+
+#[test]
+fn without_cupti_it_is_said_what_is_missing() {
+    each(
+        "driver::audit::without_cupti_it_is_said_what_is_missing",
+        &[
+            &[("SIDELANE_CUPTI", "/nonexistent/libcupti.so.12")],
+            &[("SIDELANE_CUPTI", "libc.so.6")],
+            &[("SIDELANE_CUPTI", "")],
+        ],
+        || {
+            let error = Cupti::open(&driver()).unwrap_err();
+            match std::env::var("SIDELANE_CUPTI").unwrap().as_str() {
+                "libc.so.6" => {
+                    let (library, symbol) = ("libc.so.6".into(), "cuptiGetVersion");
+                    assert_eq!(error, DeviceError::MissingSymbol { library, symbol });
+                }
+                path => {
+                    let DeviceError::NoCupti { library, .. } = &error else { panic!("{error:?}") };
+                    assert_eq!(library, if path.is_empty() { "libcupti" } else { path });
+                    let said = error.to_string();
+                    assert!(said.starts_with("no CUPTI: ") && said.contains("SIDELANE_CUPTI"), "{said}");
+                }
+            }
+        },
+    );
+}

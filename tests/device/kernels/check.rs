@@ -1,0 +1,87 @@
+//! Check: slots of another call or setup are found before anybody believes them.
+
+use bytemuck::bytes_of;
+use sidelane::device::Check;
+use sidelane::error::{DeviceError, Fault};
+use sidelane::plan::{SlotHead, SlotShape};
+
+use super::buffer::Buffer;
+use super::{Device, with_kernels};
+
+const DIGEST: u64 = 0xfeed_0123_4567_89ab;
+const CALL: u64 = (1 << 32) + 9;
+const RANKS: usize = 300;
+
+fn shape() -> SlotShape {
+    SlotShape::new(1, 1, 16).unwrap()
+}
+
+fn good() -> Vec<SlotHead> {
+    vec![SlotHead { digest: DIGEST, call: CALL, ..SlotHead::default() }; RANKS]
+}
+
+/// What the device finds in slots with these heads, where the status is this before.
+fn check(device: &Device, heads: &[SlotHead], before: u32) -> Option<Fault> {
+    let Device { context, stream, kernels } = device;
+    let received = Buffer::new(context, shape().bytes() * heads.len() as u64);
+    for (at, head) in (0..).step_by(shape().bytes() as usize).zip(heads) {
+        received.write(at, bytes_of(head));
+    }
+    let (counter, status) = (Buffer::words(context, &[CALL]), Buffer::words(context, &[before]));
+    let check = Check {
+        shape: shape(),
+        ranks: heads.len() as u32,
+        received: received.span(),
+        counter: counter.word(),
+        status: status.word(),
+        digest: DIGEST,
+    };
+    kernels.check(stream, &check).unwrap();
+    stream.synchronize().unwrap();
+    Fault::of(status.read::<u32>()[0])
+}
+
+#[test]
+fn slots_of_another_call_or_setup_are_found_and_the_first_rank_is_named() {
+    with_kernels(
+        "kernels::check::slots_of_another_call_or_setup_are_found_and_the_first_rank_is_named",
+        |device| {
+            assert_eq!(check(device, &good(), 0), None);
+            for (rank, call, digest, expected) in [
+                (0, CALL - 1, DIGEST, Fault::OtherCall { rank: 0 }),
+                (17, CALL + (1 << 32), DIGEST, Fault::OtherCall { rank: 17 }),
+                (299, CALL, DIGEST ^ (1 << 63), Fault::OtherDigest { rank: 299 }),
+                (3, 0, 0, Fault::OtherDigest { rank: 3 }),
+            ] {
+                let mut heads = good();
+                heads[rank] = SlotHead { call, digest, ..heads[rank] };
+                assert_eq!(check(device, &heads, 0), Some(expected));
+            }
+            let mut heads = good();
+            heads[270].call += 1;
+            heads[5].digest += 1;
+            assert_eq!(check(device, &heads, 0), Some(Fault::OtherDigest { rank: 5 }));
+            let earlier = Some(Fault::ExpertOutOfRange { token: 7 });
+            assert_eq!(check(device, &heads, 1 | 7 << 8), earlier, "the first fault stays");
+        },
+    );
+}
+
+#[test]
+fn slots_that_are_not_there_are_refused() {
+    with_kernels("kernels::check::slots_that_are_not_there_are_refused", |device| {
+        let Device { context, stream, kernels } = device;
+        let memory = Buffer::new(context, 512);
+        let check = Check {
+            shape: shape(),
+            ranks: 2,
+            received: memory.part(0, shape().bytes() * 2 - 1),
+            counter: memory.range().word(0).unwrap(),
+            status: memory.range().word(8).unwrap(),
+            digest: DIGEST,
+        };
+        let needed = shape().bytes() * 2;
+        let refused = DeviceError::TooSmall { kernel: "check", what: "received", given: needed - 1, needed };
+        assert_eq!(kernels.check(stream, &check), Err(refused));
+    });
+}

@@ -1,0 +1,43 @@
+//! The kernels of `cuda/`, built for the CPU and launched through the stand-in driver: bit for bit what plain references
+//! and the loops of the room `rows` give.
+//!
+//! A process of its own for each test: the stand-in loads one library of kernels.
+#![allow(unsafe_code, reason = "kernels are unsafe to launch by contract")]
+
+mod buffer;
+mod check;
+mod counts;
+mod order;
+mod pack;
+mod regroup;
+mod sum;
+mod sum_choices;
+pub mod world;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use sidelane::device::{Context, Driver, Kernels, Priority, Stream};
+
+use crate::rows_common;
+
+/// A device with kernels.
+struct Device {
+    context: Arc<Context>,
+    stream: Stream,
+    kernels: Kernels,
+}
+
+/// Runs the body with kernels to launch. `test` is the test's full name.
+fn with_kernels(test: &str, body: impl FnOnce(&Device)) {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/kernels.cu");
+    let library = stand_in_cuda::kernels(&source).unwrap();
+    crate::apart::apart(test, &[("SIDELANE_STAND_IN_KERNELS", library.to_str().unwrap())], || {
+        let driver = Driver::load(Some(&stand_in_cuda::install().unwrap().join("libcuda.so.1"))).unwrap();
+        assert!(driver.is_stand_in(), "tests run without a GPU");
+        let context = driver.context(0).unwrap();
+        let stream = Stream::new(&context, Priority::Usual).unwrap();
+        let kernels = Kernels::load(&context).unwrap();
+        body(&Device { context, stream, kernels });
+    });
+}

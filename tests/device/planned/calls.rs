@@ -1,0 +1,276 @@
+//! Calls that go well.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use half::{bf16, f16};
+use sidelane::device::{Stream, Version};
+use sidelane::ep::planned::PlannedExchange;
+use sidelane::exec::Enqueued;
+use sidelane::plan::{ExpertMap, Mode, Overflow};
+use sidelane::{Element, World};
+use stand_in_cuda::StandIn;
+
+use super::rank::{Case, Input, Rank, stream};
+use crate::support::{To, on_ranks, small, tokens};
+use super::{on_devices, on_drivers, on_settings};
+
+/// Runs something on each rank of a world, on a device of its own.
+pub fn on_each(case: &Case, body: impl Fn(&mut Rank<bf16>, u64) + Sync) {
+    on_each_of::<bf16>(case, body);
+}
+
+fn on_each_of<E: Element + Into<f32>>(case: &Case, body: impl Fn(&mut Rank<E>, u64) + Sync)
+where
+    f32: To<E>,
+{
+    on_ranks(&case.nodes, &small(), |world: World| {
+        let group = world.all().unwrap();
+        body(&mut Rank::new(&group, case), group.rank().into());
+    });
+}
+
+/// A number of tokens for each seed, among them none.
+pub fn some(case: &Case, seed: u64) -> u32 {
+    (seed.wrapping_mul(0x9e37_79b9) >> 7) as u32 % (case.max_tokens + 1)
+}
+
+/// Rounds of random tokens, each rank with a number of its own.
+pub fn rounds(case: &Case, rounds: u64, seed: u64) {
+    on_each(case, |rank, me| {
+        for seed in (seed * 1000..).take(rounds as usize).map(|round| round * 64 + me) {
+            let count = some(case, seed);
+            rank.round(&tokens(seed, count, case.hidden, case.top_k, case.map.experts()));
+        }
+    });
+}
+
+#[test]
+fn one_rank_sees_what_the_host_sees() {
+    on_devices("planned::calls::one_rank_sees_what_the_host_sees", 8, 1, || {
+        rounds(&Case::new(1, 3, 2), 5, 1)
+    });
+}
+
+#[test]
+fn four_ranks_see_what_the_host_sees() {
+    on_devices("planned::calls::four_ranks_see_what_the_host_sees", 8, 2, || {
+        let replicated = ExpertMap::from_slots(5, &[vec![4, 0], vec![1], vec![2, 4, 3], vec![0]]).unwrap();
+        for case in [
+            Case::new(4, 6, 3),
+            Case { align: 16, ..Case::new(4, 6, 3) },
+            Case { map: replicated, ..Case::new(4, 6, 3) },
+        ] {
+            rounds(&case, 4, 2);
+        }
+    });
+}
+
+#[test]
+fn other_types_are_summed_like_on_the_host() {
+    on_devices("planned::calls::other_types_are_summed_like_on_the_host", 8, 3, || {
+        let case = Case::new(2, 5, 4);
+        on_each_of::<f32>(&case, |rank, me| rank.round(&tokens(me, 9, 16, 4, 5)));
+        on_each_of::<f16>(&case, |rank, me| rank.round(&tokens(me, 9, 16, 4, 5)));
+    });
+}
+
+#[test]
+fn two_ranks_go_on_for_hundreds_of_rounds_on_two_queues() {
+    on_devices("planned::calls::two_ranks_go_on_for_hundreds_of_rounds_on_two_queues", 2, 4, || {
+        rounds(&Case { hidden: 8, max_tokens: 6, ..Case::new(2, 3, 2) }, 300, 4);
+    });
+}
+
+#[test]
+fn eight_ranks_go_on_for_many_rounds() {
+    on_devices("planned::calls::eight_ranks_go_on_for_many_rounds", 8, 5, || {
+        rounds(&Case { hidden: 8, max_tokens: 6, align: 4, ..Case::new(8, 8, 3) }, 25, 5);
+    });
+}
+
+#[test]
+fn no_seed_of_the_driver_is_seen() {
+    // Each process has one seed.
+    let seeds = if std::env::var_os("SIDELANE_STAND_IN_SEED").is_some() { 0..1 } else { 0..12 };
+    for seed in seeds {
+        on_devices("planned::calls::no_seed_of_the_driver_is_seen", 3 + seed as u32 % 3, seed, || {
+            let seed = std::env::var("SIDELANE_STAND_IN_SEED").unwrap().parse().unwrap();
+            rounds(&Case { align: 2, ..Case::new(3, 4, 2) }, 8, seed);
+        });
+    }
+}
+
+#[test]
+fn beyond_a_budget_the_same_rows_are_dropped_as_on_the_host() {
+    on_devices("planned::calls::beyond_a_budget_the_same_rows_are_dropped_as_on_the_host", 8, 6, || {
+        for (rows, align) in [(7, 1), (24, 8), (0, 1)] {
+            let mode = Mode::Budget { rows, overflow: Overflow::Drop };
+            rounds(&Case { mode, align, ..Case::new(3, 5, 3) }, 6, rows.into());
+        }
+    });
+}
+
+#[test]
+fn dispatches_are_alive_side_by_side() {
+    on_devices("planned::calls::dispatches_are_alive_side_by_side", 8, 7, || {
+        for mode in [Mode::Eager, Mode::Budget { rows: 200, overflow: Overflow::Error }] {
+            let case = Case { seats: 3, mode, ..Case::new(3, 5, 3) };
+            on_each(&case, |rank, me| {
+                for round in 0..5 {
+                    let input = |nth: u64| {
+                        tokens(100 * round + 10 * nth + me, some(&case, round + nth + me), 16, 3, 5)
+                    };
+                    rank.all_in_flight(&[input(0), input(1), input(2)]);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn memory_that_the_stream_has_yet_to_read_is_given_to_nobody() {
+    on_devices("planned::calls::memory_that_the_stream_has_yet_to_read_is_given_to_nobody", 8, 10, || {
+        let case = Case::new(2, 4, 2);
+        on_ranks(&[0; 2], &small(), |world: World| {
+            let group = world.all().unwrap();
+            // Every token goes to expert 0 and to expert 2: a row at each rank. 24 rows of 32 bytes with their weights take
+            // 896 bytes, outputs as many; 2 rows take 128 of the 256 that are left.
+            let mut rank = Rank::<bf16>::with(&group, &case, |builder| builder.pool(2 * 896 + 256));
+            let input = |salt: u64, count: u32| Input {
+                ids: [0, 2].repeat(count as usize),
+                ..tokens(10 * salt + u64::from(group.rank()), count, 16, 2, 4)
+            };
+            for round in 0..4 {
+                rank.dropped_early(&input(2 * round, 12), &input(2 * round + 1, 1));
+            }
+        });
+    });
+}
+
+/// Three tokens: experts 0 to 3 get 2, 1, 1 and 1 rows of them.
+pub fn three() -> Input<bf16> {
+    let ids = [[0, 3], [1, 2], [0, -1]].concat();
+    let x = (0..48).map(|n| bf16::from_f32(n as f32)).collect();
+    Input { x, ids, weights: vec![0.5; 6] }
+}
+
+/// A graph replayed with other tokens, a call beside it, and another graph: rows of 16 elements, 3 choices of 5 experts.
+pub fn replays(rank: &mut Rank<bf16>, me: u64) {
+    let inputs: Vec<_> = (0..6).map(|nth| tokens(10 * nth + me, 4 + me as u32, 16, 3, 5)).collect();
+    rank.replayed(&inputs);
+    // A seat is left for calls beside the graph.
+    rank.round(&inputs[0]);
+    rank.replayed(&inputs[1..4]);
+}
+
+#[test]
+fn a_graph_is_replayed_with_other_tokens() {
+    on_devices("planned::calls::a_graph_is_replayed_with_other_tokens", 8, 8, || {
+        for overflow in [Overflow::Error, Overflow::Drop] {
+            let rows = if overflow == Overflow::Drop { 9 } else { 120 };
+            let case = Case { mode: Mode::Budget { rows, overflow }, ..Case::new(3, 5, 3) };
+            on_each(&case, replays);
+        }
+    });
+}
+
+#[test]
+fn ranks_of_one_device_are_built_while_the_driver_locks() {
+    let settings = [("SIDELANE_STAND_IN_LOCKS", "1")];
+    on_settings("planned::calls::ranks_of_one_device_are_built_while_the_driver_locks", &[&settings], (32, 3), || {
+        let case = Case::new(4, 8, 2);
+        on_ranks(&case.nodes, &small(), |world: World| {
+            let group = world.all().unwrap();
+            for _ in 0..4 {
+                let builder = PlannedExchange::builder(case.settings::<bf16>(&group), stream(0));
+                let planned = builder.pool(1 << 20).build().unwrap();
+                group.gather(&[]).unwrap();
+                drop(planned);
+            }
+        });
+    });
+}
+
+#[test]
+fn caller_on_legacy_default_stream_sees_what_the_host_sees() {
+    on_devices("planned::calls::caller_on_legacy_default_stream_sees_what_the_host_sees", 8, 9, || {
+        let case = Case::new(3, 5, 3);
+        on_ranks(&case.nodes, &small(), |world: World| {
+            let group = world.all().unwrap();
+            let me = u64::from(group.rank());
+            let device = stream(group.rank());
+            // SAFETY: the legacy default stream is there as long as its context.
+            let legacy = unsafe { Stream::borrow(device.context(), std::ptr::null_mut()) }.unwrap();
+            let mut rank = Rank::<bf16>::on_stream(&group, &case, legacy.into(), |builder| builder);
+            for round in 0..4 {
+                rank.round(&tokens(round * 8 + me, some(&case, round + me), 16, 3, 5));
+            }
+        });
+    });
+}
+
+#[test]
+fn engines_move_every_row_and_a_report_says_so() {
+    let versions = ["12080", "13010"];
+    on_drivers("planned::calls::engines_move_every_row_and_a_report_says_so", &versions, 8, 9, || {
+        // The driver stays until it has been asked.
+        let driver = stream(0);
+        // Rows and pads that stay on a device are made by SMs before CUDA 13.1.
+        let engines_alone = driver.context().driver().version() >= Version::OVERLAP_HINT;
+        let by_sms = AtomicU64::new(0);
+        let case = Case { align: 4, ..Case::new(2, 4, 2) };
+        on_each(&case, |rank, me| {
+            let (rows, handle) = rank.dispatch(&three()).unwrap();
+            let report = handle.report().unwrap();
+            assert_eq!(report.kernels, ["order", "regroup"]);
+            let lanes: Vec<_> = report.lanes.iter().map(|used| (used.lane, used.ranks)).collect();
+            assert_eq!(lanes, [("own", 1), ("copy engine", 1)]);
+            // Experts 0 to 3 get 2, 1, 1 and 1 rows from each rank, of 32 bytes and a weight, which is copied apart. The
+            // last rank pads those of 1, 2 and 3, two rows each. Beside them go the lists of the sums, and the counts.
+            let (pads, own) = if me == 1 { (3, 2 + 4) } else { (0, 3) };
+            let own_copies = if me == 1 { 2 + 2 * 2 } else { 2 };
+            by_sms.fetch_add(report.enqueued.copies_by_sms, Ordering::Relaxed);
+            let expected = Enqueued {
+                batches: 1,
+                copies: 2 * (4 + pads) + 2,
+                bytes: (5 + 2 * pads) * 36,
+                own_bytes: own * 36,
+                single_copies: 0,
+                copies_by_sms: if engines_alone { 0 } else { own_copies },
+                // Packed, taken back; landed; all done.
+                memory_operations: 4,
+                ..Enqueued::default()
+            };
+            assert_eq!(report.enqueued, expected);
+            drop((rows, handle));
+        });
+        let counters = StandIn::loaded().unwrap().counters();
+        assert_eq!((counters.copies_by_sms, counters.fills), (by_sms.into_inner(), 0));
+    });
+}
+
+#[test]
+fn a_seat_is_captured_after_calls_that_nobody_captured() {
+    on_devices("planned::calls::a_seat_is_captured_after_calls_that_nobody_captured", 8, 21, || {
+        let mode = Mode::Budget { rows: 200, overflow: Overflow::Error };
+        let case = Case { seats: 1, mode, ..Case::new(3, 5, 3) };
+        on_each(&case, |rank, me| {
+            let input = |round: u64| tokens(round * 8 + me, 6, 16, 3, 5);
+            rank.round(&input(0));
+            rank.replayed(&[input(1), input(2)]);
+        });
+    });
+}
+
+#[test]
+fn outputs_of_a_second_combine_wait_for_the_peers_that_read_those_of_the_first() {
+    let name = "planned::calls::outputs_of_a_second_combine_wait_for_the_peers_that_read_those_of_the_first";
+    on_devices(name, 8, 22, || {
+        for mode in [Mode::Budget { rows: 200, overflow: Overflow::Error }, Mode::Eager] {
+            let case = Case { mode, ..Case::new(3, 5, 3) };
+            on_each(&case, |rank, me| {
+                (0..20).for_each(|round| rank.combined_twice(&tokens(round * 8 + me, 9, 16, 3, 5)));
+            });
+        }
+    });
+}

@@ -1,0 +1,87 @@
+//! What is moved is what was planned, to the byte, and the same over every rail.
+
+use crate::support::{on_ranks, small, tokens};
+use half::bf16;
+use sidelane::config::RailChoice;
+use sidelane::dtype::Wire;
+use sidelane::gate::Routing;
+use sidelane::plan::Order;
+use sidelane::topology::Route;
+use sidelane::{Dtype, ExpertParallel, Options};
+
+const HIDDEN: usize = 24;
+const TOP_K: u32 = 4;
+const EXPERTS: u32 = 13;
+
+/// What came of rounds on all ranks.
+#[derive(Debug, PartialEq)]
+struct Moved {
+    /// Rail bytes of a dispatch and of a combine.
+    bytes: (u64, u64),
+    /// Rows that landed at each rank, and sums that came home.
+    bits: Vec<Vec<bf16>>,
+}
+
+/// Rounds over the loop lane and over tcp, which carry the same bytes and bring the same bits.
+fn rail_bytes(nodes: &[u32], route: Route, order: Order, wire: Wire) -> (u64, u64) {
+    let [over_loop, over_tcp] =
+        [RailChoice::Loop, RailChoice::Tcp].map(|rail| rounds(rail, nodes, route, order, wire));
+    assert!(over_loop == over_tcp, "{nodes:?}, {route:?}, {order:?}, {wire:?}");
+    over_loop.bytes
+}
+
+/// Rounds in which every rank moves what it planned.
+fn rounds(rail: RailChoice, nodes: &[u32], route: Route, order: Order, wire: Wire) -> Moved {
+    let ranks = on_ranks(nodes, &Options { rail, ..small() }, |world| {
+        assert_eq!(world.rail().map(|rail| rail.lane), nodes.contains(&1).then_some(rail.name()));
+        let group = world.all().unwrap();
+        let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
+        let mut ep =
+            builder.dtype(Dtype::Bf16).align(4).route(route).order(order).wire(wire).build().unwrap();
+        let mine = tokens::<bf16>(u64::from(world.rank()) + 40, 19, HIDDEN, TOP_K, EXPERTS);
+        let routing = Routing::new(TOP_K, mine.ids.as_slice(), mine.weights.as_slice()).unwrap();
+        let case = format!("rank {} on {nodes:?}, {route:?}, {order:?}, {wire:?}", world.rank());
+        // In halves, relays work while their callers are away.
+        let rounds = [false, true].map(|halves| {
+            let (rows, handle) = match halves {
+                false => ep.dispatch(&mine.x, &routing).unwrap(),
+                true => ep.start_dispatch(&mine.x, &routing).unwrap().finish().unwrap(),
+            };
+            let (moved, traffic) = (handle.report().moved, handle.report().traffic);
+            let near = traffic.put.own + traffic.put.local + traffic.handed_on;
+            assert_eq!(moved.rail_bytes, traffic.put.rail * traffic.row_bytes, "{case}");
+            assert_eq!(moved.local_bytes, near * traffic.row_bytes, "{case}");
+            assert_eq!(moved.rows, near + traffic.put.rail, "{case}");
+            assert_eq!(handle.returned().rail_bytes, 0, "nothing came home yet, {case}");
+            let y = rows.to_vec::<bf16>().unwrap();
+            let mut out = vec![bf16::ZERO; mine.x.len()];
+            match halves {
+                false => ep.combine_into(&y, &handle, &mut out).unwrap(),
+                true => ep.start_combine(&y, &handle).unwrap().finish(&mut out).unwrap(),
+            }
+            let home = traffic.home_bytes(order, (HIDDEN * wire.size()) as u64);
+            ([moved.rail_bytes, handle.returned().rail_bytes, home], [y, out].concat())
+        });
+        assert!(rounds[0] == rounds[1], "{case}");
+        let [first, _] = rounds;
+        first
+    });
+    let [there, back, home] =
+        std::array::from_fn(|nth| ranks.iter().map(|(bytes, _)| bytes[nth]).sum::<u64>());
+    assert_eq!(back, home, "what is sent comes home: {nodes:?}, {route:?}, {order:?}, {wire:?}");
+    Moved { bytes: (there, back), bits: ranks.into_iter().map(|(_, bits)| bits).collect() }
+}
+
+#[test]
+fn rails_carry_what_the_plan_says() {
+    for nodes in [&[0, 0, 1, 1][..], &[0, 0, 0, 1, 1, 1, 1, 1], &[0, 0]] {
+        let rails = nodes.contains(&1);
+        for (route, order) in Route::ALL.iter().flat_map(|route| Order::ALL.map(|order| (*route, order))) {
+            let [(there, wide), (again, narrow)] =
+                Wire::ALL.map(|wire| rail_bytes(nodes, route, order, wire));
+            assert_eq!((there, there > 0), (again, rails));
+            let halves = rails && route == Route::Pxn && order != Order::Expert;
+            assert_eq!(wide, narrow * if halves { 2 } else { 1 }, "{nodes:?}, {route:?}, {order:?}");
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! From a case, in the words of the system that judges it, to our configuration: a preset, and what differs from it.
+
+use sidelane::error::GateError;
+use sidelane::gate::{
+    Call, Capacity, Decision, Divisor, Gate, GateConfig, GroupScore, Keep, Noise, Normalise, Preset, Rule,
+    Score, Select,
+};
+
+use super::case::{Case, Noised, Room, Scored};
+use super::draw;
+
+/// Our configuration of a case. Noise is none: both sides are given the same numbers instead.
+pub fn config(case: &Case) -> GateConfig {
+    let preset: Preset = case.preset.parse().expect("a preset");
+    let mut config = preset.config(case.experts, case.top_k).expect("a configuration");
+    config.noise = Noise::None;
+    if let Some(score) = case.score {
+        let divided = matches!(score, Scored::Sigmoid | Scored::SqrtSoftplus) && !case.sinkhorn;
+        config.normalise =
+            if divided { Normalise::BeforeDrop(Divisor::SumPlus(1e-20)) } else { Normalise::Never };
+        config.score = match score {
+            Scored::Softmax => Score::Softmax,
+            Scored::SoftmaxOfChosen => Score::SoftmaxOfChosen,
+            Scored::Sigmoid => Score::Sigmoid,
+            Scored::SqrtSoftplus => Score::SqrtSoftplus,
+        };
+    }
+    if let Some(scaling) = case.scaling {
+        config.scaling = scaling;
+    }
+    if let Some((count, kept, best)) = case.groups {
+        config.select = Select::Groups { count, kept, by: GroupScore::SumOfBest(best) };
+    }
+    if case.sinkhorn {
+        config.select = Select::Sinkhorn { tolerance: 1e-4 };
+    }
+    if let Some(room) = case.capacity {
+        config.capacity = Some(capacity(&room, config.capacity));
+    }
+    config
+}
+
+/// Megatron's preset is dropless: what its capacity is like stands here.
+fn capacity(room: &Room, preset: Option<Capacity>) -> Capacity {
+    let megatron = Rule::CeilF64 { factor: room.factor };
+    let preset = preset.unwrap_or(Capacity {
+        rule: megatron,
+        minimum: 0,
+        align: 1,
+        keep: room.keep,
+        groups: 1,
+        pad: room.pad,
+    });
+    let rule = match preset.rule {
+        _ if room.needed => Rule::Needed,
+        Rule::CeilF32 { .. } => Rule::CeilF32 { factor: room.factor },
+        Rule::Trunc { .. } => Rule::Trunc { factor: room.factor },
+        Rule::Tutel { .. } => Rule::Tutel { factor: room.factor },
+        _ => megatron,
+    };
+    Capacity {
+        rule,
+        minimum: room.minimum,
+        align: room.align.unwrap_or(preset.align),
+        keep: room.keep,
+        groups: room.local_groups.unwrap_or(1),
+        ..preset
+    }
+}
+
+/// Capacity for choices that others made: random ones are given with their lots, of which the highest are kept.
+pub fn placed_by(case: &Case) -> Capacity {
+    let dropless =
+        Capacity { rule: Rule::Needed, minimum: 0, align: 1, keep: Keep::Position, groups: 1, pad: false };
+    let capacity = config(case).capacity.unwrap_or(dropless);
+    let keep = if capacity.keep == Keep::Random { Keep::Score } else { capacity.keep };
+    Capacity { keep, ..capacity }
+}
+
+/// Asks our gate, and hands what it decided to `read`.
+///
+/// Where choices are sampled, a gate without noise is asked for the best by the noisy logits, and what it chooses is
+/// replayed on the clean ones.
+pub fn route<T>(case: &Case, read: impl FnOnce(&Decision) -> T) -> Result<T, GateError> {
+    let config = config(case);
+    let (logits, bias, used, mut replay) =
+        (draw::logits(case), draw::bias(case), draw::used(case), draw::replay(case));
+    let used = used.as_deref();
+    if let Some(noise) = case.noise {
+        let mut noisy = draw::noisy(case);
+        if noise == Noised::AfterFirst {
+            let mut gate = Gate::new(GateConfig { capacity: None, ..config.clone() })?;
+            let first = gate.route(&Call { logits: &logits, used, ..Call::default() })?;
+            let rows = noisy.chunks_exact_mut(case.experts as usize);
+            for (row, ids) in rows.zip(first.choices().chunks_exact(case.top_k as usize)) {
+                row[ids[0] as usize] = f32::MAX;
+            }
+        }
+        let sampler = GateConfig {
+            score: Score::SoftmaxOfChosen,
+            normalise: Normalise::Never,
+            capacity: None,
+            ..config.clone()
+        };
+        let mut gate = Gate::new(sampler)?;
+        replay = Some(gate.route(&Call { logits: &noisy, used, ..Call::default() })?.choices().to_vec());
+    }
+    let mut gate = Gate::new(config)?;
+    let call = Call {
+        logits: &logits,
+        bias: bias.as_deref(),
+        used,
+        replay: replay.as_deref(),
+        training: case.training,
+        ..Call::default()
+    };
+    gate.route(&call).map(read)
+}

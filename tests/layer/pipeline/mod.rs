@@ -1,0 +1,12 @@
+//! The MoE layer: against its formula, against finite differences, and against itself in other chunks; and what it does when
+//! somebody does not do his part.
+
+mod bits;
+mod case;
+mod dense;
+mod differences;
+mod faults;
+mod meddled;
+mod overlap;
+mod refusals;
+mod timed;

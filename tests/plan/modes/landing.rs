@@ -1,0 +1,168 @@
+//! What lands: rows and notes, each once, at all ranks.
+
+use sidelane::plan::{Mode, Notes, RankSets, RelayOrder, RowRun};
+use sidelane::topology::Route;
+
+use super::case::{Play, weight};
+use super::placed::{Placed, Rank, part};
+use crate::support::visible::{Row, Visible};
+
+/// Who wrote a row: a token of a source, or nobody: zeros.
+type Written = Option<(usize, usize)>;
+
+/// Everything that lands at a rank: rows, and what goes with each.
+struct Landed {
+    rows: Vec<Option<Written>>,
+    notes: Vec<Option<Vec<u32>>>,
+    words: usize,
+}
+
+impl Landed {
+    fn new(rows: usize, words: u32) -> Landed {
+        Landed { rows: vec![None; rows], notes: vec![None; rows], words: words as usize }
+    }
+
+    fn write(&mut self, run: RowRun, written: impl Fn(u32) -> (usize, usize)) {
+        for nth in 0..run.count + run.pad {
+            let row = &mut self.rows[(run.to_row + nth) as usize];
+            let what = (nth < run.count).then(|| written(run.first + nth));
+            assert_eq!(row.replace(what), None, "a row is written once");
+        }
+    }
+
+    fn note(&mut self, run: RowRun, notes: &[u32]) {
+        for nth in 0..run.count + run.pad {
+            let words = match nth < run.count {
+                true => notes[(run.first + nth) as usize * self.words..][..self.words].to_vec(),
+                false => vec![0; self.words],
+            };
+            let note = &mut self.notes[(run.to_row + nth) as usize];
+            assert_eq!(note.replace(words), None, "a note is written once");
+        }
+    }
+}
+
+/// What all sources put at a rank, and what relays hand on to it.
+fn land(play: &Play, placed: &Placed, rank: usize, rows: usize) -> Landed {
+    let mut landed = Landed::new(rows, placed.sizing.words_out);
+    for (source, Rank { sorted, layout, .. }) in placed.ranks.iter().enumerate() {
+        for &run in part(&layout.runs, layout.runs_to(rank as u32)) {
+            landed.write(run, |entry| (source, layout.rows[entry as usize] as usize));
+            landed.note(run, &sorted.notes);
+        }
+    }
+    let mates = placed.nodes.members(placed.nodes.node_of(rank as u32));
+    let member = mates.iter().position(|&mate| mate as usize == rank).unwrap();
+    for &relay in mates.iter().filter(|_| play.case.route == Route::Pxn) {
+        let (paths, forward) = (placed.paths(play, relay as usize), &placed.ranks[relay as usize].forward);
+        for (nth, source) in paths.sources().enumerate() {
+            let Rank { sorted, layout, .. } = &placed.ranks[source as usize];
+            let sent = paths.of(source).relays().position(|r| r == relay).unwrap();
+            let (mut tokens, mut notes) = (Vec::new(), Vec::new());
+            mates.iter().for_each(|&mate| notes.extend(sorted.notes_of(placed.bins.of(mate))));
+            for chunk in 1..=play.chunks {
+                // What has come with this chunk, at the end of what came before.
+                let run = layout.runs[layout.block_runs[sent] as usize + usize::from(chunk) - 1];
+                assert_eq!(run.to_row as usize, tokens.len());
+                tokens.extend_from_slice(&layout.rows[run.first as usize..][..run.count as usize]);
+                for &run in part(&forward.runs, forward.runs_of(nth, chunk, member)) {
+                    let rows: Vec<u32> = forward.rows_of(run).collect();
+                    let token = |nth: u32| tokens[rows[(nth - run.first) as usize] as usize] as usize;
+                    landed.write(run, |nth| (source as usize, token(nth)));
+                }
+            }
+            for &run in part(&forward.runs, forward.runs_of(nth, 0, member)) {
+                landed.note(run, &notes);
+            }
+        }
+    }
+    landed
+}
+
+/// The words that go with a row.
+fn note_of(play: &Play, notes: Notes, seen: &Visible, rank: usize, at: usize) -> Vec<u32> {
+    let k = play.case.top_k as usize;
+    let Some(Row { source, choices, .. }) = &seen.rows[rank][at] else {
+        return vec![0; notes.words(k as u32) as usize];
+    };
+    let bits = |choice: usize| weight(*source, choice).to_bits();
+    match notes {
+        Notes::Weight => vec![bits(choices[0])],
+        Notes::Marked => vec![bits(choices[0]), 1],
+        Notes::Gathered => unreachable!("nothing is gathered here"),
+        Notes::Choices | Notes::Indexed => {
+            let experts = seen.local_experts(&play.case, &play.ids, rank, at);
+            let mut words: Vec<u32> = experts.iter().map(|&expert| (expert + 1) as u32).collect();
+            words.resize(2 * k, 0);
+            choices.iter().for_each(|&choice| words[k + choice % k] = bits(choice));
+            words.extend((notes == Notes::Indexed).then_some(at as u32 + 1));
+            words
+        }
+    }
+}
+
+/// Per rank: which row in visible order each row is.
+pub type Index = Vec<Vec<usize>>;
+
+pub fn rows_and_notes_land_once_each(play: &Play, seen: &Visible, placed: &Placed) -> Index {
+    let of_rank = |(rank, rows): (usize, &Vec<Option<Row>>)| {
+        let landed = land(play, placed, rank, rows.len());
+        let visible = |at: usize| match landed.notes[at].as_ref().and_then(|note| note.last()) {
+            Some(&row) if play.case.spans && row > 0 => row as usize - 1,
+            _ => at,
+        };
+        let index: Vec<usize> = (0..rows.len()).map(visible).collect();
+        for (at, &visible) in index.iter().enumerate() {
+            let written = rows[visible].as_ref().map(|row| (row.source, row.token));
+            assert_eq!(landed.rows[at], Some(written), "row {at} of rank {rank}");
+            let note = note_of(play, placed.notes, seen, rank, visible);
+            assert_eq!(landed.notes[at], Some(note), "of row {at}");
+        }
+        let mut rows = index.clone();
+        rows.sort_unstable();
+        assert!(rows.into_iter().eq(0..index.len()), "every row lies somewhere");
+        index
+    };
+    seen.rows.iter().enumerate().map(of_rank).collect()
+}
+
+/// Relays make as many copies as the sets of ranks, in relay order, have spans.
+pub fn copies_are_those_of_relay_order(play: &Play, seen: &Visible, placed: &Placed) {
+    for (me, Rank { forward, .. }) in placed.ranks.iter().enumerate() {
+        let paths = placed.paths(play, me);
+        let served = paths.served_by(me as u32);
+        let copies = paths.sources().map(|source| {
+            let goes = |token: usize, rank: &u32| {
+                let rows = seen.rows[*rank as usize].iter().flatten();
+                rows.filter(|row| (row.source, row.token) == (source as usize, token)).count() > 0
+            };
+            let (mut sets, mut order) = (RankSets::new(served.len() as u32), RelayOrder::default());
+            for token in 0..play.case.counts[source as usize] as usize {
+                let set = (0..).zip(served).filter(|(_, rank)| goes(token, rank)).map(|(member, _)| member);
+                let set: Vec<u32> = set.collect();
+                if !set.is_empty() {
+                    sets.push(set);
+                }
+            }
+            order.fill(&sets);
+            order.copies(play.chunks)
+        });
+        assert_eq!(forward.copies(), copies.sum::<u64>(), "at rank {me}");
+    }
+}
+
+/// Rows that relays stage for all their sources lie apart.
+pub fn staged_rows_lie_apart(play: &Play, placed: &Placed) {
+    for (me, Rank { layout, forward, .. }) in placed.ranks.iter().enumerate() {
+        if play.case.route == Route::Direct || placed.nodes.nodes() == 1 {
+            assert_eq!(layout.staged, 0);
+            continue;
+        }
+        let mut taken = vec![false; layout.staged as usize];
+        for row in forward.blocks.iter().flat_map(|block| block.first..block.first + block.rows) {
+            assert!(!std::mem::replace(&mut taken[row as usize], true), "row {row} at rank {me}");
+        }
+        // In a budget, rows that are dropped were counted; slots are counted whether they are used or not.
+        assert!(play.case.mode != Mode::Eager || taken.iter().all(|&taken| taken));
+    }
+}

@@ -1,0 +1,277 @@
+//! Placement against a reference that sorts everybody's entries globally and looks its numbers up in the result.
+
+mod blocks;
+mod case;
+mod returns;
+
+use self::case::{Case, Reference, cases, weight};
+use proptest::prelude::*;
+use sidelane::error::PlanError;
+use sidelane::gate::Routing;
+use sidelane::plan::{
+    Bins, Counts, Crossing, ExpertMap, Forward, Frame, Layout, Notes, Order, RowLayout, Sizes, Sizing, Sorted,
+};
+use sidelane::topology::{NodeMap, Paths, Route};
+
+/// What the library makes of a case.
+struct Placed {
+    route: Route,
+    nodes: NodeMap,
+    bins: Bins,
+    sizing: Sizing,
+    sizes: Sizes,
+    sorted: Vec<Sorted>,
+    layouts: Vec<Layout>,
+    forwards: Vec<Forward>,
+}
+
+impl Placed {
+    fn paths(&self, rank: u32) -> Paths<'_> {
+        Paths::new(&self.nodes, self.route, rank)
+    }
+}
+
+fn routing(case: &Case, rank: u32) -> Routing<'static> {
+    let ids = case.ids[rank as usize].clone();
+    let weights: Vec<f32> = (0..ids.len() as u32).map(|choice| weight(rank, choice)).collect();
+    Routing::new(case.top_k, ids, weights).unwrap()
+}
+
+fn placed(case: &Case) -> Placed {
+    let map = ExpertMap::from_slots(case.experts, &case.held).unwrap();
+    let nodes = NodeMap::from_labels(&case.labels);
+    let bins = Bins::of_layout(case.layout, &map, case.order, &nodes);
+    let notes = Notes::of(case.layout, case.mode, false);
+    let sums = case.order != Order::Expert && case.route == Route::Pxn && nodes.nodes() > 1;
+    let sizing = Sizing {
+        row_bytes: 48,
+        home_bytes: 32,
+        words_out: notes.words(case.top_k),
+        words_home: if case.layout == RowLayout::RankMajor { case.top_k } else { 1 },
+        partial_bytes: sums.then_some(64),
+    };
+    let paths = |rank| Paths::new(&nodes, case.route, rank);
+    let mut own = vec![(Sorted::default(), Crossing::default(), Vec::new()); case.labels.len()];
+    for (me, (sorted, crossing, words)) in (0..).zip(&mut own) {
+        sorted.fill(&map, &bins, notes, me, &routing(case, me)).unwrap();
+        if let Some(slots) = case.mode.slots() {
+            sorted.keep(case.top_k, |_| slots);
+        }
+        crossing.fill(&bins, &paths(me), sorted);
+        words.clone_from(&sorted.counts);
+        crossing.staged(&paths(me), words);
+    }
+    let published: Vec<Vec<u32>> = own.iter().map(|own| own.2.clone()).collect();
+    let (mut sizes, mut layouts) = (Sizes::default(), Vec::new());
+    for (me, (sorted, crossing, _)) in (0..).zip(&mut own) {
+        let counts = match case.mode.slots() {
+            Some(slots) => {
+                let (mut counts, most) =
+                    (Counts::default(), case.ids.iter().map(Vec::len).max().unwrap_or(0));
+                counts.fix(&bins, &paths(me), slots, most as u32 / case.top_k);
+                counts
+            }
+            None => counts(&paths(me), &published),
+        };
+        sizes.fill(&bins, case.align, &counts.total, case.mode.budget());
+        if let Some(budget) = case.mode.budget() {
+            let first = |bin: u32| sizes.begin[bin as usize] + counts.below[bin as usize];
+            sorted.keep(case.top_k, |bin| budget.saturating_sub(first(bin)));
+            crossing.fill(&bins, &paths(me), sorted);
+        }
+        let (align, chunks, mode) = (case.align, case.chunks, case.mode);
+        let frame = Frame { bins: &bins, paths: paths(me), align, chunks, sizing, mode };
+        let mut layout = Layout::default();
+        layout.fill(&frame, (sorted, crossing), case.top_k, &counts, &sizes);
+        layouts.push(layout);
+    }
+    let forwards = (0..case.ranks()).map(|me| blocks::forward(case, &bins, &paths(me), &layouts)).collect();
+    let sorted = own.into_iter().map(|own| own.0).collect();
+    Placed { route: case.route, bins, sizing, sizes, sorted, layouts, forwards, nodes }
+}
+
+/// What a rank needs to know of the others' counts: as the sum over all ranks, and as the sum over its neighbours and
+/// what every other node tells it.
+fn counts(paths: &Paths, published: &[Vec<u32>]) -> Counts {
+    let (me, nodes, words) = (paths.me(), paths.nodes(), published[0].len());
+    let of = |rank: u32| &published[rank as usize][..];
+    let (mut all, mut told) = (Counts::default(), Counts::default());
+    all.clear(words as u32);
+    told.clear(words as u32);
+    for rank in 0..paths.ranks() {
+        all.add(me, rank, of(rank));
+        if paths.near(rank) {
+            told.add(me, rank, of(rank));
+        }
+    }
+    for node in (0..nodes.nodes()).filter(|&node| node != nodes.node_of(me)) {
+        let (mut below, mut total) = (vec![0; words], vec![0; words]);
+        for &member in nodes.members(node) {
+            for (word, count) in of(member).iter().enumerate() {
+                below[word] += if member < me { *count } else { 0 };
+                total[word] += count;
+            }
+        }
+        told.add_node(&below, &total);
+    }
+    assert_eq!((&told.below, &told.total), (&all.below, &all.total));
+    all
+}
+
+/// Every row of every rank is written exactly once, straight or by a relay, with the right token and what goes with it,
+/// and pads with zeros.
+fn rows_land_where_they_should(case: &Case, reference: &Reference, placed: &Placed) {
+    let words = placed.sizing.words_out as usize;
+    for (rank, expected) in (0..).zip(&reference.rows) {
+        let (mut landed, mut noted) = (vec![None; expected.len()], vec![None; expected.len()]);
+        let mut write = |row: u32, what: Option<(u32, u32)>| {
+            assert_eq!(landed[row as usize].replace(what), None, "row {row} of rank {rank} is written once");
+        };
+        let mut note = |row: u32, what: Vec<u32>| {
+            assert_eq!(noted[row as usize].replace(what), None, "note {row} of rank {rank} is written once");
+        };
+        for (source, layout) in (0..).zip(&placed.layouts) {
+            for run in layout.runs_to(rank).map(|run| layout.runs[run as usize]) {
+                assert!(run.count + run.pad > 0);
+                for nth in 0..run.count {
+                    let entry = (run.first + nth) as usize;
+                    write(run.to_row + nth, Some((source, layout.rows[entry])));
+                    let notes = &placed.sorted[source as usize].notes;
+                    note(run.to_row + nth, notes[entry * words..][..words].to_vec());
+                }
+                for nth in 0..run.pad {
+                    write(run.to_row + run.count + nth, None);
+                    note(run.to_row + run.count + nth, vec![0; words]);
+                }
+            }
+        }
+        if case.route == Route::Pxn {
+            blocks::handed_on(case, placed, rank, &mut write, &mut note);
+        }
+        let rows: Vec<_> =
+            expected.iter().map(|row| Some(row.map(|entry| (entry.source, entry.token)))).collect();
+        assert_eq!(landed, rows, "rank {rank} of {case:?}");
+        let notes: Vec<_> =
+            expected.iter().map(|row| Some(row.map_or(vec![0; words], |entry| case.words(&entry)))).collect();
+        assert_eq!(noted, notes, "rank {rank} of {case:?}");
+    }
+}
+
+fn arrivals_are_described(case: &Case, reference: &Reference, placed: &Placed) {
+    let numbers = |rows: &[u32]| rows.iter().map(|&rows| rows as usize).collect::<Vec<_>>();
+    assert_eq!(numbers(&placed.sizes.required), reference.required);
+    for (me, (layout, rows)) in (0..).zip(placed.layouts.iter().zip(&reference.rows)) {
+        assert_eq!(layout.landed as usize, rows.len());
+        assert_eq!(numbers(&layout.sizes), reference.rows.iter().map(Vec::len).collect::<Vec<_>>());
+        let mine: Vec<u32> =
+            (0..).zip(case.bins()).filter(|&(_, rank)| rank == me).map(|bin| bin.0).collect();
+        let mut begin = 0;
+        for (local, &bin) in mine.iter().enumerate() {
+            let all = case.choices().into_iter().filter(|e| e.bin == bin);
+            let mut counted: Vec<(u32, u32, u32)> = all
+                .map(|e| (e.source, e.token, if case.layout == RowLayout::RankMajor { 0 } else { e.choice }))
+                .collect();
+            counted.dedup();
+            let all = case.mode.slots().map_or(counted.len(), |slots| (slots * case.ranks()) as usize);
+            let padded = all.next_multiple_of(case.align as usize);
+            let room = rows.len().saturating_sub(begin);
+            assert_eq!(layout.begin[local] as usize, begin);
+            assert_eq!(layout.rows_per_bin[local] as usize, all.min(room));
+            assert_eq!(layout.padded_per_bin[local] as usize, padded.min(room));
+            begin += padded;
+        }
+        assert_eq!(layout.begin.len(), mine.len());
+        let dropped = &placed.sorted[me as usize].dropped;
+        for choice in case.choices().iter().filter(|choice| choice.source == me) {
+            let lands =
+                |e: &case::Entry| (e.bin, e.source, e.token) == (choice.bin, choice.source, choice.token);
+            let kept = match case.layout {
+                RowLayout::ExpertMajor => reference.entries.contains(choice),
+                RowLayout::RankMajor => reference.entries.iter().any(lands),
+            };
+            assert_eq!(dropped[choice.choice as usize], !kept);
+        }
+    }
+}
+
+/// One thing that is wrong with a routing.
+#[derive(Clone, Copy, Debug)]
+enum Flaw {
+    TooLarge,
+    Negative,
+    Twice,
+    Nan,
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 8000, failure_persistence: None, rng_seed: proptest::test_runner::RngSeed::Fixed(7), ..ProptestConfig::default() })]
+
+    #[test]
+    fn placement_is_the_sorted_list(case in cases()) {
+        let (reference, placed) = (Reference::new(&case), placed(&case));
+        prop_assert_eq!(placed.bins.ranks(), placed.nodes.ranks());
+        prop_assert_eq!(placed.sorted.iter().map(Sorted::entries).sum::<usize>(), reference.entries.len());
+        rows_land_where_they_should(&case, &reference, &placed);
+        arrivals_are_described(&case, &reference, &placed);
+        returns::sums_find_their_rows(&case, &reference, &placed);
+        returns::fetches_find_their_words(&case, &reference, &placed);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, rng_seed: proptest::test_runner::RngSeed::Fixed(8), ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_first_flaw_is_named(
+        tokens in 1..20u32,
+        top_k in 2..6u32,
+        flaws in prop::collection::vec((0..20u32, 0..6u32, prop::sample::select(vec![Flaw::TooLarge, Flaw::Negative, Flaw::Twice, Flaw::Nan])), 1..4),
+    ) {
+        let experts = 10;
+        let map = ExpertMap::contiguous(experts, 3).unwrap();
+        let bins = Bins::experts(&map, Order::Expert, &NodeMap::from_labels(&[0, 0, 0]));
+        let mut ids: Vec<i32> = (0..tokens).flat_map(|t| (0..top_k).map(move |k| ((t + k) % experts) as i32)).collect();
+        let mut weights = vec![1.0f32; ids.len()];
+        // One flaw a token, so that what is expected needs no second implementation of the checks.
+        let mut first: Option<(u32, PlanError)> = None;
+        let mut spoiled = Vec::new();
+        for (token, k, flaw) in flaws {
+            let (token, k) = (token % tokens, k % top_k);
+            if spoiled.contains(&token) {
+                continue;
+            }
+            spoiled.push(token);
+            let at = (token * top_k + k) as usize;
+            let error = match flaw {
+                Flaw::TooLarge => {
+                    ids[at] = 10;
+                    PlanError::ExpertOutOfRange { token, k, expert: 10, experts }
+                }
+                Flaw::Negative => {
+                    ids[at] = -2;
+                    PlanError::ExpertOutOfRange { token, k, expert: -2, experts }
+                }
+                Flaw::Twice => {
+                    let other = (token * top_k + (k + 1) % top_k) as usize;
+                    ids[at] = ids[other];
+                    PlanError::ExpertTwice { token, expert: ids[other] }
+                }
+                Flaw::Nan => {
+                    weights[at] = f32::NAN;
+                    PlanError::NanWeight { token, k }
+                }
+            };
+            if first.as_ref().is_none_or(|&(earlier, _)| token < earlier) {
+                first = Some((token, error));
+            }
+        }
+        let routing = Routing::new(top_k, ids, weights).unwrap();
+        let mut sorted = Sorted::default();
+        let seen = sorted.fill(&map, &bins, Notes::Weight, 1, &routing);
+        prop_assert_eq!(seen, Err(first.unwrap().1));
+
+        let good = Routing::new(1, vec![3, -1], vec![1.0, f32::NAN]).unwrap();
+        prop_assert_eq!(sorted.fill(&map, &bins, Notes::Weight, 1, &good), Ok(()), "what was refused leaves nothing behind");
+        prop_assert_eq!(sorted.entries(), 1);
+    }
+}

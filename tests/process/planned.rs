@@ -1,0 +1,93 @@
+//! Planned exchanges between processes: descriptors of device memory and of words are passed, and a killed rank ends the
+//! streams of the others.
+#![allow(unsafe_code, reason = "memory of a caller's own is named by contract")]
+
+#[path = "../device/planned/memory.rs"]
+mod memory;
+#[allow(dead_code, reason = "each test program uses a part of this")]
+#[path = "../device/planned/rank.rs"]
+mod rank;
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::common::job::{Job, Setup, others};
+use crate::common::rank::Talk;
+use crate::common::{Command, Failure, Report, SOON};
+use crate::support::{self, tokens};
+use half::bf16;
+use sidelane::World;
+
+use self::rank::{Case, Rank};
+
+/// Set in the ranks of this module.
+pub const PLANNED: &str = "SIDELANE_TEST_PLANNED";
+/// Longer than anything takes that works.
+const LONG: Duration = Duration::from_secs(60);
+
+/// Serves the job that started this process, with a planned exchange.
+pub fn serve() {
+    let mut talk = Talk::new();
+    let world = World::from_env().unwrap();
+    let group = world.all().unwrap();
+    let case = Case::new(world.size(), 6, 3);
+    let mut rank = Rank::<bf16>::new(&group, &case);
+    let (rank_of, size, epoch) = (world.rank(), world.size(), world.epoch());
+    talk.say(&Report::Joined { rank: rank_of, size, epoch, previous: world.previous_ranks().to_vec() });
+    let input = |round: u64| {
+        let seed = round * 64 + u64::from(world.rank());
+        tokens(seed, (seed % 13) as u32, case.hidden, case.top_k, case.map.experts())
+    };
+    loop {
+        match talk.hear() {
+            Command::Rounds(rounds) => {
+                (0..rounds).for_each(|round| rank.round(&input(round.into())));
+                talk.say(&Report::Verified { rounds, rows: rounds.into() });
+            }
+            Command::Loop => {
+                talk.say(&Report::Running);
+                let error = (0..).find_map(|round| rank.dispatch(&input(round)).err()).unwrap();
+                let since = Instant::now();
+                while rank.stream.is_done() == Ok(false) {
+                    assert!(since.elapsed() < LONG, "the stream hangs");
+                    std::thread::yield_now();
+                }
+                talk.say(&Report::Failed(error.into()));
+            }
+            Command::End => return,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn job(ranks: u32, seed: u64) -> Job {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/kernels.cu");
+    let library = stand_in_cuda::kernels(&source).unwrap();
+    Setup::new(ranks)
+        .var("SIDELANE_STAND_IN_KERNELS", library.display())
+        .var("CUDA_MODULE_LOADING", "EAGER")
+        .var(PLANNED, "1")
+        .var("SIDELANE_STAND_IN_SEED", seed)
+        .join()
+}
+
+#[test]
+fn processes_see_what_the_host_sees() {
+    for (ranks, rounds) in [(2, 30), (4, 10)] {
+        let mut job = job(ranks, 1);
+        job.verify(0..ranks, rounds);
+        job.end(0..ranks);
+    }
+}
+
+#[test]
+fn a_killed_rank_is_named_and_ends_the_streams_of_all_others() {
+    let mut job = job(3, 2);
+    job.tell(0..3, Command::Loop);
+    for (rank, heard) in job.hear(0..3) {
+        assert_eq!(heard.said, Report::Running, "rank {rank}");
+    }
+    let killed = job.kill(1);
+    let lost = Report::Failed(Failure::Lost { rank: 1, silent: false });
+    job.demand(others(3, 1), killed, SOON, &lost);
+}

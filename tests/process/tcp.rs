@@ -1,0 +1,231 @@
+//! The tcp lane between real processes: on one machine, and between two network namespaces that can be cut off from
+//! each other.
+
+use std::time::{Duration, Instant};
+
+use crate::common::job::{Job, Setup, THREE_AND_FIVE, TWO_BY_FOUR, others};
+use crate::common::network::Network;
+use crate::common::{Command, Failure, LONG, Report, SOON};
+use sidelane::topology::Route;
+
+const TWO_BY_TWO: [u32; 4] = [0, 0, 1, 1];
+
+fn lost(rank: u32, silent: bool) -> Report {
+    Report::Failed(Failure::Lost { rank, silent })
+}
+
+fn set_running(job: &mut Job, ranks: u32) {
+    job.tell(0..ranks, Command::Loop);
+    job.demand(0..ranks, Instant::now(), LONG, &Report::Running);
+}
+
+fn demand_rail(job: &mut Job, ranks: u32, rail: &str) {
+    job.tell(0..ranks, Command::NameRail);
+    job.demand(0..ranks, Instant::now(), LONG, &Report::Rail(rail.to_owned()));
+}
+
+#[test]
+fn every_row_lands_and_comes_home_over_tcp() {
+    for (nodes, route) in [
+        (&TWO_BY_TWO[..], Route::Direct),
+        (&TWO_BY_TWO, Route::Pxn),
+        (&TWO_BY_FOUR, Route::Direct),
+        (&THREE_AND_FIVE, Route::Pxn),
+        (&[0, 1, 2, 3], Route::Direct),
+    ] {
+        let ranks = nodes.len() as u32;
+        let mut job = Setup::on(nodes).route(route).var("SIDELANE_RAIL", "tcp").join();
+        demand_rail(&mut job, ranks, "tcp (asked for)");
+        job.verify(0..ranks, 12);
+        job.end(0..ranks);
+    }
+}
+
+#[test]
+fn a_rank_that_dies_or_leaves_is_named_and_the_others_meet_again() {
+    for (victim, route, killed) in
+        [(2, Route::Direct, true), (0, Route::Pxn, true), (5, Route::Pxn, true), (6, Route::Direct, false)]
+    {
+        let mut job = Setup::on(&TWO_BY_FOUR).route(route).var("SIDELANE_RAIL", "tcp").join();
+        job.verify(0..8, 2);
+        job.start_round((0..8).filter(|&rank| killed || rank != victim));
+        job.finish_round(others(8, victim));
+        let since = Instant::now();
+        match killed {
+            true => assert!(job.kill(victim) >= since),
+            false => job.tell([victim], Command::End),
+        }
+        let took = job.demand(others(8, victim), since, SOON, &lost(victim, false));
+        println!("rank {victim} gone ({killed}), named after {took:?}");
+        job.tell(others(8, victim), Command::Rebuild);
+        for (process, heard) in job.hear(others(8, victim)) {
+            assert!(
+                matches!(heard.said, Report::Joined { size: 7, epoch: 1, .. }),
+                "{process}: {:?}",
+                heard.said
+            );
+        }
+        job.verify(others(8, victim), 3);
+        job.end(others(8, victim));
+    }
+}
+
+#[test]
+fn ranks_that_leave_as_soon_as_they_are_done_have_told_the_others_everything() {
+    for route in Route::ALL {
+        for _ in 0..3 {
+            let mut job = Setup::on(&TWO_BY_FOUR).route(route).var("SIDELANE_RAIL", "tcp").join();
+            job.verify(0..8, 1);
+            job.tell(0..8, Command::LastRound);
+            job.verified(0..8, 1);
+            (0..8).for_each(|rank| assert_eq!(job.ended(rank), Some(0)));
+        }
+    }
+}
+
+#[test]
+fn a_wire_that_is_reset_while_all_ranks_live_ends_the_world_by_name_and_it_is_built_again() {
+    let mut job = Setup::on(&TWO_BY_TWO).var("SIDELANE_RAIL", "tcp").join();
+    job.verify(0..4, 2);
+    job.tell([1], Command::ResetWires);
+    job.demand([1], Instant::now(), SOON, &Report::Reset(2));
+    let since = Instant::now();
+    job.tell(0..4, Command::Loop);
+    for (rank, heard) in job.hear(0..4) {
+        let Report::Failed(Failure::Wire { rank: a, by: b, first }) = heard.said else {
+            panic!("rank {rank}: {:?}", heard.said)
+        };
+        println!("rank {rank} after {:?}: wire from {b} to {a}, seen by itself: {first}", heard.at - since);
+        assert!((a == 1 || b == 1) && a != b && a.max(b) >= 2, "{a} and {b}");
+        assert!(!first || b == rank, "rank {rank} saw what rank {b} did");
+        assert!(heard.at - since <= SOON, "rank {rank}");
+    }
+    job.tell(0..4, Command::Rebuild);
+    for (rank, heard) in job.hear(0..4) {
+        let previous = (0..4).collect();
+        assert_eq!(heard.said, Report::Joined { rank, size: 4, epoch: 1, previous });
+    }
+    job.verify(0..4, 3);
+    job.end(0..4);
+}
+
+#[test]
+fn an_address_that_is_none_of_this_machine_is_an_error_on_every_rank() {
+    let setup = Setup::on(&TWO_BY_TWO).var("SIDELANE_RAIL", "tcp");
+    let mut job = setup.var_of(2, "SIDELANE_TCP_ADDRESS", "203.0.113.7").start();
+    for (rank, heard) in job.hear(0..4) {
+        let Report::Failed(Failure::Other(words)) = heard.said else {
+            panic!("rank {rank}: {:?}", heard.said)
+        };
+        let expected = if rank == 2 { "SIDELANE_TCP_ADDRESS" } else { "rank 2 cannot use the tcp lane" };
+        assert!(words.contains(expected), "rank {rank}: {words}");
+    }
+}
+
+/// Two ranks on each of two machines.
+fn across(network: &std::sync::Arc<Network>) -> Setup {
+    Setup::on(&TWO_BY_TWO).across(network)
+}
+
+#[test]
+fn machines_without_anything_better_are_joined_by_tcp() {
+    let Some(network) = Network::new() else { return };
+    for route in Route::ALL {
+        // Whatever cards this machine has.
+        let setup = across(&network).var("SIDELANE_IBVERBS", "/nowhere/libibverbs.so.1");
+        let mut job = setup.route(route).join();
+        job.tell(0..4, Command::NameRail);
+        let why = "tcp (the nodes are on several machines, and rank 0 has no card: cannot load /nowhere/";
+        for (rank, heard) in job.hear(0..4) {
+            let Report::Rail(rail) = heard.said else { panic!("rank {rank}: {:?}", heard.said) };
+            assert!(rail.starts_with(why), "rank {rank}: {rail}");
+        }
+        job.verify(0..4, 10);
+        job.end(0..4);
+    }
+}
+
+#[test]
+fn the_interface_of_the_wires_can_be_named() {
+    let Some(network) = Network::new() else { return };
+    let mut job = across(&network).var("SIDELANE_TCP_ADDRESS", "wire").join();
+    job.verify(0..4, 2);
+    job.end(0..4);
+}
+
+#[test]
+fn the_loop_lane_between_machines_is_refused_on_every_rank() {
+    let Some(network) = Network::new() else { return };
+    let mut job = across(&network).var("SIDELANE_RAIL", "loop").start();
+    for (rank, heard) in job.hear(0..4) {
+        let Report::Failed(Failure::Other(words)) = heard.said else {
+            panic!("rank {rank}: {:?}", heard.said)
+        };
+        assert!(words.contains("another machine"), "rank {rank}: {words}");
+    }
+}
+
+#[test]
+fn machines_cut_off_by_silence_name_each_other_and_end_in_time() {
+    let Some(network) = Network::new() else { return };
+    let mut job = across(&network).join();
+    set_running(&mut job, 4);
+    let cut = Instant::now();
+    network.cut();
+    // Silence is found in two seconds; heard of by others a moment later.
+    let bound = SOON + Duration::from_secs(1);
+    for (rank, heard) in job.hear(0..4) {
+        let took = heard.at - cut;
+        println!("rank {rank} after {took:?}: {:?}", heard.said);
+        let Report::Failed(Failure::Lost { rank: named, silent: true }) = heard.said else {
+            panic!("rank {rank}: {:?}", heard.said)
+        };
+        // The rendezvous is at rank 0, whom the other machine misses.
+        assert!(if rank < 2 { named >= 2 } else { named == 0 }, "rank {rank} named {named}");
+        assert!(took <= bound, "rank {rank} took {took:?}");
+    }
+    let leaving = Instant::now();
+    job.end(0..4);
+    let took = leaving.elapsed();
+    assert!(took < LONG / 4, "nobody waits for the dead: {took:?}");
+}
+
+#[test]
+fn a_machine_whose_ranks_are_killed_is_named_by_the_other() {
+    let Some(network) = Network::new() else { return };
+    let mut job = across(&network).join();
+    set_running(&mut job, 4);
+    let killed = Instant::now();
+    job.kill(2);
+    job.kill(3);
+    for (rank, heard) in job.hear(0..2) {
+        println!("rank {rank} after {:?}: {:?}", heard.at - killed, heard.said);
+        assert!(
+            matches!(heard.said, Report::Failed(Failure::Lost { rank: 2..=3, silent: false })),
+            "rank {rank}: {:?}",
+            heard.said
+        );
+        assert!(heard.at - killed <= SOON);
+    }
+    job.end(0..2);
+}
+
+#[test]
+fn machines_whose_wires_are_reset_end_in_time() {
+    let Some(network) = Network::new() else { return };
+    let mut job = across(&network).join();
+    job.verify(0..4, 2);
+    job.tell([3], Command::ResetWires);
+    job.demand([3], Instant::now(), SOON, &Report::Reset(2));
+    let since = Instant::now();
+    job.tell(0..4, Command::Loop);
+    for (rank, heard) in job.hear(0..4) {
+        let Report::Failed(Failure::Wire { rank: a, by: b, .. }) = heard.said else {
+            panic!("rank {rank}: {:?}", heard.said)
+        };
+        println!("rank {rank} after {:?}: wire from {b} to {a}", heard.at - since);
+        assert!((a == 3 || b == 3) && a.min(b) < 2, "rank {rank}: {a} and {b}");
+        assert!(heard.at - since <= SOON);
+    }
+    job.end(0..4);
+}

@@ -1,0 +1,113 @@
+//! Worlds of real processes: what they exchange, what they share, and how they go on without those that are lost.
+
+use std::collections::BTreeSet;
+use std::time::Instant;
+
+use crate::common::job::{Job, Setup, THREE_AND_FIVE, TWO_BY_FOUR, others};
+use crate::common::{Command, Failure, Memory, Report, SOON};
+use sidelane::topology::{NodeMap, Paths, Route};
+
+#[test]
+fn every_row_lands_and_comes_home_between_processes() {
+    for (nodes, route) in [
+        ([0; 8], Route::Direct),
+        (TWO_BY_FOUR, Route::Direct),
+        (TWO_BY_FOUR, Route::Pxn),
+        (THREE_AND_FIVE, Route::Pxn),
+        ([0, 1, 2, 3, 4, 5, 6, 7], Route::Direct),
+        ([0, 1, 2, 3, 4, 5, 6, 7], Route::Pxn),
+    ] {
+        let mut job = Setup::on(&nodes).route(route).join();
+        job.verify(0..8, 12);
+        job.end(0..8);
+    }
+}
+
+/// What each rank has mapped, after rounds that have laid all wires.
+fn memory_of(job: &mut Job, ranks: u32) -> Vec<Memory> {
+    job.verify(0..ranks, 2);
+    job.tell(0..ranks, Command::ListMemory);
+    let heard = job.hear(0..ranks).into_values().map(|heard| match heard.said {
+        Report::Memory(memory) => memory,
+        other => panic!("{other:?}"),
+    });
+    heard.collect()
+}
+
+#[test]
+fn a_rank_maps_the_heaps_of_its_node_and_a_wire_to_each_partner_elsewhere() {
+    for (nodes, route) in
+        [TWO_BY_FOUR, THREE_AND_FIVE].into_iter().flat_map(|nodes| Route::ALL.map(|route| (nodes, route)))
+    {
+        let mut job = Setup::on(&nodes).route(route).join();
+        let (seen, map) = (memory_of(&mut job, 8), NodeMap::from_labels(&nodes));
+        let mut wires = BTreeSet::<u64>::new();
+        let mut pairs = 0;
+        for (rank, mine) in (0..).zip(&seen) {
+            let paths = Paths::new(&map, route, rank);
+            let partners = (0..8).filter(|&peer| paths.wired(peer)).count();
+            assert_eq!(mine.heaps.len(), paths.locals().count() + 1, "rank {rank}, {route:?}: {mine:?}");
+            assert_eq!(mine.wires.len(), partners, "rank {rank}, {route:?}: {mine:?}");
+            assert_eq!((&mine.others[..], &mine.open[..]), (&[][..], &[][..]), "rank {rank}, {route:?}");
+            for (peer, theirs) in (0..).zip(&seen).filter(|&(peer, _)| peer != rank) {
+                let shared = |a: &[u64], b: &[u64]| a.iter().filter(|inode| b.contains(inode)).count();
+                let common = (shared(&mine.heaps, &theirs.heaps), shared(&mine.wires, &theirs.wires));
+                let expected = match paths.near(peer) {
+                    true => (mine.heaps.len(), 0),
+                    false => (0, usize::from(paths.wired(peer))),
+                };
+                assert_eq!(common, expected, "ranks {rank} and {peer}, {route:?}: {mine:?}, {theirs:?}");
+            }
+            wires.extend(&mine.wires);
+            pairs += partners;
+        }
+        assert_eq!(2 * wires.len(), pairs, "one per pair of partners");
+        job.end(0..8);
+    }
+}
+
+#[test]
+fn a_rank_of_one_node_has_no_wires() {
+    let mut job = Setup::new(3).join();
+    for mine in memory_of(&mut job, 3) {
+        assert_eq!((mine.heaps.len(), mine.wires.len()), (3, 0), "{mine:?}");
+    }
+    job.end(0..3);
+}
+
+/// Kills a rank of a world of `size` processes in the middle of rounds and rebuilds without it. `processes` are those
+/// of the world, in order of rank; returns those of the next.
+fn lose_and_rebuild(job: &mut Job, processes: &[u32], victim: u32, epoch: u16) -> Vec<u32> {
+    job.tell(processes.iter().copied(), Command::Loop);
+    for (process, heard) in job.hear(processes.iter().copied()) {
+        assert_eq!(heard.said, Report::Running, "process {process}");
+    }
+    let killed = job.kill(processes[victim as usize]);
+    let survivors: Vec<u32> =
+        processes.iter().copied().filter(|&p| p != processes[victim as usize]).collect();
+    let lost = Report::Failed(Failure::Lost { rank: victim, silent: false });
+    job.demand(survivors.iter().copied(), killed, SOON, &lost);
+    let asked = Instant::now();
+    job.tell(survivors.iter().copied(), Command::Rebuild);
+    let (size, previous) = (survivors.len() as u32, others(processes.len() as u32, victim));
+    for (process, heard) in job.hear(survivors.iter().copied()) {
+        let rank = survivors.iter().position(|&p| p == process).expect("a survivor") as u32;
+        let joined = Report::Joined { rank, size, epoch, previous: previous.clone().collect() };
+        assert_eq!(heard.said, joined, "process {process}");
+    }
+    println!("rebuilt {size} ranks, epoch {epoch}, in {:?}", asked.elapsed());
+    job.verify(survivors.iter().copied(), 5);
+    survivors
+}
+
+#[test]
+fn a_world_is_rebuilt_again_and_again() {
+    for (nodes, route) in [([0; 8], Route::Direct), (TWO_BY_FOUR, Route::Direct), (TWO_BY_FOUR, Route::Pxn)] {
+        let mut job = Setup::on(&nodes).route(route).join();
+        let mut processes: Vec<u32> = (0..8).collect();
+        for (victim, epoch) in [(3, 1), (0, 2), (5, 3)] {
+            processes = lose_and_rebuild(&mut job, &processes, victim, epoch);
+        }
+        job.end(processes);
+    }
+}

@@ -1,0 +1,3 @@
+//! Rules that the files of this repository keep.
+
+mod module_layering;

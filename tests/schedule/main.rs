@@ -1,0 +1,10 @@
+//! Schedules: proofs, and mutants that the proofs must find.
+
+mod call_mutations;
+mod collective_proof;
+mod groups;
+mod mutations;
+mod proof;
+mod replays;
+mod stream_mutations;
+mod stream_proof;

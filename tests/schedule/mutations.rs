@@ -1,0 +1,349 @@
+//! Every single bug planted in the real schedules is found, or is listed here with the reason why it is none.
+
+use std::collections::BTreeMap;
+
+use crate::groups::{Group, engine_rounds, rounds, ways};
+use sidelane::error::CallKind;
+use sidelane::plan::{Mode, Order, RowLayout};
+use sidelane::schedule::check::check;
+use sidelane::schedule::mutate::{Change, Mutation, mutations};
+use sidelane::schedule::prove::{Fault, prove};
+use sidelane::schedule::story::{Relays, Slip, Story};
+use sidelane::schedule::{Flag, Level, Op};
+use sidelane::topology::{Paths, Route};
+
+/// A mutation, and what its harm depends on.
+struct Mutant<'a> {
+    mutation: Mutation,
+    paths: Paths<'a>,
+    /// The relay runs in its rank's own thread.
+    inline: bool,
+    /// The operation moves bytes in such calls.
+    moves: bool,
+    /// Engines move rows.
+    engines: bool,
+}
+
+impl<'a> Mutant<'a> {
+    fn new(mutation: Mutation, group: &'a Group, story: &Story) -> Self {
+        let paths = Paths::new(&group.nodes, group.route, mutation.rank);
+        let (moves, engines) = (mutation.moves(story), group.pulls);
+        Mutant { moves, engines, mutation, paths, inline: group.relays == Relays::Inline }
+    }
+
+    /// Why it changes nothing that anybody can see; `None` if it must be found.
+    fn harmless(&self) -> Option<&'static str> {
+        let Mutation { item, other, change, .. } = self.mutation;
+        match (change, item.op, other) {
+            (_, Op::Put { .. } | Op::PutRows { .. }, _) if !self.moves => {
+                Some("it moves nothing in such calls")
+            }
+            (Change::Swap, op, Some(next)) => self.swapped(op, next),
+            (_, Op::Signal { .. }, _) => self.signalled(item.op),
+            (_, Op::Wait { from, flag, .. }, _) => self.not_awaited(from, flag),
+            _ => None,
+        }
+    }
+
+    fn swapped(&self, op: Op, next: Op) -> Option<&'static str> {
+        let me = self.mutation.rank;
+        match (op, next) {
+            (Op::Reduce { .. }, Op::Reduce { .. }) => Some("two reads in either order"),
+            (Op::Put { .. } | Op::PutRows { .. }, Op::PutRows { .. }) => Some("two puts in either order"),
+            (Op::Put { .. }, Op::Reduce { .. }) => Some("the next part is summed elsewhere"),
+            (Op::PutRows { to: a, .. }, Op::Signal { to: b, .. }) if a != b => {
+                Some("the signal is for another rank than the rows")
+            }
+            (Op::PutRows { .. }, Op::Signal { to, .. }) if to == me => Some(ITS_RELAY_SAYS_SO),
+            (Op::PutRows { .. }, Op::Wait { .. }) => Some(WAITS_FIRST),
+            (Op::Signal { to, .. }, Op::Wait { .. }) if to != me => Some(WAITS_FIRST),
+            (Op::Signal { to: a, .. }, Op::Signal { to: b, .. }) if a != b => {
+                Some("two words of two ranks, each still behind what it guards")
+            }
+            (Op::Signal { .. }, Op::PutRows { .. }) => Some("the signal is later"),
+            _ => None,
+        }
+    }
+
+    fn signalled(&self, op: Op) -> Option<&'static str> {
+        let Op::Signal { to, flag, level, .. } = op else { return None };
+        let (me, change) = (self.mutation.rank, self.mutation.change);
+        let parts = self.paths.route() == Route::Pxn && self.mutation.stage == "rows";
+        match (flag, change) {
+            (Flag::Block, Change::Drop) if parts && level != Level::Part(crate::groups::CHUNKS) => {
+                Some("the next part says it too")
+            }
+            (Flag::Block, Change::Raise) if level == Level::Part(crate::groups::CHUNKS) => {
+                Some("nobody waits for a part behind the last")
+            }
+            (Flag::Landed, Change::First) if to == me => Some(ITS_RELAY_SAYS_SO),
+            (Flag::Read, Change::Retrack) if self.mutation.stage == "pull rest" => {
+                Some("what it vouches for was read in an earlier stage")
+            }
+            (Flag::Landed, Change::Raise | Change::Retrack) if to == me && self.engines => {
+                Some(ITS_RELAY_SAYS_SO)
+            }
+            _ => None,
+        }
+    }
+
+    fn not_awaited(&self, from: u32, flag: Flag) -> Option<&'static str> {
+        let (Mutation { rank: me, kind, stage, change, .. }, paths) = (self.mutation, self.paths);
+        let (sends, all) = (kind != CallKind::Combine, change == Change::DropWaits);
+        let relayed = |s: u32| paths.route() == Route::Pxn && paths.sources().any(|source| source == s);
+        match (flag, stage) {
+            (Flag::Read, _) if sends => Some(
+                "whoever writes in a dispatch has heard the entry of every rank, sent after its last sum",
+            ),
+            (Flag::Block, "headers") if kind == CallKind::CachedDispatch => {
+                Some("no header comes in such calls, and parts are awaited by themselves")
+            }
+            (Flag::Block, "node entered") if self.inline && (!all || paths.locals().next().is_none()) => {
+                Some("its caller's thread is its own")
+            }
+            (Flag::Entry, "all entered") if self.inline => {
+                Some("its rank waits for the same in the same thread, before it judges")
+            }
+            (Flag::Entry, "entry" | "offer") if self.inline && paths.rails() => {
+                Some("its relay has waited in the same thread")
+            }
+            (Flag::Entry, "entry" | "offer") if paths.rails() && from != me && !all => {
+                Some("its relay waits for the same before it answers")
+            }
+            (Flag::Entry, "entry" | "offer")
+                if from == me && (change == Change::Late || kind == CallKind::CachedDispatch) =>
+            {
+                Some("only after a call that is refused may its relay be left behind")
+            }
+            (Flag::Entry, "entry" | "offer")
+                if from == me && change == Change::Lower && paths.locals().next().is_none() =>
+            {
+                Some("alone on its node, a relay that is one call behind reads its own, and that is doubled")
+            }
+            (Flag::Landed, "rows")
+                if relayed(from) && (!all || self.inline && paths.peers().all(relayed)) =>
+            {
+                Some(ITS_RELAY_SAYS_SO)
+            }
+            (Flag::Home, _) if from == me && self.inline => Some("its relay has ended in the same thread"),
+            (Flag::Home, "rows") => Some("what its relay still reads is headers, and those are doubled"),
+            (Flag::Home, "home") if from == me && paths.sources().next().is_none() => {
+                Some("its relay brings nothing home")
+            }
+            (Flag::Home, "home")
+                if from == me && change == Change::Late && paths.served_by(me).len() == 1 =>
+            {
+                Some("its relay reads no chunk but its own")
+            }
+            _ => None,
+        }
+    }
+}
+
+const ITS_RELAY_SAYS_SO: &str = "its own relay handed the rows on, and says when it is done";
+const WAITS_FIRST: &str = "one actor alone waits first: stricter, and nobody waits for it in turn";
+
+fn name(fault: &Fault) -> &'static str {
+    match fault {
+        Fault::Deadlock { .. } => "deadlock",
+        Fault::Race { .. } => "race",
+        Fault::Unwritten { .. } => "unwritten",
+        Fault::WrittenTwice { .. } => "twice",
+        Fault::Overwritten { .. } => "overwritten",
+        Fault::Lost { .. } => "lost",
+        Fault::StillRaised { .. } => "still raised",
+        Fault::TwoWriters { .. } => "two writers",
+        Fault::NotMonotone { .. } => "not monotone",
+        Fault::Differs { .. } => "differs",
+    }
+}
+
+fn class(mutation: &Mutation) -> String {
+    let op = match mutation.item.op {
+        Op::Put { .. } => "put".into(),
+        Op::PutRows { .. } => "put rows".into(),
+        Op::Signal { flag, .. } => format!("signal {}", flag.name()),
+        Op::Wait { flag, .. } => format!("wait {}", flag.name()),
+        Op::Reduce { .. } => "reduce".into(),
+    };
+    format!("{op:14} {:?}", mutation.change)
+}
+
+/// What became of the mutants of one class.
+#[derive(Default)]
+struct Tally {
+    mutants: usize,
+    found: BTreeMap<&'static str, usize>,
+    harmless: usize,
+    example: String,
+}
+
+fn survivors(title: &str, group: &Group) -> Vec<String> {
+    let calls = if group.pulls { engine_rounds() } else { rounds() };
+    let story = group.tell(&calls, None);
+    prove(&story).expect("the real schedule has no fault");
+    let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
+    let mut wrong = Vec::new();
+    for mutation in mutations(&story) {
+        let tally = tallies.entry(class(&mutation)).or_default();
+        tally.mutants += 1;
+        let mutant = Mutant::new(mutation, group, &story);
+        match (prove(&mutation.plant(&story)), mutant.harmless()) {
+            (Ok(_), Some(_)) => tally.harmless += 1,
+            (Err(fault), None) => {
+                *tally.found.entry(name(&fault)).or_default() += 1;
+                tally.example = fault.to_string();
+            }
+            (Ok(_), None) => wrong.push(format!("not found: {mutation:?}")),
+            (Err(fault), Some(reason)) => {
+                wrong.push(format!("not harmless ({reason}): {mutation:?}: {fault}"))
+            }
+        }
+    }
+    report(title, &tallies);
+    wrong
+}
+
+fn report(title: &str, tallies: &BTreeMap<String, Tally>) {
+    println!("{title:<32} mutants  found  harmless");
+    for (class, tally) in tallies {
+        let found: usize = tally.found.values().sum();
+        println!("{class:<32} {:>7} {found:>6} {:>9}  {:?}", tally.mutants, tally.harmless, tally.found);
+    }
+    let sum = |of: fn(&Tally) -> usize| tallies.values().map(of).sum::<usize>();
+    let (all, found, harmless) = (sum(|t| t.mutants), sum(|t| t.found.values().sum()), sum(|t| t.harmless));
+    println!("{:<32} {all:>7} {found:>6} {harmless:>9}", "all");
+    println!("for example:");
+    for (class, tally) in tallies.iter().filter(|(_, tally)| !tally.example.is_empty()) {
+        println!("  {class:<32} {}", tally.example);
+    }
+    assert!(found > 500, "the skeletons were mutated");
+}
+
+fn all_found(labels: &[u32], way: (Route, Relays), order: Order) {
+    let group = Group::new(labels, 4, 5).run(way).placed((RowLayout::ExpertMajor, Mode::Eager, order));
+    let title = format!("{labels:?} {} {:?} {}", way.0.name(), way.1, order.name());
+    assert_eq!(survivors(&title, &group), Vec::<String>::new());
+}
+
+#[test]
+fn every_mutant_of_two_nodes_of_two_is_found() {
+    ways().for_each(|way| all_found(&[0, 0, 1, 1], way, Order::Expert));
+}
+
+#[test]
+fn every_mutant_of_relays_that_sum_is_found() {
+    Relays::ALL.into_iter().for_each(|relays| all_found(&[0, 1, 1, 0], (Route::Pxn, relays), Order::Node));
+    all_found(&[0, 0, 0, 1], (Route::Pxn, Relays::Thread), Order::Rank);
+}
+
+#[test]
+fn every_mutant_of_relays_that_copy_spans_is_found() {
+    for order in [Order::Expert, Order::Node] {
+        let placement = (RowLayout::RankMajor, Mode::Eager, order);
+        let group = Group::dense(&[0, 0, 1, 1], 4, 5).in_spans(Relays::Thread, placement);
+        let title = format!("2 x 2 in spans, {}", order.name());
+        assert_eq!(survivors(&title, &group), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn every_mutant_of_all_gather_and_reduce_scatter_is_found() {
+    for (labels, order) in
+        [(&[0, 0, 1, 1][..], Order::Expert), (&[0, 1, 1, 0], Order::Node), (&[0; 4], Order::Expert)]
+    {
+        let group = Group::new(labels, 1, 5).gathering((Route::Pxn, Relays::Thread), order);
+        let title = format!("{labels:?} gathered, {}", order.name());
+        assert_eq!(survivors(&title, &group), Vec::<String>::new());
+    }
+    let group = Group::new(&[0, 0, 1, 1], 1, 5).gathering((Route::Direct, Relays::Inline), Order::Expert);
+    assert_eq!(survivors("2 x 2 gathered, direct", &group), Vec::<String>::new());
+}
+
+#[test]
+fn every_mutant_of_engines_across_nodes_is_found() {
+    let group = Group::new(&[0, 0, 1, 1], 4, 5).run((Route::Direct, Relays::Inline)).pulling();
+    assert_eq!(survivors("2 x 2 by engines, direct", &group), Vec::<String>::new());
+    assert_eq!(survivors("2 x 2 by engines, direct and straight", &group.straight()), Vec::<String>::new());
+}
+
+#[test]
+fn every_mutant_of_engines_that_relay_is_found() {
+    let group = Group::dense(&[0, 0, 1, 1], 4, 5).run((Route::Pxn, Relays::Inline)).pulling();
+    assert_eq!(survivors("2 x 2 by engines, pxn", &group), Vec::<String>::new());
+    assert_eq!(survivors("2 x 2 by engines, pxn and straight", &group.straight()), Vec::<String>::new());
+}
+
+#[test]
+fn every_mutant_of_uneven_nodes_is_found() {
+    ways().for_each(|way| all_found(&[0, 0, 0, 1], way, Order::Expert));
+}
+
+#[test]
+fn every_mutant_of_nodes_that_interleave_is_found() {
+    let away = Route::ALL.map(|route| (route, Relays::Thread));
+    away.into_iter().for_each(|way| all_found(&[0, 0, 1, 0, 1], way, Order::Expert));
+}
+
+#[test]
+fn every_mutant_of_four_nodes_of_one_is_found() {
+    all_found(&[0, 1, 2, 3], (Route::Pxn, Relays::Thread), Order::Expert);
+}
+
+#[test]
+fn every_mutant_of_one_node_of_four_is_found() {
+    all_found(&[0; 4], (Route::Direct, Relays::Inline), Order::Expert);
+}
+
+#[test]
+fn harmless_mutants_change_no_outcome() {
+    for route in Route::ALL {
+        let group = Group::new(&[0, 0, 1, 1], 4, 5).run((route, Relays::Thread));
+        let story = group.tell(&rounds(), None);
+        let mutants = mutations(&story).into_iter().map(|mutation| Mutant::new(mutation, &group, &story));
+        let harmless: Vec<Mutant> = mutants.filter(|mutant| mutant.harmless().is_some()).collect();
+        assert!(harmless.len() > 100);
+        // Ranks are alike: one mutant in three stands for the others.
+        for Mutant { mutation, .. } in harmless.iter().step_by(3) {
+            check(&mutation.plant(&story), 0..2).unwrap_or_else(|fault| panic!("{mutation:?}: {fault}"));
+        }
+    }
+}
+
+/// Whether a rule of memory matters to a group.
+fn applies(slip: Slip, group: &Group) -> bool {
+    let paths = |rank| Paths::new(&group.nodes, group.route, rank);
+    let (rails, pxn) = (paths(0).rails(), group.route == Route::Pxn);
+    let any = |of: &dyn Fn(Paths) -> bool| (0..group.nodes.ranks()).any(|rank| of(paths(rank)));
+    match slip {
+        Slip::OneMessage => rails,
+        Slip::StageUnasked => rails && pxn,
+        Slip::ShareOutbox => rails && pxn && group.order != Order::Expert,
+        Slip::ShareStaging => pxn && any(&|paths| paths.sources().count() > 1),
+        Slip::ShareHome => any(&|paths| paths.relays().count() > 1),
+        // A relay is done before its rank goes on, so one header would do.
+        Slip::OneHeader => false,
+        _ => true,
+    }
+}
+
+#[test]
+fn every_broken_rule_of_memory_is_found() {
+    for labels in [&[0, 0, 1, 1][..], &[0, 0, 0, 1], &[0, 1, 2, 0], &[0; 4]] {
+        for (way, order) in ways().flat_map(|way| [Order::Expert, Order::Node].map(|order| (way, order))) {
+            let group =
+                Group::new(labels, 4, 5).run(way).placed((RowLayout::ExpertMajor, Mode::Eager, order));
+            for slip in Slip::ALL {
+                let seen = prove(&group.tell(&rounds(), Some(slip)));
+                assert_eq!(
+                    seen.is_err(),
+                    applies(slip, &group),
+                    "{labels:?} {way:?} {order:?} {slip:?}: {seen:?}"
+                );
+                if let (Err(fault), Relays::Thread) = (seen, way.1) {
+                    println!("{labels:?} {} {} {slip:?}: {fault}", way.0.name(), order.name());
+                }
+            }
+        }
+    }
+}

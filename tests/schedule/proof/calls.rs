@@ -1,0 +1,46 @@
+//! Calls that are refused, and that ranks disagree about.
+
+use sidelane::schedule::check::check;
+use sidelane::schedule::prove::{Fault, prove};
+use sidelane::schedule::story::{Call, Relays, Slip};
+
+use super::proved;
+use crate::groups::{Group, ROWS, dispatch, ret, rounds, ways};
+
+#[test]
+fn what_is_doubled_is_doubled_for_refused_calls() {
+    let moves =
+        |call: &Call| matches!(call, Call::Dispatch { .. } | Call::Cached { .. } | Call::Return { .. });
+    let calls: Vec<Call> = rounds().into_iter().filter(moves).collect();
+    for way in ways() {
+        let group = Group::new(&[0, 0, 1, 1], 1, 3).run(way);
+        for slip in [Slip::OneTag, Slip::OnePublication, Slip::OneMessage] {
+            // A relay that is away goes on with the next call while its rank still reads the messages of the last.
+            let ahead = slip == Slip::OneMessage && way.1 == Relays::Thread;
+            let seen = prove(&group.tell(&calls, Some(slip)));
+            assert_eq!(seen.is_err(), ahead, "whoever moves rows has read tags and counts: {seen:?}");
+            let fault = prove(&group.tell(&rounds(), Some(slip))).unwrap_err();
+            assert!(matches!(fault, Fault::Race { .. }), "{fault}");
+        }
+    }
+}
+
+#[test]
+fn calls_that_ranks_disagree_about_are_counted_by_all() {
+    let mixed = Call::Mixed { routing: 1, handle: 0 };
+    let calls = [dispatch(0), mixed, dispatch(1), ret(1, ROWS), mixed, mixed, ret(0, ROWS), dispatch(0)];
+    let alike: Vec<Call> = calls.into_iter().filter(|&call| call != mixed).collect();
+    for (labels, way) in [[0, 0, 1, 1], [0; 4]].iter().flat_map(|l| ways().map(move |way| (l, way))) {
+        let group = Group::new(labels, 1, 3).run(way);
+        let story = group.tell(&calls, None);
+        proved("mixed", &story);
+        check(&story, 0..30).unwrap_or_else(|fault| panic!("{labels:?}: {fault}"));
+
+        // Once, publications took turns by the number of dispatches: right as long as all make the same calls.
+        let slip = Some(Slip::CountDispatches);
+        prove(&group.tell(&alike, slip)).expect("all count the same dispatches");
+        let fault = prove(&group.tell(&calls, slip)).unwrap_err();
+        println!("{labels:?} {way:?}: {fault}");
+        assert!(matches!(fault, Fault::Unwritten { of: 2 | 7, .. }), "{fault}");
+    }
+}

@@ -1,0 +1,75 @@
+//! Large groups, and samples of larger ones.
+
+use std::time::Instant;
+
+use sidelane::schedule::prove::prove;
+use sidelane::schedule::story::{Call, Relays, Script, Slip, Story};
+use sidelane::topology::Route;
+
+use super::{proved, titled};
+use crate::groups::{self, Group, ROWS, copy, dispatch, placements, placements_in_spans, ret, rounds, ways};
+
+#[test]
+fn sixty_four_ranks_are_proved_in_seconds() {
+    let one: Vec<u32> = vec![0; 64];
+    let eight: Vec<u32> = (0..64).map(|rank| rank / 8).collect();
+    let three = groups::pairs(3);
+    let away = Route::ALL.map(|route| (route, Relays::Thread));
+    let mut all = vec![("1 x 64", one, away[0], &three)];
+    all.extend(away.map(|way| ("8 x 8", eight.clone(), way, &three)));
+    let many = rounds();
+    all.push(("8 x 8, all", eight, away[1], &many));
+    for (name, labels, way, calls) in all {
+        let group = Group::new(&labels, 1, 3).run(way);
+        let name = titled(name, way);
+        let start = Instant::now();
+        let story = group.tell(calls, None);
+        println!("{name:>27}: told in {:.0?}", start.elapsed());
+        let proof = proved(&name, &story);
+        assert!(proof.operations > 50_000, "every rank meets every other, three times there and back");
+        assert!(start.elapsed().as_secs() < 60);
+    }
+    // Every layout, mode and order, on both routes.
+    let labels: Vec<u32> = (0..64).map(|rank| rank / 8).collect();
+    for (way, placement) in away.into_iter().flat_map(|way| placements().map(move |placed| (way, placed))) {
+        let group = Group::new(&labels, 1, 3).run(way).placed(placement);
+        proved(&format!("{} {placement:?}", titled("8 x 8", way)), &group.tell(&groups::pairs(2), None));
+    }
+    for placement in placements_in_spans() {
+        let group = Group::new(&labels, 1, 3).in_spans(Relays::Thread, placement);
+        proved(&format!("8 x 8 in spans {placement:?}"), &group.tell(&groups::pairs(2), None));
+    }
+}
+
+/// Three nodes of 128: two accesses that meet lie in the memory of one node, and are made by ranks of two others at most.
+#[test]
+fn a_sample_of_a_thousand_ranks_is_proved_in_seconds() {
+    let labels: Vec<u32> = (0..1024).map(|rank| rank / 8).collect();
+    let sample: Vec<u32> = [0, 1, 77].iter().flat_map(|node| 8 * node..8 * node + 8).collect();
+    let calls = [dispatch(0), ret(0, ROWS), Call::Cached { handle: 0 }, copy(0, ROWS), dispatch(0)];
+    for way in Route::ALL.map(|route| (route, Relays::Thread)) {
+        let (group, name) = (Group::sampled(&labels, &sample).run(way), titled("128 x 8", way));
+        let start = Instant::now();
+        let story = Story::tell(&Script { sample: Some(&sample), ..group.script(&calls, None) }).unwrap();
+        println!("{name:>27}: told in {:.0?}", start.elapsed());
+        assert_eq!((story.ranks, story.actors), (1024, 48));
+        proved(&name, &story);
+        assert!(start.elapsed().as_secs() < 60);
+    }
+}
+
+#[test]
+fn a_sample_finds_what_the_whole_finds() {
+    let sample = [0, 1, 2, 3, 6, 7];
+    for way in ways() {
+        let group = Group::new(&[0, 0, 1, 1, 2, 2, 3, 3], 2, 3).run(way);
+        for slip in Slip::ALL.map(Some).into_iter().chain([None]) {
+            let whole = prove(&group.tell(&rounds(), slip));
+            let story =
+                Story::tell(&Script { sample: Some(&sample), ..group.script(&rounds(), slip) }).unwrap();
+            assert!(!story.assumed.is_empty());
+            let seen = prove(&story);
+            assert_eq!(seen.is_err(), whole.is_err(), "{way:?} {slip:?}: {seen:?} {whole:?}");
+        }
+    }
+}

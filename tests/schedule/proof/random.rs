@@ -1,0 +1,58 @@
+//! Runs in random order, against the run in order.
+
+use std::time::Instant;
+
+use sidelane::schedule::check::check;
+use sidelane::schedule::prove::Fault;
+use sidelane::schedule::story::Relays;
+use sidelane::schedule::{Flag, Level, Op};
+use sidelane::topology::Route;
+
+use super::titled;
+use crate::groups::{Group, rounds, ways};
+
+#[test]
+fn random_runs_see_what_the_run_in_order_sees() {
+    for (name, labels, seeds) in [
+        ("2 x 2", &[0, 0, 1, 1][..], 100),
+        ("3 + 1", &[0, 0, 0, 1], 100),
+        ("3 + 5", &[0, 0, 0, 1, 1, 1, 1, 1], 5),
+    ] {
+        for way in ways() {
+            let (group, name) = (Group::new(labels, 2, 4).run(way), titled(name, way));
+            let start = Instant::now();
+            let checked = check(&group.tell(&rounds(), None), 0..seeds)
+                .unwrap_or_else(|fault| panic!("{name}: {fault}"));
+            println!(
+                "{name:>27}: {} seeds, {} late deliveries, {:.0?}",
+                checked.seeds,
+                checked.deliveries,
+                start.elapsed()
+            );
+            assert_eq!(checked.seeds, seeds);
+            assert!(checked.deliveries > 1000 * seeds);
+        }
+    }
+}
+
+#[test]
+fn random_runs_see_the_difference_when_a_wait_is_missing() {
+    let missing: [(Route, Relays, u32, Op); 3] = [
+        (Route::Direct, Relays::Inline, 0, wait(2, Flag::Landed, Level::Call)),
+        (Route::Pxn, Relays::Thread, 1, wait(2, Flag::Landed, Level::Call)),
+        (Route::Pxn, Relays::Thread, 4, wait(2, Flag::Block, Level::Part(2))),
+    ];
+    for (route, relays, actor, wait) in missing {
+        let group = Group::new(&[0, 0, 1, 1], 2, 4).run((route, relays));
+        let mut story = group.tell(&rounds(), None);
+        let steps = story.calls.iter_mut().flat_map(|call| &mut call[actor as usize].scenes);
+        steps.for_each(|scene| scene.steps.retain(|step| step.op != wait));
+        let fault = check(&story, 0..200).unwrap_err();
+        println!("{} {relays:?}: {fault}", route.name());
+        assert!(matches!(fault, Fault::Differs { .. }), "{fault}");
+    }
+}
+
+fn wait(from: u32, flag: Flag, level: Level) -> Op {
+    Op::Wait { from, flag, level }
+}

@@ -1,0 +1,137 @@
+//! Groups of every shape, in every way, layout, mode and order.
+
+use sidelane::plan::{Mode, Order, Overflow, RowLayout};
+use sidelane::schedule::check::check;
+use sidelane::schedule::story::{Call, Relays};
+use sidelane::topology::Route;
+
+use super::{proved, titled};
+use crate::groups::{Group, ROWS, copy, dispatch, placements, placements_in_spans, ret, rounds, ways};
+
+#[test]
+fn every_shape_of_group_is_proved() {
+    let shapes: [(&str, &[u32]); 12] = [
+        ("1", &[0]),
+        ("1 x 2", &[0, 0]),
+        ("2 x 1", &[0, 1]),
+        ("1 x 3", &[0, 0, 0]),
+        ("1 x 4", &[0; 4]),
+        ("2 x 2", &[0, 0, 1, 1]),
+        ("interleaved", &[0, 1, 0, 1]),
+        ("3 + 1", &[0, 0, 0, 1]),
+        ("4 x 1", &[0, 1, 2, 3]),
+        ("1 x 8", &[0; 8]),
+        ("3 + 5", &[0, 0, 0, 1, 1, 1, 1, 1]),
+        ("8, mixed", &[0, 1, 2, 0, 1, 0, 0, 1]),
+    ];
+    for (name, labels) in shapes {
+        for (seed, way) in (1..).zip(ways()) {
+            let group = Group::new(labels, 1 + 3 * (seed as u32 % 2), seed).run(way);
+            let name = titled(name, way);
+            let proof = proved(&name, &group.tell(&rounds(), None));
+            assert!(proof.pairs > 20, "{name}: memory is reused, so accesses meet");
+        }
+    }
+}
+
+#[test]
+fn every_placement_is_proved_and_run_at_random() {
+    let shapes: [(&str, &[u32]); 3] =
+        [("2 x 2", &[0, 0, 1, 1]), ("3 + 1", &[0, 0, 1, 0]), ("1 x 3", &[0, 0, 0])];
+    for (name, labels) in shapes {
+        for (way, placement) in ways().flat_map(|way| placements().map(move |placement| (way, placement))) {
+            let group = Group::new(labels, 2, 5).run(way).placed(placement);
+            let story = group.tell(&rounds(), None);
+            let name = format!("{} {placement:?}", titled(name, way));
+            proved(&name, &story);
+            check(&story, 0..3).unwrap_or_else(|fault| panic!("{name}: {fault}"));
+        }
+    }
+}
+
+#[test]
+fn spans_are_proved_and_run_at_random_in_every_mode_and_order() {
+    let shapes: [(&str, &[u32]); 4] = [
+        ("2 x 2", &[0, 0, 1, 1]),
+        ("3 + 1", &[0, 0, 1, 0]),
+        ("3 + 5", &[0, 0, 0, 1, 1, 1, 1, 1]),
+        ("3, mixed", &[0, 1, 2, 0, 1]),
+    ];
+    for (name, labels) in shapes {
+        for (relays, placed) in Relays::ALL.iter().flat_map(|r| placements_in_spans().map(move |p| (*r, p))) {
+            let group = Group::new(labels, 2, 5).in_spans(relays, placed);
+            let story = group.tell(&rounds(), None);
+            let name = format!("{name} in spans, {relays:?} {placed:?}");
+            proved(&name, &story);
+            check(&story, 0..2).unwrap_or_else(|fault| panic!("{name}: {fault}"));
+        }
+    }
+}
+
+#[test]
+fn rows_that_copy_engines_bring_home_are_proved_and_run_at_random() {
+    let calls = [
+        dispatch(0),
+        dispatch(1),
+        ret(0, ROWS),
+        copy(1, ROWS),
+        Call::RefusedDispatch { routing: 1 },
+        dispatch(0),
+        ret(2, ROWS),
+        Call::RefusedReturn { handle: 2 },
+        copy(2, ROWS),
+        dispatch(1),
+        Call::Mixed { routing: 0, handle: 2 },
+        ret(3, ROWS),
+        dispatch(0),
+        ret(4, ROWS),
+    ];
+    let shapes: [(&str, &[u32]); 8] = [
+        ("1", &[0]),
+        ("1 x 2", &[0; 2]),
+        ("1 x 3", &[0; 3]),
+        ("1 x 8", &[0; 8]),
+        ("2 x 2", &[0, 0, 1, 1]),
+        ("3 x 1", &[0, 1, 2]),
+        ("3 + 5", &[0, 0, 0, 1, 1, 1, 1, 1]),
+        ("5, mixed", &[0, 1, 2, 0, 1]),
+    ];
+    for ((name, labels), route) in shapes.into_iter().flat_map(|shape| Route::ALL.map(|route| (shape, route)))
+    {
+        for (align, straight) in [(1, false), (4, false), (1, true), (4, true)] {
+            let group = Group::new(labels, align, 5).run((route, Relays::Inline)).pulling();
+            let group = if straight { group.straight() } else { group };
+            let story = group.tell(&calls, None);
+            let name = format!("{name} {} by engines, {align}, straight: {straight}", route.name());
+            let proof = proved(&name, &story);
+            assert!(proof.pairs > 20, "{name}: memory is reused, so accesses meet");
+            check(&story, 0..3).unwrap_or_else(|fault| panic!("{name}: {fault}"));
+            // Within a budget metadata lies behind all rows that may come, and outputs have one place.
+            let budget = Mode::Budget { rows: 60, overflow: Overflow::Drop };
+            let story = group.placed((RowLayout::ExpertMajor, budget, Order::Expert)).tell(&calls, None);
+            proved(&format!("{name}, within a budget"), &story);
+        }
+    }
+}
+
+#[test]
+fn all_gather_and_reduce_scatter_are_proved_and_run_at_random() {
+    let shapes: [(&str, &[u32]); 6] = [
+        ("1 x 4", &[0; 4]),
+        ("2 x 2", &[0, 0, 1, 1]),
+        ("4 x 1", &[0, 1, 2, 3]),
+        ("3 + 1", &[0, 0, 1, 0]),
+        ("3 + 5", &[0, 0, 0, 1, 1, 1, 1, 1]),
+        ("5, mixed", &[0, 1, 2, 0, 1]),
+    ];
+    for (name, labels) in shapes {
+        for (way, order) in ways().flat_map(|way| Order::ALL.map(|order| (way, order))) {
+            let group = Group::new(labels, 1, 5).gathering(way, order);
+            let story = group.tell(&rounds(), None);
+            let name = format!("{name} gathered, {order:?}, {}", titled("", way));
+            let proof = proved(&name, &story);
+            assert!(proof.pairs > 20, "{name}: memory is reused, so accesses meet");
+            check(&story, 0..2).unwrap_or_else(|fault| panic!("{name}: {fault}"));
+        }
+    }
+}

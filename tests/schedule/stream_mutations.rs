@@ -1,0 +1,302 @@
+//! Slots on streams with one bug planted: `prove` finds every one, unless it breaks none of the rules by which the
+//! schedule works.
+
+use std::collections::BTreeMap;
+
+use crate::replays::{slots, thrice};
+use sidelane::error::CallKind;
+use sidelane::schedule::check::check;
+use sidelane::schedule::mutate::{Change, Mutation, mutations};
+use sidelane::schedule::prove::prove;
+use sidelane::schedule::story::StreamCall::{self, Combine, Dispatch, Release};
+use sidelane::schedule::story::{Step, Story, StreamScript, Streams};
+use sidelane::schedule::stream::Across;
+use sidelane::schedule::{Item, Level, Op};
+use sidelane::topology::NodeMap;
+
+/// What a rank does with a peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Act {
+    Put,
+    Signal,
+    Wait,
+    SetBack,
+}
+
+/// The two stages of a replay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum When {
+    Dispatch,
+    Combine,
+}
+
+/// One operation of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Which {
+    when: When,
+    act: Act,
+    peer: u32,
+}
+
+fn which(when: When, step: &Step) -> Which {
+    let (act, peer) = match step.op {
+        Op::Put { to, .. } => (Act::Put, to),
+        Op::Signal { of, level: Level::Nothing, .. } => (Act::SetBack, of),
+        Op::Signal { to, .. } => (Act::Signal, to),
+        Op::Wait { from, .. } => (Act::Wait, from),
+        Op::PutRows { .. } | Op::Reduce { .. } => panic!("streams have none: {step:?}"),
+    };
+    Which { when, act, peer }
+}
+
+/// Why one operation must come before another with the same peer. Of all others the order is free: two copies of a batch, two
+/// words of two peers; also a wait before own signals, since one rank alone is stricter then, and nobody waits for it in turn.
+fn rule(first: Which, then: Which) -> Option<&'static str> {
+    use Act::{Put, SetBack, Signal, Wait};
+    match ((first.when, first.act), (then.when, then.act)) {
+        ((a, Put), (b, Signal)) if a == b => Some("a signal says that what was put has landed"),
+        ((a, Wait), (b, SetBack)) if a == b => Some("a word is set back when it has been seen"),
+        ((When::Dispatch, SetBack), (When::Combine, Signal)) => {
+            Some("who hears that its slot is read raises that word again")
+        }
+        ((When::Dispatch, Signal), (When::Combine, Wait)) => Some("nothing comes home before it was sent"),
+        _ => None,
+    }
+}
+
+/// A replay of one rank: the operations of a dispatch, `None` for the experts, those of the combine.
+type Replay<T> = Vec<Option<T>>;
+
+/// The first rule that a replay breaks.
+fn broken(replay: &Replay<Which>) -> Option<&'static str> {
+    let experts = replay.iter().position(Option::is_none)?;
+    for (at, one) in replay.iter().enumerate().filter_map(|(at, one)| one.map(|one| (at, one))) {
+        match (one.when, one.act) {
+            (When::Dispatch, Act::Wait) if at > experts => return Some("experts read what has landed"),
+            (When::Combine, Act::Signal) if at < experts => return Some("it is the experts who have read"),
+            _ => {}
+        }
+        let later = replay[at..].iter().flatten().filter(|later| later.peer == one.peer);
+        if let Some(why) = later.filter_map(|&later| rule(later, one)).next() {
+            return Some(why);
+        }
+    }
+    None
+}
+
+fn taken<T: Clone>(replay: &Replay<T>, from: usize, to: usize) -> Replay<T> {
+    let mut moved = replay.clone();
+    let one = moved.remove(from);
+    moved.insert(to, one);
+    moved
+}
+
+/// The story with one operation of a rank moved, in every replay.
+fn moved(story: &Story, rank: u32, from: usize, to: usize) -> Story {
+    let mut story = story.clone();
+    for pair in story.calls.chunks_exact_mut(2) {
+        let steps = |call: usize| pair[call][rank as usize].scenes[0].steps.iter().copied().map(Some);
+        let replay: Replay<Step> = steps(0).chain([None]).chain(steps(1)).collect();
+        let moved = taken(&replay, from, to);
+        let mut stages = moved.split(Option::is_none).map(|steps| steps.iter().copied().flatten().collect());
+        for part in pair {
+            part[rank as usize].scenes[0].steps = stages.next().unwrap();
+        }
+    }
+    story
+}
+
+fn tell(ranks: u32, calls: &[StreamCall]) -> Story {
+    Story::of_streams(&StreamScript {
+        slots: slots(ranks),
+        streams: Streams::One,
+        across: None,
+        calls,
+        slip: None,
+    })
+    .unwrap()
+}
+
+/// What became of the mutants of one class: how many, how many of them were found, and how.
+#[derive(Default)]
+struct Tally {
+    mutants: usize,
+    found: usize,
+    example: String,
+}
+
+fn report(title: &str, tallies: &BTreeMap<String, Tally>) {
+    println!("{title:<58} mutants  found");
+    for (class, Tally { mutants, found, example }) in tallies {
+        println!("  {class:<56} {mutants:>7} {found:>6}   {example}");
+    }
+}
+
+/// Every operation of every rank, moved to every other place of its replay.
+fn every_move(ranks: u32, answer: StreamCall) {
+    let story = tell(ranks, &thrice(&[Dispatch(0), answer]));
+    prove(&story).expect("the real schedule has no fault");
+    let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
+    for rank in 0..ranks {
+        let stage = |call: usize, when| {
+            let steps = &story.calls[call][rank as usize].scenes[0].steps;
+            steps.iter().map(move |step| Some(which(when, step)))
+        };
+        let replay: Replay<Which> =
+            stage(0, When::Dispatch).chain([None]).chain(stage(1, When::Combine)).collect();
+        assert_eq!(broken(&replay), None);
+        for (from, to) in (0..replay.len()).flat_map(|from| (0..replay.len()).map(move |to| (from, to))) {
+            let (Some(one), after) = (replay[from], taken(&replay, from, to)) else { continue };
+            let in_dispatch = after.iter().take_while(|one| one.is_some()).any(|other| *other == Some(one));
+            // The bytes of a put are those of its stage.
+            if from == to || one.act == Act::Put && in_dispatch != (one.when == When::Dispatch) {
+                continue;
+            }
+            // Puts of a release move nothing, and nothing need follow them.
+            let moves =
+                |one: Which| !matches!((answer, one.when, one.act), (Release(_), When::Combine, Act::Put));
+            let why = broken(&after.into_iter().filter(|one| one.is_none_or(moves)).collect());
+            let tally = tallies.entry(why.unwrap_or("no rule is broken").into()).or_default();
+            tally.mutants += 1;
+            let mutant = moved(&story, rank, from, to);
+            let seen = prove(&mutant);
+            assert_eq!(seen.is_err(), why.is_some(), "{one:?} from {from} to {to}: {why:?}, {seen:?}");
+            match seen {
+                Err(fault) => (tally.found, tally.example) = (tally.found + 1, fault.to_string()),
+                // Words of 0 and 1 agree.
+                Ok(_) => assert!(check(&mutant, 0..2).is_ok(), "{one:?} from {from} to {to}"),
+            }
+        }
+    }
+    report(&format!("{ranks} ranks, {answer:?}: moved"), &tallies);
+}
+
+#[test]
+fn every_move_that_breaks_a_rule_is_found_and_no_other() {
+    for ranks in 2..=4 {
+        every_move(ranks, Combine(0));
+        every_move(ranks, Release(0));
+    }
+}
+
+/// What can be done to an operation besides moving it. All of it is found, if anything is moved at all.
+fn every_change(ranks: u32, calls: &[StreamCall]) -> usize {
+    let story = tell(ranks, calls);
+    let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
+    let changes = [Change::Drop, Change::DropWaits, Change::Retrack];
+    for mutation in mutations(&story).into_iter().filter(|mutation| changes.contains(&mutation.change)) {
+        let when = if mutation.stage == "dispatch" { When::Dispatch } else { When::Combine };
+        let step = Step { track: 0, set: 0, op: mutation.item.op, value: 0 };
+        let Which { act, .. } = which(when, &step);
+        let harmless = match act {
+            // A release moves nothing.
+            Act::Put => !mutation.moves(&story),
+            // So its signals have nothing to follow but what lies before the stage.
+            Act::Signal => mutation.stage == "release" && mutation.change == Change::Retrack,
+            Act::Wait | Act::SetBack => false,
+        };
+        let tally = tallies.entry(format!("{when:?} {act:?}: {:?}", mutation.change)).or_default();
+        tally.mutants += 1;
+        let seen = prove(&mutation.plant(&story));
+        assert_eq!(seen.is_ok(), harmless, "{mutation:?}: {seen:?}");
+        if let Err(fault) = seen {
+            (tally.found, tally.example) = (tally.found + 1, fault.to_string());
+        }
+    }
+    report(&format!("{ranks} ranks: changed"), &tallies);
+    tallies.values().map(|tally| tally.found).sum()
+}
+
+#[test]
+fn everything_that_is_left_out_or_leaves_its_stream_is_found() {
+    for ranks in 2..=4 {
+        let ops = (ranks * (ranks - 1)) as usize;
+        // Per peer and stage: each of four is left out, each of two signals goes elsewhere; and all waits of a stage at once.
+        let changed = every_change(ranks, &thrice(&[Dispatch(0), Combine(0)]));
+        assert_eq!(changed, ops * 2 * 6 + 2 * ranks as usize);
+        every_change(ranks, &thrice(&[Dispatch(0), Release(0)]));
+        every_change(ranks, &thrice(&[Dispatch(0), Dispatch(1), Combine(1), Combine(0)]));
+    }
+}
+
+/// What a mutant of slots across nodes changes: whose operation, and how it is changed.
+fn class(mutation: &Mutation, nodes: &NodeMap) -> String {
+    let peer = |to: u32| match to {
+        to if to == mutation.rank => "own",
+        to if nodes.same_node(to, mutation.rank) => "near",
+        _ => "far",
+    };
+    let act = match mutation.item.op {
+        Op::Put { to, .. } => format!("put {}", peer(to)),
+        Op::Signal { to, of, level: Level::Nothing, .. } if to == of => "bell back".into(),
+        Op::Signal { of, level: Level::Nothing, .. } => format!("set back {}", peer(of)),
+        Op::Signal { to, of, .. } if to == of => "bell".into(),
+        Op::Signal { to, of, .. } if to == mutation.rank => format!("tell of {}", peer(of)),
+        Op::Signal { to, .. } => format!("signal {}", peer(to)),
+        Op::Wait { from, level: Level::Call, .. } => format!("wait rail {}", peer(from)),
+        Op::Wait { from, .. } if from == mutation.rank => "wait bell".into(),
+        Op::Wait { from, .. } => format!("wait {}", peer(from)),
+        other => panic!("streams have none: {other:?}"),
+    };
+    format!("{} {act}: {:?}", mutation.stage, mutation.change)
+}
+
+/// Whether one operation of a track must come before the next.
+fn bound(me: u32, ranks: u32, first: Op, then: Op) -> bool {
+    match (first, then) {
+        // Rows before the word, or the bell, behind them.
+        (Op::Put { to: a, .. }, Op::Signal { to: b, .. }) if a != me => a == b,
+        (Op::Put { slot, .. }, Op::Signal { to, of, .. }) => slot.0 < 2 * ranks && to == me && of == me,
+        // A word before what it lets happen: that it is set back, or handed on.
+        (Op::Wait { from, .. }, Op::Signal { to, of, .. }) => to == me && from == of,
+        _ => false,
+    }
+}
+
+/// Why a bug across nodes does no harm, if that is so.
+fn harmless(mutation: &Mutation, way: Across, ranks: u32) -> Option<&'static str> {
+    let Mutation { rank, kind, item: Item { op, .. }, change, .. } = *mutation;
+    let rings = matches!(op, Op::Signal { to, of, level: Level::Credit, .. } if to == of);
+    let of_rail = matches!(op, Op::Signal { level: Level::Call, .. });
+    match (change, mutation.other) {
+        (Change::Swap, Some(next)) if !bound(rank, ranks, op, next) => Some("the order of the two is free"),
+        (Change::Retrack, _) if rings && way == Across::Straight => {
+            Some("what the bell follows was packed before the stage")
+        }
+        (Change::Drop, _) if of_rail && kind == CallKind::Dispatch => {
+            Some("one word grows for both calls: the combine says it, too, behind the same rows")
+        }
+        _ => None,
+    }
+}
+
+#[test]
+fn every_bug_across_nodes_is_found_or_does_no_harm() {
+    for labels in [&[0, 0, 1, 1][..], &[0, 0, 0, 1, 1]] {
+        every_bug_across(labels, Across::Straight);
+        every_bug_across(labels, Across::Detour);
+    }
+}
+
+fn every_bug_across(labels: &[u32], way: Across) {
+    let (nodes, ranks) = (NodeMap::from_labels(labels), labels.len() as u32);
+    let (calls, across) = (thrice(&[Dispatch(0), Combine(0)]), Some((&nodes, way)));
+    let script =
+        StreamScript { slots: slots(ranks), streams: Streams::One, across, calls: &calls, slip: None };
+    let story = Story::of_streams(&script).unwrap();
+    prove(&story).expect("the real schedule has no fault");
+    let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
+    for mutation in mutations(&story) {
+        let why = harmless(&mutation, way, ranks);
+        let seen = prove(&mutation.plant(&story));
+        assert_eq!(seen.is_ok(), why.is_some(), "{way:?} {mutation:?}: {why:?}, {seen:?}");
+        let class =
+            format!("{}{}", class(&mutation, &nodes), why.map_or("".into(), |why| format!(" ({why})")));
+        let tally = tallies.entry(class).or_default();
+        tally.mutants += 1;
+        if let Err(fault) = seen {
+            (tally.found, tally.example) = (tally.found + 1, fault.to_string());
+        }
+    }
+    report(&format!("{labels:?} {way:?}: changed"), &tallies);
+}

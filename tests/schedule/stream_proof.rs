@@ -1,0 +1,266 @@
+//! Slots on streams are proved: every rank, constants that are set back, microbatches that interleave, queues that streams
+//! share.
+
+use crate::replays::{replays, slots, thrice};
+use sidelane::error::PlanError;
+use sidelane::schedule::check::check;
+use sidelane::schedule::prove::{Fault, ends, prove};
+use sidelane::schedule::story::StreamCall::{self, Combine, Dispatch, Release};
+use sidelane::schedule::story::{Story, StreamScript, StreamSlip, Streams};
+use sidelane::schedule::stream::Across;
+use sidelane::topology::NodeMap;
+
+fn tell(ranks: u32, streams: Streams, calls: &[StreamCall], slip: Option<StreamSlip>) -> Story {
+    Story::of_streams(&StreamScript { slots: slots(ranks), streams, across: None, calls, slip }).unwrap()
+}
+
+#[test]
+fn every_replay_of_every_group_is_proved() {
+    for ranks in (1..=8).chain([16, 64]) {
+        for (streams, (name, calls)) in Streams::ALL.into_iter().flat_map(|s| replays().map(move |c| (s, c)))
+        {
+            let story = tell(ranks, streams, &calls, None);
+            let title = format!("{ranks} ranks, {streams:?}, {name}");
+            let proof = prove(&story).unwrap_or_else(|fault| panic!("{title}: {fault}"));
+            println!("{title:>40}: {:>7} operations, {:>9} pairs", proof.operations, proof.pairs);
+            // A put, a signal, a wait and a word set back for each peer, but for the puts of a release.
+            let peers = (ranks * (ranks - 1)) as usize;
+            let releases = calls.iter().filter(|call| matches!(call, Release(_))).count();
+            let events = if streams == Streams::Aside { 4 * calls.len() * ranks as usize } else { 0 };
+            assert!(proof.operations >= calls.len() * 4 * peers, "{title}");
+            assert!(proof.operations <= calls.len() * 4 * peers + events, "{title}");
+            assert!(ranks == 1 || releases == calls.len() || proof.pairs > 20 * peers as u64, "{title}");
+        }
+    }
+}
+
+/// Ranks by node.
+const SHAPES: [&[u32]; 5] = [&[0, 1], &[0, 0, 1], &[0, 0, 1, 1], &[0, 1, 0, 2, 1], &[0, 0, 0, 1, 1, 1, 1, 1]];
+const WAYS: [Across; 2] = [Across::Straight, Across::Detour];
+
+fn tell_across(
+    labels: &[u32],
+    way: Across,
+    streams: Streams,
+    calls: &[StreamCall],
+    slip: Option<StreamSlip>,
+) -> Story {
+    let (nodes, slots) = (NodeMap::from_labels(labels), slots(labels.len() as u32));
+    Story::of_streams(&StreamScript { slots, streams, across: Some((&nodes, way)), calls, slip }).unwrap()
+}
+
+/// Every shape, way, and choice of streams.
+fn across() -> impl Iterator<Item = (&'static [u32], Across, Streams)> {
+    let shapes = SHAPES.into_iter().flat_map(|shape| WAYS.map(|way| (shape, way)));
+    shapes.flat_map(|(shape, way)| Streams::ALL.map(|streams| (shape, way, streams)))
+}
+
+#[test]
+fn every_replay_across_nodes_is_proved_straight_and_on_the_detour() {
+    for (labels, way, streams) in across() {
+        for (name, calls) in replays() {
+            let story = tell_across(labels, way, streams, &calls, None);
+            let title = format!("{labels:?}, {way:?}, {streams:?}, {name}");
+            let proof = prove(&story).unwrap_or_else(|fault| panic!("{title}: {fault}"));
+            println!("{title:>64}: {:>7} operations, {:>9} pairs", proof.operations, proof.pairs);
+            let near = prove(&tell(labels.len() as u32, streams, &calls, None)).unwrap();
+            // A bell is rung, heard and taken back by each rank in each call; on the detour a put in, a put out, a word
+            // awaited and one raised come with each peer, and no words of rails are bytes.
+            let ranks = labels.len();
+            let far = labels.iter().map(|a| labels.iter().filter(|b| a != *b).count()).sum::<usize>();
+            let per_call = 3 * ranks + if way == Across::Detour { 4 * far } else { 0 };
+            assert_eq!(proof.operations, near.operations + calls.len() * per_call, "{title}");
+            assert!(proof.pairs > near.pairs, "{title}");
+        }
+    }
+}
+
+#[test]
+fn replays_across_nodes_run_at_random() {
+    for (labels, way, streams) in across().filter(|(labels, ..)| labels.len() <= 4) {
+        for (name, calls) in replays() {
+            let story = tell_across(labels, way, streams, &calls, None);
+            check(&story, 0..3)
+                .unwrap_or_else(|fault| panic!("{labels:?}, {way:?}, {streams:?}, {name}: {fault}"));
+        }
+    }
+}
+
+#[test]
+fn every_slip_of_a_caller_across_nodes_is_found() {
+    for (labels, way, streams) in across().filter(|(labels, ..)| labels.len() <= 5) {
+        for slip in StreamSlip::ALL {
+            let seen = prove(&tell_across(labels, way, streams, &calls_for(slip), Some(slip)));
+            // A card reads what was packed beside the stream, too, and not only copies of a stream aside.
+            let packed_ahead = slip == StreamSlip::PackAhead && way == Across::Straight;
+            // Rows that come by a twin alone are brought in behind all that the rank has read by then.
+            let alone = labels.iter().enumerate().all(|(at, node)| !labels[..at].contains(node));
+            let in_turn = alone && way == Across::Detour;
+            let read_late = in_turn && matches!(slip, StreamSlip::KeepSlots | StreamSlip::SumLate);
+            let found = applies(slip, streams) && !read_late || packed_ahead;
+            assert_eq!(seen.is_err(), found, "{labels:?} {way:?} {streams:?} {slip:?}: {seen:?}");
+        }
+    }
+}
+
+#[test]
+fn replays_run_at_random_on_words_that_are_really_set_back() {
+    for ranks in 1..=4 {
+        for (streams, (name, calls)) in Streams::ALL.into_iter().flat_map(|s| replays().map(move |c| (s, c)))
+        {
+            let story = tell(ranks, streams, &calls, None);
+            check(&story, 0..30)
+                .unwrap_or_else(|fault| panic!("{ranks} ranks, {streams:?}, {name}: {fault}"));
+        }
+    }
+}
+
+/// Whether a caller can make this slip at all.
+fn applies(slip: StreamSlip, streams: Streams) -> bool {
+    match slip {
+        StreamSlip::PackAhead | StreamSlip::NotReady | StreamSlip::NotArrived => streams == Streams::Aside,
+        _ => true,
+    }
+}
+
+/// Calls in which it matters.
+fn calls_for(slip: StreamSlip) -> Vec<StreamCall> {
+    match slip {
+        StreamSlip::Share => thrice(&[Dispatch(0), Dispatch(1), Combine(0), Combine(1)]),
+        StreamSlip::Unreleased => vec![Dispatch(0), Dispatch(0), Combine(0)],
+        _ => thrice(&[Dispatch(0), Combine(0)]),
+    }
+}
+
+#[test]
+fn every_slip_of_a_caller_is_found() {
+    for (ranks, streams) in [2, 3, 5, 8].into_iter().flat_map(|r| Streams::ALL.map(move |s| (r, s))) {
+        for slip in StreamSlip::ALL {
+            let seen = prove(&tell(ranks, streams, &calls_for(slip), Some(slip)));
+            assert_eq!(seen.is_err(), applies(slip, streams), "{ranks} {streams:?} {slip:?}: {seen:?}");
+            if let (Err(fault), 3) = (seen, ranks) {
+                println!("{streams:?} {slip:?}: {fault}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_word_that_is_set_back_too_late_is_lost_in_some_random_run() {
+    // What the proof says of numbers, words of 0 and 1 do: a signal that is wiped out is waited for for ever.
+    let calls = calls_for(StreamSlip::BackLate);
+    let fault = check(&tell(3, Streams::One, &calls, Some(StreamSlip::BackLate)), 0..200).unwrap_err();
+    assert!(matches!(fault, Fault::Deadlock { seen: 0, .. }), "{fault}");
+    // And one that still stands ends a wait too early.
+    let calls = calls_for(StreamSlip::NeverBack);
+    let fault = check(&tell(3, Streams::One, &calls, Some(StreamSlip::NeverBack)), 0..200).unwrap_err();
+    assert!(matches!(fault, Fault::Differs { .. }), "{fault}");
+}
+
+#[test]
+fn a_dispatch_that_is_not_answered_and_an_answer_without_one_are_refused() {
+    for calls in
+        [&[Dispatch(0), Dispatch(0)][..], &[Dispatch(1), Combine(0)], &[Dispatch(0), Combine(0), Release(0)]]
+    {
+        let script = StreamScript { slots: slots(2), streams: Streams::One, across: None, calls, slip: None };
+        let refused = Story::of_streams(&script).unwrap_err();
+        let seen = calls.len() as u64 - 1;
+        assert!(
+            matches!(refused, PlanError::BadParameter { parameter: "call", seen: s, .. } if s == seen),
+            "{refused}"
+        );
+    }
+}
+
+/// Every order of the calls of these microbatches in which each has its combine behind its dispatch.
+fn orders(microbatches: u32) -> Vec<Vec<StreamCall>> {
+    let mut all = vec![Vec::new()];
+    for of in 0..microbatches {
+        let mut longer = Vec::new();
+        for order in &all {
+            for dispatch in 0..=order.len() {
+                for combine in dispatch..=order.len() {
+                    let mut order = order.clone();
+                    order.insert(combine, Combine(of));
+                    order.insert(dispatch, Dispatch(of));
+                    longer.push(order);
+                }
+            }
+        }
+        all = longer;
+    }
+    all
+}
+
+/// What of an order stands in each of so many queues.
+fn queued(order: &[StreamCall], queues: u32) -> Vec<Vec<StreamCall>> {
+    let on = |queue| order.iter().copied().filter(|call| call.microbatch() % queues == queue).collect();
+    (0..queues).map(on).collect()
+}
+
+/// Runs every choice of an order per rank; returns how many ended.
+fn every_choice(ranks: u32, microbatches: u32, queues: u32) -> (usize, usize) {
+    let orders = orders(microbatches);
+    let (all, mut ended) = (orders.len().pow(ranks), 0);
+    for choice in 0..all {
+        let nth = |rank: u32| choice / orders.len().pow(rank) % orders.len();
+        let chosen: Vec<Vec<StreamCall>> = (0..ranks).map(|rank| orders[nth(rank)].clone()).collect();
+        let alike = chosen.iter().all(|order| queued(order, queues) == queued(&chosen[0], queues));
+        let seen = ends(&Story::of_queues(slots(ranks), &chosen).unwrap(), queues);
+        assert_eq!(seen.is_ok(), alike, "{queues} queues, {chosen:?}: {seen:?}");
+        ended += usize::from(alike);
+    }
+    (all, ended)
+}
+
+#[test]
+fn ranks_end_exactly_if_they_enqueue_the_calls_of_each_queue_in_one_order() {
+    for (ranks, microbatches, queues) in
+        [(2, 2, 1), (2, 2, 2), (3, 2, 1), (3, 2, 2), (2, 3, 1), (2, 3, 2), (2, 3, 3)]
+    {
+        let (all, ended) = every_choice(ranks, microbatches, queues);
+        println!(
+            "{ranks} ranks, {microbatches} microbatches, {queues} queues: {ended} of {all} choices of orders end"
+        );
+        assert!(ended > 0 && (ended < all || queues == microbatches));
+    }
+}
+
+#[test]
+fn two_dispatches_in_different_orders_wait_for_each_other_on_one_queue() {
+    let orders = [[Dispatch(0), Dispatch(1)].to_vec(), [Dispatch(1), Dispatch(0)].to_vec()];
+    let story = Story::of_queues(slots(2), &orders).unwrap();
+    let fault = ends(&story, 1).unwrap_err();
+    assert!(matches!(fault, Fault::Deadlock { queues: 1, seen: 0, .. }), "{fault}");
+    println!("{fault}");
+    ends(&story, 2).unwrap();
+}
+
+#[test]
+fn one_order_ends_on_any_number_of_queues() {
+    for ranks in (1..=8).chain([16, 64]) {
+        for queues in (1..=8).chain([16, 64]) {
+            for (name, calls) in replays() {
+                let all = vec![calls; ranks as usize];
+                let story = Story::of_queues(slots(ranks), &all).unwrap();
+                ends(&story, queues).unwrap_or_else(|fault| panic!("{ranks} ranks, {name}: {fault}"));
+            }
+        }
+    }
+}
+
+/// Of every wait: the queues of one rank need not be those of another.
+#[test]
+fn one_order_ends_whichever_streams_share_a_queue_at_each_rank() {
+    for queues in 1..=3 {
+        let mut story = Story::of_queues(slots(5), &vec![replays().last().unwrap().1; 5]).unwrap();
+        for part in &mut story.calls[0] {
+            let rank = part.rank;
+            part.scenes[0]
+                .steps
+                .iter_mut()
+                .for_each(|step| step.track = (step.track + rank) * (rank + 1) % 3);
+        }
+        ends(&story, queues).unwrap();
+    }
+}
