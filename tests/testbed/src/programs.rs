@@ -61,8 +61,11 @@ pub fn target_directory() -> Result<PathBuf> {
 /// Builds in the given profile of cargo.
 pub fn build(profile: &str) -> Result<Programs> {
     let agent = env::current_exe().map_err(|source| Error::Start { program: "testbed".into(), source })?;
-    let sidelane = built(profile, &["build", "--bin", "sidelane"], "bin")?;
-    let library_tests = built(profile, &["test", "--lib", "--no-run"], "lib")?;
+    // Tests of the program make cargo build it, too, and from the libraries that the other tests have.
+    let what = ["test", "--no-run", "--lib", "--test", "cli", "--profile", profile];
+    let messages = output(cargo().args(what).args(["--message-format", "json"]))?;
+    let sidelane = built(&messages, "bin")?;
+    let library_tests = built(&messages, "lib")?;
     // Tests find it next to themselves.
     let driver = library_tests.with_file_name(DRIVER);
     let source = repository().join("cuda/kernels.cu");
@@ -70,11 +73,10 @@ pub fn build(profile: &str) -> Result<Programs> {
     Ok(Programs { sidelane, library_tests, driver, kernels, agent })
 }
 
-/// Lets cargo build, and finds what it built of this kind in its messages.
-fn built(profile: &str, what: &[&str], kind: &'static str) -> Result<PathBuf> {
-    let answer = output(cargo().args(what).args(["--profile", profile, "--message-format", "json"]))?;
+/// Finds what cargo built of this kind in its messages.
+fn built(messages: &str, kind: &'static str) -> Result<PathBuf> {
     let ours = |target: &Target| target.name == "sidelane" && target.kind.iter().any(|k| k == kind);
-    answer
+    messages
         .lines()
         .filter_map(|line| serde_json::from_str::<Message>(line).ok())
         .filter(|message| message.target.as_ref().is_some_and(ours))
