@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::job::{Job, Setup, THREE_AND_FIVE, TWO_BY_FOUR, others};
 use crate::common::{Command, Failure, LONG, Report, SOON};
+use crate::support::cases;
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::pipe::{PipeFlags, pipe_with};
 use sidelane::plan::Strategy;
@@ -42,7 +43,7 @@ fn set_waiting(job: &mut Job, ranks: u32, awaited: u32, halfway: bool) {
 
 #[test]
 fn each_rank_killed_between_the_halves_of_a_dispatch_is_named_by_all_others() {
-    for (victim, world) in (0..8).zip(WORLDS.into_iter().cycle()) {
+    for (victim, world) in cases((0..8).zip(WORLDS.into_iter().cycle()), 3) {
         let mut job = join(world);
         set_waiting(&mut job, 8, victim, true);
         let killed = job.kill(victim);
@@ -55,27 +56,28 @@ fn each_rank_killed_between_the_halves_of_a_dispatch_is_named_by_all_others() {
 
 #[test]
 fn each_relay_killed_while_others_wait_for_what_it_hands_on_is_named_by_all_others() {
-    for nodes in [TWO_BY_FOUR, THREE_AND_FIVE] {
-        for victim in 0..8 {
-            let mut job = join((nodes, Route::Pxn));
-            job.verify(0..8, 2);
-            // Another rank does not call: the relay's own caller waits for it, too, or is away.
-            let idle = (victim + 3) % 8;
-            job.start_round(others(8, idle));
-            job.tell([idle], Command::AwaitDeath);
-            let away = |rank| rank == victim && victim.is_multiple_of(2);
-            job.finish_round(others(8, idle).filter(|&rank| !away(rank)));
-            let killed = job.kill(victim);
-            let took = job.demand(others(8, victim), killed, SOON, &lost(victim));
-            println!("relay {victim} of {nodes:?} killed, named after {took:?}");
-            job.end(others(8, victim));
-        }
+    let all =
+        [TWO_BY_FOUR, THREE_AND_FIVE].into_iter().flat_map(|nodes| (0..8).map(move |rank| (nodes, rank)));
+    // A relay of two ranks whose own caller is away.
+    for (nodes, victim) in cases(all, 10) {
+        let mut job = join((nodes, Route::Pxn));
+        job.verify(0..8, 2);
+        // Another rank does not call: the relay's own caller waits for it, too, or is away.
+        let idle = (victim + 3) % 8;
+        job.start_round(others(8, idle));
+        job.tell([idle], Command::AwaitDeath);
+        let away = |rank| rank == victim && victim.is_multiple_of(2);
+        job.finish_round(others(8, idle).filter(|&rank| !away(rank)));
+        let killed = job.kill(victim);
+        let took = job.demand(others(8, victim), killed, SOON, &lost(victim));
+        println!("relay {victim} of {nodes:?} killed, named after {took:?}");
+        job.end(others(8, victim));
     }
 }
 
 #[test]
 fn each_rank_killed_at_any_moment_is_named_by_all_others() {
-    for (victim, world) in (0..8).zip(WORLDS.into_iter().cycle().skip(1)) {
+    for (victim, world) in cases((0..8).zip(WORLDS.into_iter().cycle().skip(1)), 2) {
         let mut job = join(world);
         set_running(&mut job, 8);
         let killed = job.kill(victim);
@@ -87,7 +89,7 @@ fn each_rank_killed_at_any_moment_is_named_by_all_others() {
 
 #[test]
 fn a_rank_killed_while_all_gather_is_named_by_all_others() {
-    for (victim, (nodes, route)) in [1, 6, 3].into_iter().zip(WORLDS) {
+    for (victim, (nodes, route)) in cases([1, 6, 3].into_iter().zip(WORLDS), 1) {
         let mut job = Setup::on(&nodes).route(route).strategy(Strategy::Gather).join();
         set_running(&mut job, 8);
         let killed = job.kill(victim);
@@ -100,9 +102,9 @@ fn a_rank_killed_while_all_gather_is_named_by_all_others() {
 #[test]
 fn a_rank_killed_in_the_midst_of_a_collective_is_named_by_all_others() {
     let calls = [Command::AllReduceForever, Command::LandForever];
-    for (call, (victim, world)) in
-        calls.into_iter().flat_map(|call| [0, 5, 2].into_iter().zip(WORLDS).map(move |who| (call, who)))
-    {
+    let all =
+        calls.into_iter().flat_map(|call| [0, 5, 2].into_iter().zip(WORLDS).map(move |who| (call, who)));
+    for (call, (victim, world)) in cases(all, 4) {
         let mut job = join(world);
         job.tell(0..8, call);
         job.demand(0..8, Instant::now(), LONG, &Report::Running);
@@ -115,7 +117,7 @@ fn a_rank_killed_in_the_midst_of_a_collective_is_named_by_all_others() {
 
 #[test]
 fn a_rank_killed_while_the_others_build_is_named() {
-    for (victim, route) in [(0, Route::Direct), (5, Route::Pxn)] {
+    for (victim, route) in cases([(0, Route::Direct), (5, Route::Pxn)], 1) {
         let mut job = join((TWO_BY_FOUR, route));
         // The first round lays wires and takes windows, which needs everybody.
         job.tell(others(8, victim), Command::Rounds(1));
@@ -127,7 +129,7 @@ fn a_rank_killed_while_the_others_build_is_named() {
 
 #[test]
 fn a_rank_that_panics_is_named_by_all_others() {
-    for victim in [0, 6] {
+    for victim in cases([0, 6], 0) {
         let mut job = Setup::new(8).join();
         set_waiting(&mut job, 8, victim, false);
         let told = Instant::now();
@@ -141,7 +143,8 @@ fn a_rank_that_panics_is_named_by_all_others() {
 
 #[test]
 fn a_rank_that_leaves_while_others_wait_for_it_is_named_long_before_the_deadline() {
-    for (leaver, world) in [0, 3, 5, 3, 2].into_iter().zip(WORLDS).chain([(0, WORLDS[1]), (3, WORLDS[0])]) {
+    let all = [0, 3, 5, 3, 2].into_iter().zip(WORLDS).chain([(0, WORLDS[1]), (3, WORLDS[0])]);
+    for (leaver, world) in cases(all, 3) {
         let mut job = join(world);
         set_waiting(&mut job, 8, leaver, false);
         let told = Instant::now();
@@ -155,21 +158,22 @@ fn a_rank_that_leaves_while_others_wait_for_it_is_named_long_before_the_deadline
 
 #[test]
 fn ranks_that_end_as_soon_as_they_hear_of_a_loss_are_not_mistaken_for_it() {
-    for (victim, world) in [0, 7, 2, 3, 0, 5, 1].into_iter().zip(WORLDS.into_iter().cycle()) {
-        for killed in [true, false] {
-            let mut job = join(world);
-            job.verify(0..8, 2);
-            job.tell(others(8, victim), Command::LastRound);
-            let since = Instant::now();
-            if killed {
-                job.kill(victim);
-            } else {
-                job.tell([victim], Command::End);
-            }
-            // Rank 0 stays for two seconds after it has left, for the others.
-            job.demand(others(8, victim), since, SOON + SOON, &lost(victim));
-            others(8, victim).for_each(|rank| assert_eq!(job.ended(rank), Some(0)));
+    let victims = [0, 7, 2, 3, 0, 5, 1].into_iter().zip(WORLDS.into_iter().cycle());
+    let all = victims.flat_map(|(victim, world)| [true, false].map(|killed| (victim, world, killed)));
+    // Rank 0 leaves, which the others have their rendezvous at.
+    for (victim, world, killed) in cases(all, 9) {
+        let mut job = join(world);
+        job.verify(0..8, 2);
+        job.tell(others(8, victim), Command::LastRound);
+        let since = Instant::now();
+        if killed {
+            job.kill(victim);
+        } else {
+            job.tell([victim], Command::End);
         }
+        // Rank 0 stays for two seconds after it has left, for the others.
+        job.demand(others(8, victim), since, SOON + SOON, &lost(victim));
+        others(8, victim).for_each(|rank| assert_eq!(job.ended(rank), Some(0)));
     }
 }
 
@@ -177,7 +181,7 @@ fn ranks_that_end_as_soon_as_they_hear_of_a_loss_are_not_mistaken_for_it() {
 fn who_comes_after_others_have_given_up_is_told_the_first_reason() {
     // Some wait for the leaver first, and tell those who wait for the late one first.
     let worlds = [WORLDS[4], WORLDS[1], WORLDS[4], WORLDS[3]];
-    for ((leaver, late), world) in [(5, 2), (3, 0), (5, 7), (4, 1)].into_iter().zip(worlds) {
+    for ((leaver, late), world) in cases([(5, 2), (3, 0), (5, 7), (4, 1)].into_iter().zip(worlds), 3) {
         let mut job = join(world);
         job.verify(0..8, 2);
         job.end([leaver]);
@@ -193,7 +197,7 @@ fn who_comes_after_others_have_given_up_is_told_the_first_reason() {
 
 #[test]
 fn a_launcher_that_dies_takes_its_ranks_along() {
-    for nodes in [1, 2] {
+    for nodes in cases([1, 2], 1) {
         let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).unwrap();
         // What the ranks inherit, and nothing else.
         fcntl_setfd(&reader, FdFlags::empty()).unwrap();
@@ -257,7 +261,9 @@ fn rebuild_with_all(mut job: Job) {
 #[test]
 fn a_rank_that_lives_but_never_calls_is_named_when_the_deadline_passes() {
     // After an even number of rounds callers play their relays themselves, after an odd one threads do.
-    for ((silent, rounds), world) in [(2, 2), (5, 3), (6, 2), (0, 2), (1, 3)].into_iter().zip(WORLDS) {
+    for ((silent, rounds), world) in
+        cases([(2, 2), (5, 3), (6, 2), (0, 2), (1, 3)].into_iter().zip(WORLDS), 3)
+    {
         let mut job = join_with_deadline(world);
         job.verify(0..8, rounds);
         job.tell([silent], Command::AwaitDeath);
@@ -270,7 +276,7 @@ fn a_rank_that_lives_but_never_calls_is_named_when_the_deadline_passes() {
 
 #[test]
 fn a_rank_that_starts_a_dispatch_and_never_finishes_is_named_and_not_its_relays() {
-    for (silent, world) in [(4, WORLDS[1]), (2, WORLDS[3]), (7, WORLDS[3]), (3, WORLDS[4])] {
+    for (silent, world) in cases([(4, WORLDS[1]), (2, WORLDS[3]), (7, WORLDS[3]), (3, WORLDS[4])], 1) {
         let mut job = join_with_deadline(world);
         job.verify(0..8, 2);
         let told = Instant::now();

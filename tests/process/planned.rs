@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use crate::common::job::{Job, Setup, others};
 use crate::common::rank::Talk;
 use crate::common::{Command, Failure, Report, SOON};
-use crate::support::{self, tokens};
+use crate::support::{self, cases, tokens};
 use half::bf16;
 use sidelane::World;
 
@@ -73,7 +73,7 @@ fn job(ranks: u32, seed: u64) -> Job {
 
 #[test]
 fn processes_see_what_the_host_sees() {
-    for (ranks, rounds) in [(2, 30), (4, 10)] {
+    for (ranks, rounds) in cases([(2, 30), (4, 10)], 1) {
         let mut job = job(ranks, 1);
         job.verify(0..ranks, rounds);
         job.end(0..ranks);

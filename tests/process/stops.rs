@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::job::{Job, Setup, THREE_AND_FIVE, TWO_BY_FOUR, others};
 use crate::common::{Command, Failure, Report, SOON};
+use crate::support::cases;
 use sidelane::topology::Route;
 
 /// Waits that last this long have gone from pausing to sleeping, and their deadline has begun to run.
@@ -45,7 +46,7 @@ fn rebuild_without(job: &mut Job, victim: u32) {
 
 #[test]
 fn a_stopped_rank_is_left_behind_and_harms_nobody_when_it_wakes() {
-    for (victim, nodes, route) in [
+    let all = [
         (4, [0; 8], Route::Direct),
         (0, [0; 8], Route::Direct),
         (4, TWO_BY_FOUR, Route::Direct),
@@ -54,7 +55,8 @@ fn a_stopped_rank_is_left_behind_and_harms_nobody_when_it_wakes() {
         (1, THREE_AND_FIVE, Route::Pxn),
         (7, THREE_AND_FIVE, Route::Pxn),
         (7, [0, 1, 2, 3, 4, 5, 6, 7], Route::Direct),
-    ] {
+    ];
+    for (victim, nodes, route) in cases(all, 4) {
         let mut job = Setup::on(&nodes).route(route).join();
         stop_in_mid_dispatch(&mut job, victim);
         rebuild_without(&mut job, victim);
@@ -89,7 +91,7 @@ fn a_stopped_rank_is_left_behind_and_harms_nobody_when_it_wakes() {
 #[test]
 fn a_rank_that_slept_beyond_the_deadline_blames_nobody_for_it() {
     const DEADLINE: Duration = Duration::from_secs(3);
-    for victim in [4, 0] {
+    for victim in cases([4, 0], 1) {
         let mut job = Setup::new(8).var("SIDELANE_DEADLINE_MS", DEADLINE.as_millis()).join();
         let stopped = stop_in_mid_dispatch(&mut job, victim);
         rebuild_without(&mut job, victim);
@@ -105,7 +107,7 @@ fn a_rank_that_slept_beyond_the_deadline_blames_nobody_for_it() {
 
 #[test]
 fn a_short_stop_is_no_loss() {
-    for (victim, route) in [(0, Route::Direct), (5, Route::Pxn)] {
+    for (victim, route) in cases([(0, Route::Direct), (5, Route::Pxn)], 1) {
         let mut job = Setup::new(8).nodes(2).route(route).join();
         set_waiting_for(&mut job, victim);
         job.stop(victim);
@@ -121,7 +123,7 @@ fn a_short_stop_is_no_loss() {
 #[test]
 fn a_job_that_was_stopped_as_a_whole_goes_on_where_it_was() {
     const DEADLINE: Duration = Duration::from_secs(2);
-    for route in Route::ALL {
+    for route in cases(Route::ALL, 1) {
         let setup = Setup::on(&THREE_AND_FIVE).route(route);
         let mut job = setup.var("SIDELANE_DEADLINE_MS", DEADLINE.as_millis()).join();
         set_waiting_for(&mut job, 3);

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use crate::common::job::{Job, Setup, THREE_AND_FIVE, TWO_BY_FOUR, others};
 use crate::common::network::Network;
 use crate::common::{Command, Failure, LONG, Report, SOON};
+use crate::support::cases;
 use sidelane::topology::Route;
 
 const TWO_BY_TWO: [u32; 4] = [0, 0, 1, 1];
@@ -26,13 +27,14 @@ fn demand_rail(job: &mut Job, ranks: u32, rail: &str) {
 
 #[test]
 fn every_row_lands_and_comes_home_over_tcp() {
-    for (nodes, route) in [
+    let all = [
         (&TWO_BY_TWO[..], Route::Direct),
         (&TWO_BY_TWO, Route::Pxn),
         (&TWO_BY_FOUR, Route::Direct),
         (&THREE_AND_FIVE, Route::Pxn),
         (&[0, 1, 2, 3], Route::Direct),
-    ] {
+    ];
+    for (nodes, route) in cases(all, 3) {
         let ranks = nodes.len() as u32;
         let mut job = Setup::on(nodes).route(route).var("SIDELANE_RAIL", "tcp").join();
         demand_rail(&mut job, ranks, "tcp (asked for)");
@@ -43,9 +45,9 @@ fn every_row_lands_and_comes_home_over_tcp() {
 
 #[test]
 fn a_rank_that_dies_or_leaves_is_named_and_the_others_meet_again() {
-    for (victim, route, killed) in
-        [(2, Route::Direct, true), (0, Route::Pxn, true), (5, Route::Pxn, true), (6, Route::Direct, false)]
-    {
+    let all =
+        [(2, Route::Direct, true), (0, Route::Pxn, true), (5, Route::Pxn, true), (6, Route::Direct, false)];
+    for (victim, route, killed) in cases(all, 1) {
         let mut job = Setup::on(&TWO_BY_FOUR).route(route).var("SIDELANE_RAIL", "tcp").join();
         job.verify(0..8, 2);
         job.start_round((0..8).filter(|&rank| killed || rank != victim));
@@ -72,14 +74,13 @@ fn a_rank_that_dies_or_leaves_is_named_and_the_others_meet_again() {
 
 #[test]
 fn ranks_that_leave_as_soon_as_they_are_done_have_told_the_others_everything() {
-    for route in Route::ALL {
-        for _ in 0..3 {
-            let mut job = Setup::on(&TWO_BY_FOUR).route(route).var("SIDELANE_RAIL", "tcp").join();
-            job.verify(0..8, 1);
-            job.tell(0..8, Command::LastRound);
-            job.verified(0..8, 1);
-            (0..8).for_each(|rank| assert_eq!(job.ended(rank), Some(0)));
-        }
+    let thrice = Route::ALL.into_iter().flat_map(|route| [route; 3]);
+    for route in cases(thrice, 3) {
+        let mut job = Setup::on(&TWO_BY_FOUR).route(route).var("SIDELANE_RAIL", "tcp").join();
+        job.verify(0..8, 1);
+        job.tell(0..8, Command::LastRound);
+        job.verified(0..8, 1);
+        (0..8).for_each(|rank| assert_eq!(job.ended(rank), Some(0)));
     }
 }
 
@@ -130,7 +131,7 @@ fn across(network: &std::sync::Arc<Network>) -> Setup {
 #[test]
 fn machines_without_anything_better_are_joined_by_tcp() {
     let Some(network) = Network::new() else { return };
-    for route in Route::ALL {
+    for route in cases(Route::ALL, 1) {
         // Whatever cards this machine has.
         let setup = across(&network).var("SIDELANE_IBVERBS", "/nowhere/libibverbs.so.1");
         let mut job = setup.route(route).join();

@@ -5,18 +5,20 @@ use std::time::Instant;
 
 use crate::common::job::{Job, Setup, THREE_AND_FIVE, TWO_BY_FOUR, others};
 use crate::common::{Command, Failure, Memory, Report, SOON};
+use crate::support::cases;
 use sidelane::topology::{NodeMap, Paths, Route};
 
 #[test]
 fn every_row_lands_and_comes_home_between_processes() {
-    for (nodes, route) in [
+    let all = [
         ([0; 8], Route::Direct),
         (TWO_BY_FOUR, Route::Direct),
         (TWO_BY_FOUR, Route::Pxn),
         (THREE_AND_FIVE, Route::Pxn),
         ([0, 1, 2, 3, 4, 5, 6, 7], Route::Direct),
         ([0, 1, 2, 3, 4, 5, 6, 7], Route::Pxn),
-    ] {
+    ];
+    for (nodes, route) in cases(all, 3) {
         let mut job = Setup::on(&nodes).route(route).join();
         job.verify(0..8, 12);
         job.end(0..8);
@@ -36,9 +38,9 @@ fn memory_of(job: &mut Job, ranks: u32) -> Vec<Memory> {
 
 #[test]
 fn a_rank_maps_the_heaps_of_its_node_and_a_wire_to_each_partner_elsewhere() {
-    for (nodes, route) in
-        [TWO_BY_FOUR, THREE_AND_FIVE].into_iter().flat_map(|nodes| Route::ALL.map(|route| (nodes, route)))
-    {
+    let all =
+        [TWO_BY_FOUR, THREE_AND_FIVE].into_iter().flat_map(|nodes| Route::ALL.map(|route| (nodes, route)));
+    for (nodes, route) in cases(all, 3) {
         let mut job = Setup::on(&nodes).route(route).join();
         let (seen, map) = (memory_of(&mut job, 8), NodeMap::from_labels(&nodes));
         let mut wires = BTreeSet::<u64>::new();
@@ -102,7 +104,8 @@ fn lose_and_rebuild(job: &mut Job, processes: &[u32], victim: u32, epoch: u16) -
 
 #[test]
 fn a_world_is_rebuilt_again_and_again() {
-    for (nodes, route) in [([0; 8], Route::Direct), (TWO_BY_FOUR, Route::Direct), (TWO_BY_FOUR, Route::Pxn)] {
+    let all = [([0; 8], Route::Direct), (TWO_BY_FOUR, Route::Direct), (TWO_BY_FOUR, Route::Pxn)];
+    for (nodes, route) in cases(all, 2) {
         let mut job = Setup::on(&nodes).route(route).join();
         let mut processes: Vec<u32> = (0..8).collect();
         for (victim, epoch) in [(3, 1), (0, 2), (5, 3)] {

@@ -23,6 +23,16 @@ pub fn tiny() -> Options {
     Options { config, ..Options::default() }
 }
 
+/// Cases that a test with processes runs: all if `SIDELANE_TEST_WORLDS` is `all`, else one.
+pub fn cases<T>(all: impl IntoIterator<Item = T>, most_demanding: usize) -> Vec<T> {
+    let mut all = all.into_iter();
+    match std::env::var("SIDELANE_TEST_WORLDS").as_deref() {
+        Ok("all") => all.collect(),
+        Ok(other) => panic!("SIDELANE_TEST_WORLDS is {other:?}, and only `all` is known"),
+        Err(_) => all.nth(most_demanding).into_iter().collect(),
+    }
+}
+
 /// Runs `body` on every rank of a world of threads; rank r is on node `nodes[r]`. Results in order of rank.
 pub fn on_ranks<T: Send>(nodes: &[u32], options: &Options, body: impl Fn(World) -> T + Sync) -> Vec<T> {
     let worlds = World::threads_with(nodes, options).expect("a world of threads");

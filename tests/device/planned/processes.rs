@@ -13,7 +13,7 @@ use sidelane::{Error, World};
 use super::calls::some;
 use super::on_devices;
 use super::rank::{Case, Rank};
-use crate::support::tokens;
+use crate::support::{cases, tokens};
 
 const ROUNDS: u64 = 200;
 /// Rounds after which a rank is killed.
@@ -85,7 +85,7 @@ fn processes_of_two_nodes_go_on_for_hundreds_of_rounds_to_the_bit() {
         8,
         1,
         || {
-            for route in Route::ALL {
+            for route in cases(Route::ALL, 1) {
                 let job = launched(&[("SIDELANE_TEST_ROUTE", route.name())]);
                 let text = String::from_utf8_lossy(&job.stdout);
                 let right = text.matches(&format!("{ROUNDS} rounds are right to the bit")).count();
@@ -102,7 +102,7 @@ fn a_killed_rank_of_another_node_ends_all_waits_with_its_name() {
         8,
         2,
         || {
-            for (victim, route) in [(0, Route::Direct), (3, Route::Direct), (3, Route::Pxn)] {
+            for (victim, route) in cases([(0, Route::Direct), (3, Route::Direct), (3, Route::Pxn)], 2) {
                 let victim_named = victim.to_string();
                 let variables =
                     [("SIDELANE_TEST_VICTIM", &*victim_named), ("SIDELANE_TEST_ROUTE", route.name())];

@@ -12,6 +12,7 @@ use super::faults::{cancelled, impatient, silent};
 use super::rank::{Case, Rank, Tensors, on_nodes, options, until};
 use super::replays::replays;
 use super::{calls, on_each, on_stand_in};
+use crate::support::cases;
 
 const TWO_AND_TWO: [u32; 4] = [0, 0, 1, 1];
 const THREE_AND_FIVE: [u32; 8] = [0, 0, 0, 1, 1, 1, 1, 1];
@@ -153,7 +154,7 @@ fn processes_of_two_nodes_exchange_hundreds_of_rounds_to_the_bit() {
     on_stand_in("stream::nodes::processes_of_two_nodes_exchange_hundreds_of_rounds_to_the_bit", || {
         let wide: &[(&str, &str)] = &[("SIDELANE_TEST_WIDE", "1")];
         let shapes = [("2,2", 4, &[][..]), ("3,5", 8, wide)];
-        for ((sizes, ranks, variables), rounds) in shapes.into_iter().zip(ROUNDS) {
+        for ((sizes, ranks, variables), rounds) in cases(shapes.into_iter().zip(ROUNDS), 1) {
             let job = launched(sizes, variables);
             let text = String::from_utf8_lossy(&job.stdout);
             let right = text.matches(&format!("{rounds} rounds are right to the bit")).count();

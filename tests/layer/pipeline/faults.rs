@@ -13,7 +13,7 @@ use sidelane::{Dtype, Error, World};
 
 use super::case::{Case, Cut, HIDDEN, Seen, WHOLE, gate, step, swiglu, tensors};
 use super::meddled::{Meddled, Meddler};
-use crate::support::{on_ranks, small};
+use crate::support::{cases, on_ranks, small};
 
 const LONG: Duration = Duration::from_secs(60);
 /// How long a node of a rank with slow experts may take: longer than any transfer here, on a busy machine too.
@@ -218,7 +218,7 @@ fn a_rank_of_the_world_below() {
 
 #[test]
 fn a_rank_killed_in_mid_layer_is_named_and_the_survivors_next_step_is_right() {
-    for backward in [false, true] {
+    for backward in cases([false, true], 1) {
         let job = Command::new(env!("CARGO_BIN_EXE_sidelane"))
             .args(["launch", "--ranks-per-node", "3", "--grace", "120", "--"])
             .arg(std::env::current_exe().unwrap())
