@@ -1,5 +1,7 @@
 """Dispatch and combine in torch's graphs."""
 
+import torch_needed  # noqa: F401
+
 SHAPES = [(2, 1), (4, 1)]
 
 

@@ -1,5 +1,7 @@
 """All-gather and reduce-scatter: see ``checks_collective``."""
 
+import torch_needed  # noqa: F401
+
 SHAPES = [(3, 1), (4, 2)]
 
 

@@ -1,5 +1,7 @@
 """Dispatch and combine of tensors on devices, without a GPU: the driver is a stand-in that does everything late."""
 
+import torch_needed  # noqa: F401
+
 import stops
 
 import sidelane

@@ -1,5 +1,7 @@
 """The documentation runs."""
 
+import torch_needed  # noqa: F401
+
 import document
 
 import sidelane

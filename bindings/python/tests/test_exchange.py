@@ -1,5 +1,7 @@
 """Dispatch and combine of processes, with tensors of torch and numpy."""
 
+import torch_needed  # noqa: F401
+
 SHAPES = [(2, 1), (4, 2)]
 
 

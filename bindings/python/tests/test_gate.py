@@ -1,5 +1,7 @@
 """Gates: presets, what they decide, what they refuse."""
 
+import torch_needed  # noqa: F401
+
 import numpy as np
 import pytest
 import torch

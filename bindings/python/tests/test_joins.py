@@ -1,5 +1,7 @@
 """Worlds beside torch's: by torchrun, and by a process group."""
 
+import torch_needed  # noqa: F401
+
 import os
 import socket
 import subprocess

@@ -1,5 +1,7 @@
 """Losses of routers, and gradients through their weights: against the same in torch's own operations."""
 
+import torch_needed  # noqa: F401
+
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,7 @@
 """The one-sided face."""
 
+import torch_needed  # noqa: F401
+
 SHAPES = [(2, 1), (4, 2)]
 
 

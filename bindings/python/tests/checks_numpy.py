@@ -1,0 +1,31 @@
+"""Dispatch, combine and gates on numpy arrays alone."""
+
+import numpy as np
+
+import sidelane
+
+HIDDEN = 8
+
+
+def check_tokens_return_from_the_experts_that_they_chose(world):
+    me, experts = world.rank, 2 * world.size
+    ep = sidelane.ExpertParallel(world, experts=experts, top_k=2, hidden=HIDDEN, dtype="float32")
+    # Token t of rank r chooses experts t and t + size, both at known ranks.
+    tokens = world.size
+    x = np.arange(tokens * HIDDEN, dtype=np.float32).reshape(tokens, HIDDEN) + 1000 * me
+    first = np.arange(tokens, dtype=np.int32)
+    ids = np.stack([first, first + world.size], axis=1)
+    rows, handle = ep.dispatch(x, ids, np.ones((tokens, 2), np.float32))
+    assert isinstance(rows, np.ndarray) and rows.shape == (handle.rows, HIDDEN)
+    held = np.repeat(np.arange(2 * me, 2 * me + 2), handle.tokens_per_expert)
+    assert handle.tokens_per_expert == [world.size, world.size]
+    out = ep.combine(rows * (1.0 + held.astype(np.float32))[:, None], handle)
+    expected = x * (2.0 + ids.sum(axis=1, dtype=np.float32))[:, None]
+    assert np.array_equal(np.asarray(out), expected)
+
+
+def check_a_gate_decides_on_numpy_logits(world):
+    logits = np.array([[0.0, 2.0, 1.0, 2.0], [3.0, 0.0, 0.0, 1.0]], np.float32)
+    decision = sidelane.Gate(sidelane.preset("mixtral", 4, 2)).route(logits)
+    assert np.asarray(decision.experts).tolist() == [[1, 3], [0, 3]]
+    assert np.asarray(decision.weights)[0].tolist() == [0.5, 0.5]
