@@ -1,3 +1,4 @@
 //! Rules that the files of this repository keep.
 
 mod module_layering;
+mod parts;

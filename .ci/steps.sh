@@ -1,0 +1,206 @@
+# Steps of the quick gate and of the full run, one function each. `.ci/run` and `.ci/full` source this file.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export CARGO_TERM_COLOR=never
+
+# The trainer alone needs candle, whose packages take as long to build as all others.
+readonly PACKAGES=(--workspace --exclude moe-lm)
+readonly TARGET="${CARGO_TARGET_DIR:-target}"
+readonly TORCH="$PWD/target/torch"
+
+# Parts of the full run, and the seconds that each takes on two cores after the quick gate.
+readonly PARTS=(worlds testbed trainer fuzz oracles python peers)
+declare -rA PART_SECONDS=(
+    [worlds]=300 [testbed]=420 [trainer]=420 [fuzz]=90 [oracles]=330 [python]=480 [peers]=330
+)
+
+step() { printf '\n== %4d s: %s\n' "$SECONDS" "$*"; }
+
+is_root() { [ "$(id -u)" = 0 ]; }
+
+# Installs packages of the distribution that are missing.
+install() {
+    local missing=() package
+    for package; do
+        dpkg-query -W -f='${db:Status-Status}\n' "$package" 2> /dev/null | grep -qx installed || missing+=("$package")
+    done
+    if [ ${#missing[@]} = 0 ]; then
+        return
+    fi
+    if ! is_root; then
+        echo "not installed, and only root can install it: ${missing[*]}"
+        return
+    fi
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" > /dev/null
+}
+
+step_system() {
+    step "system: headers of libibverbs, valgrind, network namespaces"
+    install iproute2 pkg-config libibverbs-dev librdmacm-dev libclang-14-dev gcc g++ python3-venv valgrind
+    local probe="sidelane-probe-$$"
+    if ip netns add "$probe"; then
+        ip netns del "$probe"
+        export SIDELANE_NEED_NAMESPACES=1
+    elif is_root; then
+        echo "root cannot make network namespaces, which tests between two machines need" >&2
+        exit 1
+    else
+        echo "this user cannot make network namespaces: tests between two machines are skipped"
+    fi
+}
+
+step_format() {
+    step format
+    cargo fmt --all --check
+}
+
+step_lints() {
+    step lints
+    cargo clippy "${PACKAGES[@]}" --all-targets -- -D warnings
+    cargo clippy --no-default-features --lib -- -D warnings
+}
+
+step_documentation() {
+    step documentation
+    RUSTDOCFLAGS="-D warnings" cargo doc --no-deps
+}
+
+# NVRTC comes from PyPI and needs no GPU.
+step_kernels() {
+    step "kernels: the PTX is what the sources give"
+    python3 cuda/build.py --check
+}
+
+# All packages at once: each choice of packages has features of its own, and another choice builds the library again.
+step_tests() {
+    step "tests: all packages but the trainer, one world per process test"
+    SIDELANE_NEED_VALGRIND=1 SIDELANE_RANDOM_SECONDS=3 cargo test "${PACKAGES[@]}" --no-fail-fast
+}
+
+# The tests have built the program and the example.
+step_bench() {
+    step "the main job, in small"
+    "$TARGET/debug/sidelane" bench --tokens 64 --hidden 1024 --rounds 20
+    "$TARGET/debug/sidelane" bench --tokens 64 --hidden 1024 --rounds 20 --ranks-per-node 8
+    "$TARGET/debug/sidelane" bench --tokens 64 --hidden 1024 --rounds 5 --ranks-per-node 3,5 --order node --wire bf16
+    "$TARGET/debug/sidelane" bench --tokens 64 --hidden 1024 --rounds 5 --ranks-per-node 2,2 --route direct \
+        --backward --align 16
+    "$TARGET/debug/sidelane" bench --tokens 64 --hidden 1024 --rounds 5 --ranks-per-node 2,2 --strategy gather
+    "$TARGET/debug/sidelane" route
+    "$TARGET/debug/examples/one_sided"
+}
+
+# In the profile of the tests: it builds sooner than as users build it.
+step_python() {
+    step "package for Python, without torch"
+    python3 -m venv target/python
+    MATURIN_PEP517_ARGS="--profile dev" target/python/bin/pip install --quiet --disable-pip-version-check \
+        ./bindings/python pytest numpy
+    target/python/bin/python -m pytest -q -rs bindings/python
+}
+
+# Whoever is not root may lack the packages of the test bed.
+has_testbed() {
+    if is_root || command -v qemu-system-x86_64 > /dev/null; then
+        return
+    fi
+    echo "no QEMU, and only root can install it: the test bed is skipped"
+    return 1
+}
+
+step_conformance() {
+    step "two machines with RDMA cards: the contract of a lane"
+    if has_testbed; then
+        cargo run -p testbed -- --only conformance
+    fi
+}
+
+part_worlds() {
+    step "worlds: all cases of the tests that start processes"
+    SIDELANE_TEST_WORLDS=all cargo test --no-fail-fast --test process --test device --test layer
+}
+
+part_testbed() {
+    step "test bed: two machines with RDMA cards, all steps"
+    if has_testbed; then
+        cargo run -p testbed -- --rounds 2
+    fi
+}
+
+# Its ranks are threads and processes: each computes on one core.
+part_trainer() {
+    step "trainer: ranks learn what one process learns in their place"
+    cargo clippy -p moe-lm --all-targets -- -D warnings
+    RAYON_NUM_THREADS=1 cargo test -p moe-lm
+}
+
+part_fuzz() {
+    step "fuzz: a minute of random bytes at the functions of C"
+    SIDELANE_RANDOM_SECONDS=60 cargo test "${PACKAGES[@]}" --test random
+}
+
+# Megatron-core needs a torch that PyPI has with CUDA only: 4.8 GB on the disk, one to three minutes.
+torch() {
+    if [ ! -e "$TORCH/complete" ]; then
+        python3 -m venv "$TORCH"
+        "$TORCH/bin/pip" install --quiet --no-compile --disable-pip-version-check -r tests/gate/oracles/requirements.txt
+        touch "$TORCH/complete"
+    fi
+}
+
+part_oracles() {
+    step "oracles of the gate: Megatron-core and DeepSpeed as published"
+    torch
+    "$TORCH/bin/python" tests/gate/oracles/judge.py --cases 2200 --seed 1 --out target/gate-cases.jsonl
+    SIDELANE_GATE_CASES="$PWD/target/gate-cases.jsonl" cargo test --test gate oracles -- --nocapture
+}
+
+part_python() {
+    step "package for Python, with torch and Megatron-core, built as users build it"
+    torch
+    "$TORCH/bin/pip" install --quiet --disable-pip-version-check --force-reinstall --no-deps ./bindings/python
+    "$TORCH/bin/pip" install --quiet --disable-pip-version-check pytest numpy
+    SIDELANE_NEED_TORCH=1 SIDELANE_NEED_MEGATRON=1 SIDELANE_NEED_DEVICES=1 \
+        "$TORCH/bin/python" -m pytest -q -rs bindings/python
+}
+
+# The third of the peers is torch.
+part_peers() {
+    step "peers: MPI, UCX and torch beside the program"
+    install openmpi-bin libopenmpi-dev ucx-utils
+    torch
+    SIDELANE_NEED_PEERS=1 SIDELANE_PYTHON="$TORCH/bin/python" cargo test --no-fail-fast --test cli
+}
+
+# Prints a path prefix and the parts that it asks for, by lines of the table in CONTRIBUTING.md.
+table() {
+    sed -nE 's/^\| `([^`]+)` +\| (.*[^ ]) +\|$/\1 \2/p' CONTRIBUTING.md | tr -d '`,'
+}
+
+# Prints the parts that paths on standard input ask for, in the order of PARTS.
+parts_of() {
+    local path prefix parts wanted=" " part
+    while read -r path; do
+        while read -r prefix parts; do
+            case "$path" in "$prefix"*) wanted+="$parts " ;; esac
+        done < <(table)
+    done
+    for part in "${PARTS[@]}"; do
+        case "$wanted" in *" $part "*) echo "$part" ;; esac
+    done
+}
+
+# The commit that a change began at: where it left the main branch, or on that branch the commit before the last.
+base_of_change() {
+    local head upstream base
+    head="$(git rev-parse HEAD)"
+    for upstream in '@{upstream}' origin/HEAD origin/main main; do
+        base="$(git merge-base HEAD "$upstream" 2> /dev/null)" || continue
+        if [ "$base" != "$head" ]; then
+            echo "$base"
+            return
+        fi
+    done
+    git rev-parse --verify --quiet HEAD^
+}
