@@ -1,7 +1,7 @@
 //! `sidelane bench` between two machines: network namespaces, one launcher in each, the tcp lane between them.
 
 #[path = "../process/common/network.rs"]
-mod network;
+mod namespaces;
 #[path = "../process/common/wires.rs"]
 mod wires;
 
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use network::Network;
+use namespaces::Network;
 use rustix::process::Pid;
 
 /// Where the ranks meet.
