@@ -95,6 +95,7 @@ fn valgrind_finds_nothing() {
         job.env("SIDELANE_LIVENESS_MS", "120000").env("SIDELANE_RENDEZVOUS_MS", "120000");
         job.args(["valgrind", "--quiet", "--error-exitcode=99", "--fair-sched=try"]);
         job.args([&format!("--leak-check={leaks}"), "--errors-for-leak-kinds=definite"]);
+        job.arg(format!("--suppressions={PACKAGE}/tests/valgrind.supp"));
         succeeded(&job.arg(program).output().expect("it starts"), &name);
     }
 }
