@@ -125,11 +125,13 @@ impl<'a> Lowering<'a> {
         let programs = RankPrograms::new(self.paths, self.placed.chunks, sums, engines);
         let mut lines = self.lines();
         // What a token needs of planning alone decides which rows are packed; engines that relay need the placement first.
+        let program = programs.own(kind, Relays::Inline);
+        let goes_out = program.steps().iter().any(|step| step.action == Action::Compute(Work::FillRows));
         let late = kind.places() && self.rank.arrivals.is_some();
-        if !late && self.goes_out(kind) {
+        if goes_out && !late {
             self.pack(&mut lines);
         }
-        for CallStep { role, action } in programs.own(kind, Relays::Inline).line(None) {
+        for CallStep { role, action } in program.line(None) {
             match action {
                 // Nothing was offered before the first call.
                 Action::Run(StageId::Release, _) => {}
@@ -183,11 +185,6 @@ impl<'a> Lowering<'a> {
     fn pack(&self, lines: &mut Lines) {
         let packed = if lines.device() { 2 * self.packed_bytes() } else { 0 };
         lines.kernel(packed, 0);
-    }
-
-    /// Whether rows go out in calls of this kind.
-    fn goes_out(&self, kind: CallKind) -> bool {
-        kind != CallKind::Combine
     }
 
     /// Kernels sum where relays do; else engines bring everything here first.
