@@ -21,7 +21,7 @@ use super::flight::Flight;
 use super::handle::Inner;
 use super::workspace::Workspace;
 use crate::dtype::Wire;
-use crate::error::{CallKind, Cause, Error};
+use crate::error::{CallError, CallKind, Cause, Error};
 use crate::exec::{Executor, Until, drive};
 use crate::gate::Routing;
 use crate::lane::Io;
@@ -29,7 +29,7 @@ use crate::memory::Extent;
 use crate::plan::{
     Block, Everyone, ExpertMap, Frame, Known, Mode, Order, Regroup, RowLayout, Strategy, Traffic,
 };
-use crate::schedule::call::{CallMachine, Half, RankPrograms, Role, StageId, Work};
+use crate::schedule::call::{CallMachine, Part, RankPrograms, Role, StageId, Work};
 use crate::schedule::{Index, Operand, Operands, Place, WindowId};
 use crate::world::Group;
 
@@ -255,10 +255,10 @@ struct Regrouping<'e> {
 }
 
 impl Executor for Regrouping<'_> {
-    fn run(&mut self, _: Role, stage: StageId, half: Half) -> Result<(), Error> {
+    fn run(&mut self, _: Role, stage: StageId, part: Part) -> Result<(), Error> {
         let (from, row_bytes) = (self.extent.offset(), self.fixed.sizing(self.kind).row_bytes);
         let Regroup { runs, rows, .. } = &self.gather.regroup;
-        let items = self.programs.stages.items(stage, half);
+        let items = self.programs.stages.items(stage, part);
         let table = &[self.gather.operand(self.fixed, self.kind, (from, from + self.behind))];
         let operands = Operands { table, runs, rows, ..Operands::default() };
         let stores = self.fixed.stores(rows.len() as u64 * row_bytes);
@@ -285,8 +285,7 @@ impl Executor for Regrouping<'_> {
                 gather.regroup.write_notes(sizing.words_out as usize, words);
                 made.receive(fixed, words, self.weights);
             }
-            // Steps of other programs.
-            _ => {}
+            _ => return Err(CallError::unknown_step(*kind, &work).into()),
         }
         Ok(())
     }

@@ -10,6 +10,7 @@ use super::buffers::Contribution;
 use super::fixed::Fixed;
 use super::flight::{Flight, Lent, Offer};
 use super::handle::{Inner, Kept};
+use super::offload::HostRelay;
 use super::relay::RelayTask;
 use super::workspace::Workspace;
 use crate::error::{CallError, Error, MemoryError, PlanError};
@@ -19,7 +20,7 @@ use crate::lane::Io;
 use crate::memory::Extent;
 use crate::plan::{Bins, Frame, Overflow, Traffic};
 use crate::rows::{Arithmetic, Stores};
-use crate::schedule::call::{Half, RankPrograms, Role, StageId, Work};
+use crate::schedule::call::{Part, RankPrograms, Role, StageId, Work};
 use crate::schedule::{CallerTables, Operands, Parts, Refusal, RelayTables, Sum, Tag, WindowId};
 
 /// A call amid its steps: the instance it is made on, what it owns, and what the caller lends it for this half.
@@ -32,9 +33,9 @@ pub(super) struct HostCall<'e, 'l> {
 }
 
 impl Executor for HostCall<'_, '_> {
-    fn run(&mut self, role: Role, stage: StageId, half: Half) -> Result<(), Error> {
+    fn run(&mut self, role: Role, stage: StageId, part: Part) -> Result<(), Error> {
         match role {
-            Role::Own => self.run_own(stage, half),
+            Role::Own => self.run_own(stage, part),
             Role::Relay => self.run_relay(stage),
         }
     }
@@ -74,15 +75,7 @@ impl Executor for HostCall<'_, '_> {
             Work::Metadata => self.metadata()?,
             Work::Retire => self.retire(),
             Work::Adopt => self.adopt(),
-            // Steps of relays, of devices, and of what follows an all-gather.
-            Work::Compose
-            | Work::Learn
-            | Work::FillRelay
-            | Work::FillReturn
-            | Work::FillBringIn
-            | Work::FillPull
-            | Work::SortAll
-            | Work::PlaceAll => {}
+            _ => return Err(CallError::unknown_step(self.flight.kind(), &work).into()),
         }
         Ok(())
     }
@@ -113,14 +106,14 @@ impl HostCall<'_, '_> {
         verdict
     }
 
-    fn run_own(&mut self, stage: StageId, half: Half) -> Result<(), Error> {
+    fn run_own(&mut self, stage: StageId, part: Part) -> Result<(), Error> {
         let Workspace { host, tables, sorted, calls, .. } = &mut *self.space;
         let inner = self.lent.handle.map_or(&self.flight.made, |handle| handle.inner());
         let (mut io, mut layout, mut stores) = (Io::default(), None, Stores::Cached);
         match stage {
             StageId::Rows => {
                 (layout, stores) = (Some(inner), self.flight.stores);
-                if half == Half::Start {
+                if part == Part::Start {
                     io = Io { input: self.lent.input, notes: bytemuck::cast_slice(&sorted.notes), ..io };
                 }
             }
@@ -137,7 +130,7 @@ impl HostCall<'_, '_> {
             sum: layout.map_or(Sum::default(), |inner| inner.sum(&tables.bases, weighted)),
             ..tables.operands(*calls, self.fixed.spec.row_bytes())
         };
-        host.run(&self.fixed.port, self.programs.stages.items(stage, half), &operands, &mut io, stores)
+        host.run(&self.fixed.port, self.programs.stages.items(stage, part), &operands, &mut io, stores)
     }
 
     fn run_relay(&mut self, stage: StageId) -> Result<(), Error> {
@@ -155,17 +148,17 @@ impl HostCall<'_, '_> {
     }
 
     /// Has the relay, which is here, work on its task of this call.
-    fn with_relay<R: Default>(
+    fn with_relay(
         &mut self,
-        step: impl FnOnce(&mut super::offload::HostRelay, &RankPrograms, &mut RelayTask) -> Result<R, Error>,
-    ) -> Result<R, Error> {
+        step: impl FnOnce(&mut HostRelay, &RankPrograms, &mut RelayTask) -> Result<(), Error>,
+    ) -> Result<(), Error> {
         if self.flight.task.is_none() {
             self.flight.task = Some(self.task());
         }
         let relay = self.space.relay.as_mut().and_then(|relay| relay.here());
         match (relay, &mut self.flight.task) {
             (Some(relay), Some(task)) => step(relay, self.programs, task),
-            _ => Ok(R::default()),
+            _ => Ok(()),
         }
     }
 
@@ -176,14 +169,16 @@ impl HostCall<'_, '_> {
             Some(handle) => handle.inner().forward.clone(),
             None => flight.made.forward.take(),
         };
-        let home = self
-            .lent
-            .handle
-            .map_or(0, |handle| CallerTables::home_bytes(&self.fixed.paths(), &handle.inner().layout));
+        // Only a rank that offers has checked that the handle is one of this instance.
+        let offer = flight.offer.as_ref().zip(self.lent.handle);
+        let outbox = offer.map_or(0, |(offer, handle)| {
+            let home = CallerTables::home_bytes(&self.fixed.paths(), &handle.inner().layout);
+            offer.staging.offset() + home
+        });
         RelayTask {
             parts: flight.parts,
             weighted: flight.weighted && flight.parts.rows,
-            outbox: flight.offer.as_ref().map_or(0, |offer| offer.staging.offset() + home),
+            outbox,
             stores: flight.stores,
             ..RelayTask::new(calls, flight.kind(), forward.unwrap_or_default())
         }

@@ -9,7 +9,7 @@
 //! A dispatch on the host, in the caller's thread; a relay, where there are other nodes, plays its part in between:
 //!
 //! ```text
-//!   start    licence: peers have read what I offered last; announce free memory; publish counts; signal
+//!   start    release: peers have read what I offered last; announce free memory; publish counts; signal
 //!   finish   everybody's counts are here: check that all make the same call, place, put rows, wait for mine
 //! ```
 //!

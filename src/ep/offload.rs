@@ -18,7 +18,7 @@ use super::relay::{Relay, RelayCall, RelayTask};
 use crate::error::{Cause, Error, LaneError};
 use crate::exec::{Executor, Host, Moved, Until};
 use crate::lane::Io;
-use crate::schedule::call::{Half, RankPrograms, Role, StageId, Work};
+use crate::schedule::call::{Part, RankPrograms, Role, StageId, Work};
 use crate::schedule::{Item, Operands};
 use crate::world::Shared;
 
@@ -41,7 +41,7 @@ impl HostRelay {
         task: &mut RelayTask,
         stage: StageId,
     ) -> Result<(), Error> {
-        self.call(programs, task, |call| call.run(Role::Relay, stage, Half::Whole))
+        self.call(programs, task, |call| call.run(Role::Relay, stage, Part::Whole))
     }
 
     /// Plans one step of the relay in its caller's thread.

@@ -171,8 +171,8 @@ impl ExpertParallel {
     }
 
     /// Makes one call, and does this once all ranks have agreed on it: from then on it is not refused, and what is left of it
-    /// is to move rows. Not invoked for refused calls, for [`Strategy::Gather`], or for the gradient of a weighted combine,
-    /// which is two calls.
+    /// is to move rows. Not invoked for refused calls, nor for dispatches by [`Strategy::Gather`]. The gradient of a weighted
+    /// combine is two calls, and the first invokes it: so it is not for that.
     pub(crate) fn on_agreed<R>(
         &mut self,
         agreed: impl FnOnce() + Send + Sync + 'static,

@@ -7,11 +7,11 @@ use std::sync::Arc;
 
 use super::agreement::GroupCounts;
 use super::fixed::Fixed;
-use crate::error::{CallKind, Cause, Error, PlanError};
+use crate::error::{CallError, CallKind, Cause, Error, PlanError};
 use crate::exec::{Executor, Moved, Until, drive};
 use crate::plan::{Arrivals, Chunk, Forward};
 use crate::rows::Stores;
-use crate::schedule::call::{CallMachine, Half, RankPrograms, Role, StageId, Work};
+use crate::schedule::call::{CallMachine, Part, RankPrograms, Role, StageId, Work};
 use crate::schedule::{Calls, Flag, Item, Operands, Parts, Refusal, RelayTables, Sum, WindowId};
 use crate::topology::Route;
 
@@ -246,8 +246,8 @@ pub(super) struct RelayCall<'r, 'f> {
 }
 
 impl Executor for RelayCall<'_, '_> {
-    fn run(&mut self, _: Role, stage: StageId, half: Half) -> Result<(), Error> {
-        (self.run)(self.programs.stages.items(stage, half), &self.relay.operands(self.task))
+    fn run(&mut self, _: Role, stage: StageId, part: Part) -> Result<(), Error> {
+        (self.run)(self.programs.stages.items(stage, part), &self.relay.operands(self.task))
     }
 
     fn compute(&mut self, _: Role, work: Work) -> Result<(), Error> {
@@ -265,8 +265,7 @@ impl Executor for RelayCall<'_, '_> {
                 Ok(())
             }
             Work::FillReturn => relay.fill_return(task),
-            // Steps of a rank's own programs.
-            _ => Ok(()),
+            _ => Err(CallError::unknown_step(task.kind, &work).into()),
         }
     }
 

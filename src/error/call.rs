@@ -103,6 +103,14 @@ pub enum CallError {
         /// The other's.
         theirs: u64,
     },
+    /// A call's program has a step that its driver does not perform.
+    #[error("{kind:?} has the step {step}, which its driver does not perform")]
+    UnknownStep {
+        /// Which call.
+        kind: CallKind,
+        /// The step.
+        step: String,
+    },
     /// Another rank's input was refused: nothing moved on any rank.
     #[error("call {call}: nothing moved, because the input of rank {peer} was refused there")]
     PeerRefused {
@@ -191,4 +199,11 @@ pub enum CallError {
         /// What is missing.
         missing: &'static str,
     },
+}
+
+impl CallError {
+    /// That a program of a call of this kind has a step that its driver does not perform.
+    pub(crate) fn unknown_step(kind: CallKind, step: &impl std::fmt::Debug) -> CallError {
+        CallError::UnknownStep { kind, step: format!("{step:?}") }
+    }
 }

@@ -4,15 +4,15 @@
 //! None knows the order of steps: that is the program's.
 
 use crate::error::Error;
-use crate::schedule::call::{Action, CallMachine, CallProgram, Half, Role, StageId, Work};
+use crate::schedule::call::{Action, CallMachine, CallProgram, Part, Role, StageId, Work};
 
 /// Performs the steps of a call.
 pub trait Executor {
-    /// Runs a stage, or a half of it.
+    /// Runs a stage, or a part of it.
     ///
     /// # Errors
     /// Those that end the world.
-    fn run(&mut self, role: Role, stage: StageId, half: Half) -> Result<(), Error>;
+    fn run(&mut self, role: Role, stage: StageId, part: Part) -> Result<(), Error>;
 
     /// Plans or computes.
     ///
@@ -58,7 +58,7 @@ pub fn drive(
             break;
         }
         let verdict = match step.action {
-            Action::Run(stage, half) => executor.run(step.role, stage, half).map(Ok)?,
+            Action::Run(stage, part) => executor.run(step.role, stage, part).map(Ok)?,
             Action::Compute(work) => executor.compute(step.role, work).map(Ok)?,
             Action::Agree => executor.agree(step.role),
             Action::Admit => executor.admit(step.role),

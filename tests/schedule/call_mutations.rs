@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 
 use sidelane::error::CallKind;
-use sidelane::plan::Order;
+use sidelane::plan::{Mode, Order, Overflow, RowLayout};
 use sidelane::schedule::call::{
-    Action, CallChange, CallMutation, CallProgram, CallStep, Engines, Half, RankPrograms, Relays, StageId,
+    Action, CallChange, CallMutation, CallProgram, CallStep, Engines, Part, RankPrograms, Relays, StageId,
     Work,
 };
 use sidelane::schedule::prove::prove;
@@ -56,7 +56,7 @@ fn dropped(step: CallStep, mutation: &CallMutation, group: &Group) -> Option<&'s
             Some("no header comes in such calls, and parts are awaited by themselves")
         }
         Action::Compute(Work::Describe) if !rails => Some("there are no relays that would read a header"),
-        Action::Run(StageId::Entry | StageId::Offer, Half::Finish) if inline && rails => {
+        Action::Run(StageId::Entry | StageId::Offer, Part::Finish) if inline && rails => {
             Some("its relay has waited in the same thread")
         }
         _ => None,
@@ -86,8 +86,14 @@ fn swapped(first: CallStep, second: CallStep, mutation: &CallMutation) -> Option
         (Run(StageId::Agreed, _), Run(StageId::Headers, _)) if mutation.kind == CallKind::Combine => {
             Some("offers come with entries, before any verdict")
         }
-        (Run(..), _) | (_, Run(..)) => None,
-        _ => Some("both plan, and neither needs the other"),
+        (Compute(Work::Publish), Compute(Work::Announce))
+        | (Compute(Work::Describe), Compute(Work::TellAgreed))
+        | (Compute(Work::TellAgreed), Compute(Work::FillRows | Work::Landings | Work::Bases))
+        | (Compute(Work::Report), Compute(Work::Metadata))
+        | (Compute(Work::JoinRelay), Compute(Work::FillSum))
+        | (Compute(Work::Bases), Compute(Work::Judge)) => Some("both plan, and neither needs the other"),
+        (Agree, Compute(Work::Bases | Work::JoinRelay)) => Some("the verdict needs tags alone"),
+        _ => None,
     }
 }
 
@@ -181,4 +187,9 @@ fn driver_mutants_of_copy_engines_are_found() {
     all_of_group_found(Group::new(&[0, 0, 1, 1], 4, 5).run((Route::Direct, Relays::Inline)).pulling());
     all_of_group_found(Group::dense(&[0, 0, 1, 1], 4, 5).run((Route::Pxn, Relays::Inline)).pulling());
     all_of_group_found(Group::new(&[0, 0, 1, 1], 4, 5).run((Route::Direct, Relays::Inline)).straight());
+    let budget = Mode::Budget { rows: 60, overflow: Overflow::Drop };
+    let within = (RowLayout::ExpertMajor, budget, Order::Expert);
+    all_of_group_found(
+        Group::new(&[0; 4], 4, 5).run((Route::Direct, Relays::Inline)).pulling().placed(within),
+    );
 }

@@ -7,10 +7,10 @@ use super::dispatch::Landing;
 use super::planner::Planner;
 use super::space::Extent;
 use crate::ep::relay::{RelayCall, RelayTask};
-use crate::error::{CallKind, Error};
+use crate::error::{CallError, CallKind, Error};
 use crate::exec::{Executor, Packed, Until, drive};
 use crate::plan::Layout;
-use crate::schedule::call::{CallMachine, Half, RankPrograms, Relays, Role, StageId, Work};
+use crate::schedule::call::{CallMachine, Part, RankPrograms, Relays, Role, StageId, Work};
 use crate::schedule::{Operands, Parts, Tag};
 
 /// A call amid its steps.
@@ -76,16 +76,16 @@ impl<'p> PlannerCall<'p> {
         self.planner.tables.tags.fill(self.tag);
     }
 
-    fn stage(&mut self, stage: StageId, half: Half) -> Result<(), Error> {
+    fn stage(&mut self, stage: StageId, part: Part) -> Result<(), Error> {
         let Planner { engine, tables, kept, common, calls, scratch, .. } = &mut *self.planner;
-        let items = self.programs.stages.items(stage, half);
+        let items = self.programs.stages.items(stage, part);
         let layout: &Layout = &kept[self.seat as usize].layout;
         let rows = stage == StageId::Rows;
         let operands = Operands {
             runs: if rows { &layout.runs } else { &[] },
             ..tables.operands(*calls, common.shape.row_bytes())
         };
-        if !rows || half == Half::Finish {
+        if !rows || part == Part::Finish {
             return engine.run(items, &operands, None);
         }
         let (staging, notes) = (common.shape.staging(self.seat), common.shape.host_notes(self.seat));
@@ -111,11 +111,11 @@ impl<'p> PlannerCall<'p> {
 }
 
 impl Executor for PlannerCall<'_> {
-    fn run(&mut self, role: Role, stage: StageId, half: Half) -> Result<(), Error> {
+    fn run(&mut self, role: Role, stage: StageId, part: Part) -> Result<(), Error> {
         if role == Role::Relay {
-            return self.relay(|relay| relay.run(role, stage, half));
+            return self.relay(|relay| relay.run(role, stage, part));
         }
-        self.stage(stage, half)?;
+        self.stage(stage, part)?;
         if stage == StageId::Release {
             let Planner { common, engine, .. } = &mut *self.planner;
             common.space.reach(common.served.load(std::sync::atomic::Ordering::Relaxed) + 1);
@@ -147,19 +147,22 @@ impl Executor for PlannerCall<'_> {
             Work::Bases => Ok(self.bases()?),
             Work::FillPull => Ok(self.fill_pull()),
             Work::Retire => Ok(self.planner.calls.returned()),
-            // A device has nobody to tell, and its caller's stream finds rows and metadata where they landed. Other works
-            // are steps of the host's programs.
-            _ => Ok(()),
+            // Nobody waits for the verdict, and the caller's stream finds rows and metadata where they landed.
+            Work::TellAgreed | Work::Report | Work::Metadata => Ok(()),
+            _ => Err(CallError::unknown_step(self.tag.kind, &work).into()),
         }
     }
 
     fn agree(&mut self, _: Role) -> Result<(), Error> {
         let refused = self.refused.take();
-        self.planner.common.fixed.agreement(self.planner.calls, self.tag.kind).agree(self.tag, refused)
+        let agreement = self.planner.common.fixed.agreement(self.planner.calls, self.tag.kind);
+        agreement.agree(self.tag, refused).inspect_err(|_| self.landing = None)
     }
 
     fn admit(&mut self, _: Role) -> Result<(), Error> {
         let Planner { common, calls, numbers, .. } = &mut *self.planner;
-        common.fixed.agreement(*calls, self.tag.kind).check_space(self.tag, numbers)
+        let verdict = common.fixed.agreement(*calls, self.tag.kind).check_space(self.tag, numbers);
+        // Memory is free before the caller hears of the refusal, and may enter the next call.
+        verdict.inspect_err(|_| self.landing = None)
     }
 }

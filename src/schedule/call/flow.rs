@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use super::{Action, CallProgram, CallStep, Half, Role, StageId, Work};
+use super::{Action, CallProgram, CallStep, Part, Role, StageId, Work};
 
 /// A value that one step of a rank gives to later ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -138,9 +138,9 @@ impl CallProgram {
 fn gives(action: Action) -> &'static [Value] {
     use Value::*;
     match action {
-        Action::Run(StageId::Entry | StageId::Offer, Half::Start) => &[Entered],
+        Action::Run(StageId::Entry | StageId::Offer, Part::Start) => &[Entered],
         Action::Run(StageId::Entry | StageId::Offer, _) | Action::Run(StageId::AllEntered, _) => &[AllTags],
-        Action::Run(StageId::Rows, Half::Start) => &[Sent],
+        Action::Run(StageId::Rows, Part::Start) => &[Sent],
         Action::Run(StageId::Rows, _) => &[Landed],
         Action::Run(StageId::BringIn, _) => &[BroughtIn],
         Action::Run(StageId::Home, _) => &[Returned],
@@ -176,9 +176,9 @@ fn gives(action: Action) -> &'static [Value] {
 fn needs(step: &CallStep) -> Vec<(Role, Value)> {
     use Value::*;
     let values: &[Value] = match step.action {
-        Action::Run(StageId::Entry | StageId::Offer, Half::Start) => &[Tag],
+        Action::Run(StageId::Entry | StageId::Offer, Part::Start) => &[Tag],
         Action::Run(StageId::Entry | StageId::Offer, _) => &[Entered, RelayStarted],
-        Action::Run(StageId::Rows, Half::Start) => &[Verdict, Operands],
+        Action::Run(StageId::Rows, Part::Start) => &[Verdict, Operands],
         Action::Run(StageId::Rows, _) => &[Sent],
         Action::Run(StageId::BringIn, _) => &[BringInOperands],
         Action::Run(StageId::Home, _) => &[Verdict],
@@ -198,14 +198,16 @@ fn needs(step: &CallStep) -> Vec<(Role, Value)> {
             Work::Judge => &[AllTags],
             Work::Place => &[Choices, Sizes, Verdict],
             Work::Describe => &[Landings],
-            Work::TellAgreed | Work::Adopt => &[Verdict],
+            Work::TellAgreed => &[Verdict],
+            Work::Adopt => &[Verdict, RelayBack],
             Work::Landings => &[Verdict],
             Work::Bases => &[AllTags],
             Work::FillRows => &[Landings],
             Work::FillSum | Work::FillPull => &[Bases],
             Work::FillBringIn => &[Landed],
-            Work::Report | Work::Metadata => &[Landed, BroughtIn],
-            Work::Retire => &[Summed],
+            Work::Report => &[Landed, BroughtIn, RelayBack],
+            Work::Metadata => &[Landed, BroughtIn],
+            Work::Retire => &[Summed, RelayBack],
             Work::Learn => &[Headers],
             Work::FillRelay => &[Blocks, Bases, Headers],
             Work::FillReturn => &[Headers, Bases],

@@ -35,7 +35,7 @@ pub use flow::{Lacking, Value};
 pub use machine::CallMachine;
 pub use mutate::{CallChange, CallMutation};
 pub use programs::{CallPrograms, CallShape, Engines, RankPrograms, Relays};
-pub use stage::{Half, StageId, Stages};
+pub use stage::{Part, StageId, Stages};
 
 /// Which of a rank's programs a step belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,7 +59,7 @@ pub struct CallStep {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Runs the operations of a stage, or of one half of it.
-    Run(StageId, Half),
+    Run(StageId, Part),
     /// Plans or computes. Touches windows only where [`Work`] says so.
     Compute(Work),
     /// Compares the tags of all ranks. Cuts the call if a rank refuses or makes another call.
@@ -178,9 +178,9 @@ impl CallProgram {
 impl fmt::Display for Action {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Action::Run(stage, Half::Whole) => write!(f, "{}", stage.name()),
-            Action::Run(stage, Half::Start) => write!(f, "{}..", stage.name()),
-            Action::Run(stage, Half::Finish) => write!(f, "..{}", stage.name()),
+            Action::Run(stage, Part::Whole) => write!(f, "{}", stage.name()),
+            Action::Run(stage, Part::Start) => write!(f, "{}..", stage.name()),
+            Action::Run(stage, Part::Finish) => write!(f, "..{}", stage.name()),
             Action::Compute(work) => write!(f, "{work:?}"),
             Action::Agree => f.write_str("Agree!"),
             Action::Admit => f.write_str("Admit!"),

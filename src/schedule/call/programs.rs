@@ -1,6 +1,6 @@
 //! The programs: every kind of call, as a table of steps.
 
-use super::{Action, CallProgram, CallStep, Cut, Half, Role, StageId, Stages, Work};
+use super::{Action, CallProgram, CallStep, Cut, Part, Role, StageId, Stages, Work};
 use crate::error::CallKind;
 use crate::topology::Paths;
 
@@ -41,7 +41,7 @@ pub struct Engines {
 }
 
 use Action::{Admit, Agree, Compute, Run};
-use Half::{Finish, Start, Whole};
+use Part::{Finish, Start, Whole};
 
 impl CallShape {
     /// Dispatch and `prepare`: counts first, then rows.

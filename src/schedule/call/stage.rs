@@ -49,7 +49,7 @@ pub enum StageId {
 
 /// Which part of a stage a step runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Half {
+pub enum Part {
     /// All of it.
     Whole,
     /// What precedes the first wait.
@@ -147,13 +147,13 @@ impl Stages {
         &self.all[id as usize]
     }
 
-    /// The operations of a stage, or of a half of it, in launch order.
-    pub fn items(&self, id: StageId, half: Half) -> &[Item] {
+    /// The operations of a stage, or of a part of it, in launch order.
+    pub fn items(&self, id: StageId, part: Part) -> &[Item] {
         let stage = self.of(id);
-        match half {
-            Half::Whole => &stage.items,
-            Half::Start => stage.start(),
-            Half::Finish => stage.finish(),
+        match part {
+            Part::Whole => &stage.items,
+            Part::Start => stage.start(),
+            Part::Finish => stage.finish(),
         }
     }
 }

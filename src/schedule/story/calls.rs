@@ -201,7 +201,7 @@ impl Teller<'_> {
                 tags.extend(self.messages_written(me, counts));
                 tags
             }
-            Action::Agree => {
+            Action::Agree | Action::Admit => {
                 tags.extend(self.messages_read(me, false));
                 tags
             }

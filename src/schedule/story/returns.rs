@@ -47,10 +47,13 @@ impl Teller<'_> {
         let call = Returning { handle: &known, parts, copied, until, offers: &offers };
         let bring = |me| self.told(me, (CallKind::Combine, until), &self.returner(me, &call));
         let told = self.ranks().map(bring).collect();
+        let fixed = self.fixed_rows().is_some();
         for (member, offer) in self.members.iter_mut().zip(offers) {
             member.pool.give(&offer.staging);
             // Nobody reads what was offered in a call that was refused.
-            if until < Until::End || self.script.slip == Some(Slip::FreeBeforeAck) {
+            if fixed {
+                // Its place is that of the next outputs, too.
+            } else if until < Until::End || self.script.slip == Some(Slip::FreeBeforeAck) {
                 member.pool.give(&offer.chunk);
             } else {
                 member.offered.push(offer.chunk);
@@ -62,11 +65,12 @@ impl Teller<'_> {
         Ok(told)
     }
 
-    /// Takes the memory of a return, around the licence.
+    /// Takes the memory of a return, around the release.
     fn offer(&mut self, me: u32, number: usize, handle: &Handle, copied: bool) -> Offer {
         let paths = self.paths(me);
         let layout = &handle.placed.layouts[me as usize];
-        let size = self.sizing.offer(layout.landed).bytes();
+        let fixed = self.fixed_rows();
+        let size = self.sizing.offer(fixed.unwrap_or(layout.landed)).bytes();
         let home = CallerTables::home_bytes(&paths, layout);
         let at = self.setting(me, 0);
         let wait = RelayTables::outbox_bytes(&at, &handle.placed.forwards[me as usize]);
@@ -74,9 +78,15 @@ impl Teller<'_> {
         if let Some(kept) = &handle.kept {
             member.pool.give(&kept[me as usize]);
         }
-        let early = (!copied).then(|| member.pool.take(size));
-        member.licensed();
-        let chunk = early.unwrap_or_else(|| member.pool.take(size));
+        let chunk = if fixed.is_some() {
+            // Within a budget outputs have one place, which experts write before the call.
+            member.licensed();
+            member.output.get_or_insert_with(|| member.pool.take(size)).clone()
+        } else {
+            let early = (!copied).then(|| member.pool.take(size));
+            member.licensed();
+            early.unwrap_or_else(|| member.pool.take(size))
+        };
         let pulled = if self.script.pulls { layout.terms.len() as u64 * self.sizing.home_bytes } else { 0 };
         let staging = member.pool.take(home + wait + pulled);
         let (at, (mut tables, _)) = (self.setting(me, 0), self.tables(me));

@@ -5,7 +5,8 @@
 //!   cached     | release | free offered, take extents                    | entry | read tags                        | rows | caller reads rows
 //!   return     caller writes chunk | release | free offered, take staging | entry | read tags | home | sum | free staging, offer chunk
 //!
-//!   relay      | met | read tags, counts; write messages | told | heard | read messages, counts | agreed | headers | read headers or offers | ...
+//!   relay      | node entered | read tags, counts; write messages | counts sent | all entered | read messages, counts | agreed
+//!              | headers | read headers or offers | ...
 //! ```
 
 use std::ops::Range;
@@ -47,6 +48,8 @@ pub(super) struct Member {
     pub dispatches: u64,
     pub pool: Pool,
     pub offered: Vec<Extent>,
+    /// The one place of outputs, where there is a budget on a device.
+    pub output: Option<Extent>,
 }
 
 /// A dispatch that calls can follow.
@@ -231,7 +234,13 @@ impl<'a> Teller<'a> {
 
 impl Member {
     fn new() -> Self {
-        Member { calls: Calls::new(EPOCH), dispatches: 0, pool: Pool::default(), offered: Vec::new() }
+        Member {
+            calls: Calls::new(EPOCH),
+            dispatches: 0,
+            pool: Pool::default(),
+            offered: Vec::new(),
+            output: None,
+        }
     }
 
     /// The readers of what was offered have said so: it is free.

@@ -15,7 +15,7 @@ use std::rc::Rc;
 use super::filled::Filled;
 use super::tell::Until;
 use super::{Scene, Step, Touch};
-use crate::schedule::call::{Action, CallProgram, Half, RankPrograms, Role, StageId};
+use crate::schedule::call::{Action, CallProgram, Part, RankPrograms, Role, StageId};
 use crate::schedule::{Item, Op};
 
 /// What one rank does in one call, beside the order in which it does it.
@@ -49,19 +49,19 @@ pub(super) fn walk(
     let mut scenes: Vec<Scene> = Vec::new();
     let mut touches = if role == Role::Own { actor.begin() } else { Vec::new() };
     for step in program.line(cut) {
-        let Action::Run(stage, half) = step.action else {
+        let Action::Run(stage, part) = step.action else {
             touches.extend(actor.footprint(step.role, step.action));
             continue;
         };
         let filled = actor.filled(stage);
-        let steps = steps(filled, programs.stages.items(stage, half));
+        let steps = steps(filled, programs.stages.items(stage, part));
         match scenes.last_mut() {
             // Halves with nothing between them are one stage: an executor need not join its tracks there.
-            Some(scene) if half == Half::Finish && scene.name == stage.name() && touches.is_empty() => {
+            Some(scene) if part == Part::Finish && scene.name == stage.name() && touches.is_empty() => {
                 scene.steps.extend(steps);
             }
             _ => {
-                let first = if half == Half::Finish { programs.stages.of(stage).start().len() } else { 0 };
+                let first = if part == Part::Finish { programs.stages.of(stage).start().len() } else { 0 };
                 let (name, filled) = (stage.name(), Rc::clone(filled) as Rc<_>);
                 scenes.push(Scene { name, first, touches: std::mem::take(&mut touches), steps, filled });
             }

@@ -135,7 +135,7 @@ impl<'a> Lowering<'a> {
             match action {
                 // Nothing was offered before the first call.
                 Action::Run(StageId::Release, _) => {}
-                Action::Run(stage, half) => {
+                Action::Run(stage, part) => {
                     let filled = match (role, stage) {
                         (Role::Own, _) => &operands.own,
                         (
@@ -144,7 +144,7 @@ impl<'a> Lowering<'a> {
                         ) => &operands.relayed,
                         _ => &operands.messages,
                     };
-                    lines.stage(programs.stages.items(stage, half), filled);
+                    lines.stage(programs.stages.items(stage, part), filled);
                     if stage == StageId::Home {
                         lines.mark(Phase::Home);
                     }

@@ -11,8 +11,8 @@ use sidelane::{Element, World};
 use stand_in_cuda::StandIn;
 
 use super::rank::{Case, Input, Rank, stream};
-use crate::support::{To, on_ranks, small, tokens};
 use super::{on_devices, on_drivers, on_settings};
+use crate::support::{To, on_ranks, small, tokens};
 
 /// Runs something on each rank of a world, on a device of its own.
 pub fn on_each(case: &Case, body: impl Fn(&mut Rank<bf16>, u64) + Sync) {
@@ -177,18 +177,23 @@ fn a_graph_is_replayed_with_other_tokens() {
 #[test]
 fn ranks_of_one_device_are_built_while_the_driver_locks() {
     let settings = [("SIDELANE_STAND_IN_LOCKS", "1")];
-    on_settings("planned::calls::ranks_of_one_device_are_built_while_the_driver_locks", &[&settings], (32, 3), || {
-        let case = Case::new(4, 8, 2);
-        on_ranks(&case.nodes, &small(), |world: World| {
-            let group = world.all().unwrap();
-            for _ in 0..4 {
-                let builder = PlannedExchange::builder(case.settings::<bf16>(&group), stream(0));
-                let planned = builder.pool(1 << 20).build().unwrap();
-                group.gather(&[]).unwrap();
-                drop(planned);
-            }
-        });
-    });
+    on_settings(
+        "planned::calls::ranks_of_one_device_are_built_while_the_driver_locks",
+        &[&settings],
+        (32, 3),
+        || {
+            let case = Case::new(4, 8, 2);
+            on_ranks(&case.nodes, &small(), |world: World| {
+                let group = world.all().unwrap();
+                for _ in 0..4 {
+                    let builder = PlannedExchange::builder(case.settings::<bf16>(&group), stream(0));
+                    let planned = builder.pool(1 << 20).build().unwrap();
+                    group.gather(&[]).unwrap();
+                    drop(planned);
+                }
+            });
+        },
+    );
 }
 
 #[test]

@@ -9,8 +9,8 @@ use stand_in_cuda::StandIn;
 
 use super::calls::{on_each, replays, rounds, some, three};
 use super::rank::{Case, Input, stream};
-use crate::support::tokens;
 use super::{on_devices, on_drivers};
+use crate::support::tokens;
 
 /// Two and two, three and five, and nodes whose ranks are anywhere.
 const SHAPES: [&[u32]; 3] = [&[0, 0, 1, 1], &[0, 0, 0, 1, 1, 1, 1, 1], &[0, 1, 2, 0, 1]];
