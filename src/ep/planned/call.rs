@@ -130,27 +130,28 @@ impl Executor for PlannerCall<'_> {
         }
         match work {
             Work::Sort => self.sort(),
-            Work::Publish => self.publish(),
-            Work::Announce => Ok(self.announce()),
+            Work::Publish => self.publish()?,
+            Work::Announce => self.announce(),
             Work::Judge => {
                 let Planner { common, calls, numbers, .. } = &mut *self.planner;
-                common.fixed.agreement(*calls, self.tag.kind).judge(numbers)
+                common.fixed.agreement(*calls, self.tag.kind).judge(numbers)?;
             }
-            Work::Place => self.place(),
+            Work::Place => self.place()?,
             Work::Describe => {
                 let Planner { common, calls, kept, sorted, .. } = &*self.planner;
-                common.fixed.describe_blocks(*calls, &kept[self.seat as usize].layout, sorted)
+                common.fixed.describe_blocks(*calls, &kept[self.seat as usize].layout, sorted)?;
             }
-            Work::FillRows => self.fill_rows(),
-            Work::FillBringIn => self.fill_bring_in(),
-            Work::Offer => Ok(self.offer()),
-            Work::Bases => Ok(self.bases()?),
-            Work::FillPull => Ok(self.fill_pull()),
-            Work::Retire => Ok(self.planner.calls.returned()),
+            Work::FillRows => self.fill_rows()?,
+            Work::FillBringIn => self.fill_bring_in()?,
+            Work::Offer => self.offer(),
+            Work::Bases => self.bases()?,
+            Work::FillPull => self.fill_pull(),
+            Work::Retire => self.planner.calls.returned(),
             // Nobody waits for the verdict, and the caller's stream finds rows and metadata where they landed.
-            Work::TellAgreed | Work::Report | Work::Metadata => Ok(()),
-            _ => Err(CallError::unknown_step(self.tag.kind, &work).into()),
+            Work::TellAgreed | Work::Report | Work::Metadata => {}
+            _ => return Err(CallError::unknown_step(self.tag.kind, &work).into()),
         }
+        Ok(())
     }
 
     fn agree(&mut self, _: Role) -> Result<(), Error> {

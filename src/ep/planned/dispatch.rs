@@ -85,12 +85,12 @@ impl PlannerCall<'_> {
         Ok(engine.take(common.word(seat, Bell::Packed)?)?)
     }
 
-    pub fn sort(&mut self) -> Result<(), Error> {
+    /// Sorts this rank's choices; what is wrong with them it refuses.
+    pub fn sort(&mut self) {
         if let Err(error) = self.planner.sort(self.seat, self.tokens) {
             self.planner.sorted.clear(&self.planner.common.fixed.bins);
             self.refused = Some(error);
         }
-        Ok(())
     }
 
     pub fn announce(&mut self) {
