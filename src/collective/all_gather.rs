@@ -31,13 +31,12 @@ impl Communicator {
         loop {
             let len = most.min(part - at);
             let round = Round { program, at, len, ..Self::empty(E::DTYPE) };
-            self.enter(&round, input, stores, |_| call.tag(false))?;
-            self.agree(call)?;
+            let machine = self.enter(call, &round, (input, stores), &|_| call.tag(false))?;
             for from in 0..self.size() {
                 let bytes = first(from) + at..first(from) + at + len;
                 self.rounds.gathered(&self.seat, self.calls.parity(), from, bytes);
             }
-            self.carry(program, &mut Tensors { input: Some(input), output: &mut *output, stores })?;
+            self.carry(machine, program, &mut Tensors { input: Some(input), output: &mut *output, stores })?;
             at += len;
             if at == part {
                 return Ok(());

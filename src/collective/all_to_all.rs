@@ -6,6 +6,7 @@ use super::Communicator;
 use super::call::{Call, Tensors};
 use crate::dtype::Element;
 use crate::error::{CallKind, Error, PlanError};
+use crate::schedule::call::CallMachine;
 use crate::schedule::collective::{Program, Round};
 
 /// Which bytes go where, kept from call to call.
@@ -84,9 +85,8 @@ impl Communicator {
         Counts::lay(&mut self.counts.receives, (0..ranks).map(|_| part));
         let (input, output): (&[u8], &mut [u8]) =
             (bytemuck::cast_slice(send), bytemuck::cast_slice_mut(receive));
-        self.enter_all_to_all(call, 0, input, part)?;
-        self.agree(call)?;
-        self.finish_all_to_all(call, part, input, output)
+        let entered = self.enter_all_to_all(call, 0, input, part)?;
+        self.finish_all_to_all(entered, (call, part), input, output)
     }
 
     /// The first `counts[0]` elements of `send` go to rank 0, the next `counts[1]` to rank 1, and so on. `receive` becomes what
@@ -121,8 +121,7 @@ impl Communicator {
             counts.iter().enumerate().filter(|&(to, _)| to != me).map(|(_, &count)| count as u64 * size);
         let most = to_others.max().unwrap_or(0);
         let input: &[u8] = bytemuck::cast_slice(send);
-        self.enter_all_to_all(call, 0, input, most)?;
-        self.agree(call)?;
+        let entered = self.enter_all_to_all(call, 0, input, most)?;
         self.counts.elements[me] = counts[me];
         let mut longest = most;
         for from in self.others() {
@@ -133,7 +132,7 @@ impl Communicator {
         let super::all_to_all::Counts { receives, elements, .. } = &mut self.counts;
         let bytes = Counts::lay(receives, elements.iter().map(|&count| count as u64 * size));
         receive.resize((bytes / size) as usize, E::zeroed());
-        self.finish_all_to_all(call, longest, input, bytemuck::cast_slice_mut(receive))?;
+        self.finish_all_to_all(entered, (call, longest), input, bytemuck::cast_slice_mut(receive))?;
         Ok(&self.counts.elements)
     }
 
@@ -148,14 +147,20 @@ impl Communicator {
     }
 
     /// Enters the `nth` round: each rank is told how much it gets in all, and what the most is that this rank has for another.
-    fn enter_all_to_all(&mut self, call: Call, nth: u64, input: &[u8], most: u64) -> Result<(), Error> {
+    fn enter_all_to_all(
+        &mut self,
+        call: Call,
+        nth: u64,
+        input: &[u8],
+        most: u64,
+    ) -> Result<CallMachine, Error> {
         self.counts.part(self.seat.staging.slot(), nth);
         let (part, sends) = (std::mem::take(&mut self.counts.part), std::mem::take(&mut self.counts.sends));
         let round = Round { program: Program::AllToAll, sends: &part, ..Self::empty(call.dtype) };
         let length = |to: u32| sends[to as usize].end - sends[to as usize].start;
         let stores = self.stores(input.len() as u64);
         let tag = |to| call.tag_with(call.bytes.unwrap_or(length(to)), most);
-        let entered = self.enter(&round, input, stores, tag);
+        let entered = self.enter(call, &round, (input, stores), &tag);
         (self.counts.part, self.counts.sends) = (part, sends);
         entered
     }
@@ -163,8 +168,8 @@ impl Communicator {
     /// What has come in the first round, and all further rounds: as many as the longest part needs.
     fn finish_all_to_all(
         &mut self,
-        call: Call,
-        longest: u64,
+        mut entered: CallMachine,
+        (call, longest): (Call, u64),
         input: &[u8],
         output: &mut [u8],
     ) -> Result<(), Error> {
@@ -174,15 +179,14 @@ impl Communicator {
         output[bytes(&self.counts.receives[me])].copy_from_slice(&input[bytes(&self.counts.sends[me])]);
         for nth in 0..longest.div_ceil(slot).max(1) {
             if nth > 0 {
-                self.enter_all_to_all(call, nth, input, longest)?;
-                self.agree(call)?;
+                entered = self.enter_all_to_all(call, nth, input, longest)?;
             }
             for from in self.others() {
                 let part = nth_of(&self.counts.receives[from as usize], slot, nth);
                 self.rounds.arrived(&self.seat, self.calls.parity(), from, part);
             }
             let mut tensors = Tensors { input: Some(input), output: &mut *output, stores };
-            self.carry(Program::AllToAll, &mut tensors)?;
+            self.carry(entered, Program::AllToAll, &mut tensors)?;
         }
         Ok(())
     }

@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use super::Communicator;
 use crate::dtype::Dtype;
-use crate::error::{CallKind, Error};
+use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::exec::{Executor, Until, drive};
 use crate::lane::Io;
 use crate::rows::{Rows, Stores};
-use crate::schedule::call::Agreement;
+use crate::schedule::call::{Agreement, CallMachine, Part, Role, StageId, Work};
 use crate::schedule::collective::{Copied, Program, Round, Skeleton, Tensor};
 use crate::schedule::{Flag, Refusal, Tag, WindowId};
 
@@ -51,18 +52,96 @@ impl Tensors<'_> {
     }
 }
 
+/// What a rank brings into the entry of a round.
+struct Entry<'r> {
+    call: Call,
+    round: &'r Round<'r>,
+    input: &'r [u8],
+    /// How its puts are stored.
+    stores: Stores,
+    /// What it says to each peer.
+    tag: &'r dyn Fn(u32) -> Tag,
+    /// Why it refuses the call; its tags say that it does.
+    refused: Option<Error>,
+}
+
+/// A round amid its steps: the entry in the first half, the caller's tensors in the second.
+struct RoundCall<'r, 't> {
+    group: &'r mut Communicator,
+    skeleton: &'r Skeleton,
+    entry: Option<Entry<'r>>,
+    tensors: Option<&'r mut Tensors<'t>>,
+}
+
+impl Executor for RoundCall<'_, '_> {
+    fn run(&mut self, _: Role, stage: StageId, _: Part) -> Result<(), Error> {
+        Err(CallError::unknown_step(CallKind::Unknown, &stage).into())
+    }
+
+    fn round(&mut self, nth: u8) -> Result<(), Error> {
+        let RoundCall { group, skeleton, entry, tensors } = self;
+        if let Some(Entry { input, stores, .. }) = entry {
+            return group.run(skeleton, nth, &mut Io { input, ..Io::default() }, *stores);
+        }
+        let Some(tensors) = tensors else { return Ok(()) };
+        let share = group.rounds.share.start as usize..group.rounds.share.end as usize;
+        let tensor = skeleton.steps[usize::from(nth)].tensor;
+        // All but the caller's tensor, and what is made of it, is in the cache.
+        let stores = if tensor == Tensor::Input { tensors.stores } else { Stores::Cached };
+        let mut io = match tensor {
+            Tensor::None => Io::default(),
+            Tensor::Input => Io { input: tensors.input(), ..Io::default() },
+            Tensor::Share => Io { input: &tensors.output[share], ..Io::default() },
+            Tensor::Sums => Io { output: &mut tensors.output[share], ..Io::default() },
+        };
+        group.run(skeleton, nth, &mut io, stores)
+    }
+
+    fn compute(&mut self, _: Role, work: Work) -> Result<(), Error> {
+        let RoundCall { group, entry, tensors, .. } = self;
+        match (work, entry, tensors) {
+            (Work::FillRound, Some(Entry { round, tag, .. }), _) => {
+                group.rounds.fill(&group.seat, &Round { parity: group.calls.parity(), ..**round });
+                for (to, said) in (0..).zip(&mut group.rounds.tags) {
+                    *said = tag(to);
+                }
+            }
+            (Work::CopyOut, _, Some(tensors)) => group.copy_all(tensors)?,
+            (Work::EndRound, ..) => group.rounds.end(),
+            _ => return Err(CallError::unknown_step(CallKind::Unknown, &work).into()),
+        }
+        Ok(())
+    }
+
+    fn agree(&mut self, _: Role) -> Result<(), Error> {
+        let Some(Entry { call, refused, .. }) = &mut self.entry else { return Ok(()) };
+        let (group, refused) = (self.group.agreement(*call), refused.take());
+        group.alike(call.tag(refused.is_some()), |peer| self.group.said(peer))?;
+        if let Some(own) = refused {
+            return Err(own);
+        }
+        match group.refusal(|peer| self.group.said(peer))? {
+            None => Ok(()),
+            Some((peer, _)) => Err(group.refused_by(peer).into()),
+        }
+    }
+
+    /// Ranks take memory of a collective when they build it.
+    fn admit(&mut self, _: Role) -> Result<(), Error> {
+        Ok(())
+    }
+}
+
 impl Communicator {
     /// Enters a round that this rank refuses: the others must hear of it.
     pub(super) fn refuse(&mut self, call: Call, program: Program, why: Error) -> Error {
         let sends = std::mem::take(&mut self.counts.none);
-        let round = Round { program, sends: &sends, ..Self::empty(call.dtype) };
-        let tag = call.tag(true);
-        let told = self.enter(&round, &[], Stores::Cached, |_| tag);
+        let round = &Round { program, sends: &sends, ..Self::empty(call.dtype) };
+        let (input, stores, tag) = (&[][..], Stores::Cached, &|_| call.tag(true));
+        let refused = self.begin(Entry { call, round, input, stores, tag, refused: Some(why) });
         self.counts.none = sends;
-        match told.and_then(|()| self.agreement(call).alike(tag, |peer| self.said(peer))) {
-            Ok(()) => why,
-            Err(error) => error,
-        }
+        // A round that a rank refuses has no other end.
+        refused.err().unwrap_or_else(|| PlanError::RefusedHere.into())
     }
 
     /// A round of nothing.
@@ -79,52 +158,53 @@ impl Communicator {
         tensors: &mut Tensors<'_>,
     ) -> Result<(), Error> {
         let staged = self.stores(call.bytes.unwrap_or(round.len));
-        self.enter(round, tensors.input(), staged, |_| call.tag(false))?;
-        self.agree(call)?;
-        self.carry(round.program, tensors)
+        let machine = self.enter(call, round, (tensors.input(), staged), &|_| call.tag(false))?;
+        self.carry(machine, round.program, tensors)
     }
 
-    /// The first stage: this rank's puts, stored like this, its word and tag to each peer, and everybody's.
+    /// The first half: this rank's puts from `input`, its word and tag to each peer, and those of all. Afterwards all ranks
+    /// have agreed on the round.
+    ///
+    /// # Errors
+    /// [`CallError::KindsDiffer`], [`CallError::Disagree`], [`CallError::PeerRefused`] of the lowest rank that refused;
+    /// those that end the world.
     pub(super) fn enter(
         &mut self,
+        call: Call,
         round: &Round<'_>,
-        input: &[u8],
-        stores: Stores,
-        tag: impl Fn(u32) -> Tag,
-    ) -> Result<(), Error> {
+        (input, stores): (&[u8], Stores),
+        tag: &dyn Fn(u32) -> Tag,
+    ) -> Result<CallMachine, Error> {
+        self.begin(Entry { call, round, input, stores, tag, refused: None })
+    }
+
+    fn begin(&mut self, entry: Entry<'_>) -> Result<CallMachine, Error> {
         self.lanes.health.check()?;
-        if round.at == 0 {
+        if entry.round.at == 0 {
             // A call that failed may have left some.
             self.rounds.due.clear();
         }
         self.calls.enter();
-        self.host.retype(round.dtype);
-        self.rounds.fill(&self.seat, &Round { parity: self.calls.parity(), ..*round });
-        for (to, said) in (0..).zip(&mut self.rounds.tags) {
-            *said = tag(to);
+        self.host.retype(entry.round.dtype);
+        let skeleton = self.skeleton(entry.round.program);
+        let mut machine = CallMachine::default();
+        let mut call = RoundCall { group: self, skeleton: &skeleton, entry: Some(entry), tensors: None };
+        match drive(&mut machine, &skeleton.call, &mut call, Until::Half)? {
+            None => Ok(machine),
+            Some(refusal) => Err(refusal),
         }
-        let skeleton = self.skeleton(round.program);
-        self.run(&skeleton, 0, &mut Io { input, ..Io::default() }, stores)
     }
 
-    /// The other stages, and the copies to the caller.
-    pub(super) fn carry(&mut self, program: Program, tensors: &mut Tensors<'_>) -> Result<(), Error> {
-        self.copy_all(tensors)?;
+    /// The second half: the other stages, and the copies to the caller.
+    pub(super) fn carry(
+        &mut self,
+        mut machine: CallMachine,
+        program: Program,
+        tensors: &mut Tensors<'_>,
+    ) -> Result<(), Error> {
         let skeleton = self.skeleton(program);
-        let share = self.rounds.share.start as usize..self.rounds.share.end as usize;
-        for (step, program) in skeleton.steps.iter().enumerate().skip(1) {
-            let mut io = match program.tensor {
-                Tensor::None => Io::default(),
-                Tensor::Input => Io { input: tensors.input(), ..Io::default() },
-                Tensor::Share => Io { input: &tensors.output[share.clone()], ..Io::default() },
-                Tensor::Sums => Io { output: &mut tensors.output[share.clone()], ..Io::default() },
-            };
-            // All but the caller's tensor, and what is made of it, is in the cache.
-            let stores = if program.tensor == Tensor::Input { tensors.stores } else { Stores::Cached };
-            self.run(&skeleton, step, &mut io, stores)?;
-        }
-        self.rounds.end();
-        if program.ends_in_the_next() { Ok(()) } else { self.copy_all(tensors) }
+        let mut call = RoundCall { group: self, skeleton: &skeleton, entry: None, tensors: Some(tensors) };
+        drive(&mut machine, &skeleton.call, &mut call, Until::End).map(drop)
     }
 
     /// Copies what is due to the caller.
@@ -155,13 +235,8 @@ impl Communicator {
         Stores::of(bytes * members, self.cache)
     }
 
-    fn run(
-        &mut self,
-        skeleton: &Skeleton,
-        step: usize,
-        io: &mut Io<'_>,
-        stores: Stores,
-    ) -> Result<(), Error> {
+    fn run(&mut self, skeleton: &Skeleton, nth: u8, io: &mut Io<'_>, stores: Stores) -> Result<(), Error> {
+        let step = usize::from(nth);
         let operands = self.rounds.operands(step, self.calls.value());
         let items = &skeleton.steps[step].stage.items;
         let result = self.host.run(&self.port, items, &operands, io, stores);
@@ -179,20 +254,6 @@ impl Communicator {
         let skeleton = Arc::new(self.seat.skeleton(program));
         self.programs.push((program, Arc::clone(&skeleton)));
         skeleton
-    }
-
-    /// Whether all ranks make this call, and none refuses.
-    ///
-    /// # Errors
-    /// [`CallError::KindsDiffer`](crate::error::CallError), [`CallError::Disagree`](crate::error::CallError),
-    /// [`CallError::PeerRefused`](crate::error::CallError) of the lowest rank that refused.
-    pub(super) fn agree(&self, call: Call) -> Result<(), Error> {
-        let group = self.agreement(call);
-        group.alike(call.tag(false), |peer| self.said(peer))?;
-        match group.refusal(|peer| self.said(peer))? {
-            None => Ok(()),
-            Some((peer, _)) => Err(group.refused_by(peer).into()),
-        }
     }
 
     fn agreement(&self, call: Call) -> Agreement {

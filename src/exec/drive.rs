@@ -3,7 +3,7 @@
 //! Executors differ in what a step is to them. The host moves bytes, an offloaded relay does so in a thread of its own.
 //! None knows the order of steps: that is the program's.
 
-use crate::error::Error;
+use crate::error::{CallError, CallKind, Error};
 use crate::schedule::call::{Action, CallMachine, CallProgram, Part, Role, StageId, Work};
 
 /// Performs the steps of a call.
@@ -13,6 +13,14 @@ pub trait Executor {
     /// # Errors
     /// Those that end the world.
     fn run(&mut self, role: Role, stage: StageId, part: Part) -> Result<(), Error>;
+
+    /// Runs a stage of a collective's skeleton.
+    ///
+    /// # Errors
+    /// Those that end the world; [`CallError::UnknownStep`] where calls have no such stages.
+    fn round(&mut self, nth: u8) -> Result<(), Error> {
+        Err(CallError::unknown_step(CallKind::Unknown, &Action::Round(nth)).into())
+    }
 
     /// Plans or computes.
     ///
@@ -59,6 +67,7 @@ pub fn drive(
         }
         let verdict = match step.action {
             Action::Run(stage, part) => executor.run(step.role, stage, part).map(Ok)?,
+            Action::Round(nth) => executor.round(nth).map(Ok)?,
             Action::Compute(work) => executor.compute(step.role, work).map(Ok)?,
             Action::Agree => executor.agree(step.role),
             Action::Admit => executor.admit(step.role),

@@ -6,6 +6,7 @@
 //!   cached     release  take  entry..  /  ..entry  AGREE  landings  fill  rows
 //!   return     release  offer  entry..  /  ..entry  AGREE  bases  home  fill  sum  retire
 //!   remap      release  propose  entry  AGREE  adopt
+//!   round      fill  entry  AGREE  /  copy out  further stages  end  copy out                  of a collective
 //!   relay      node entered  compose  counts sent  all entered  AGREE  judge  ADMIT  agreed
 //!              headers  learn  fill  relay rows, or return rows  relay done
 //! ```
@@ -60,6 +61,8 @@ pub struct CallStep {
 pub enum Action {
     /// Runs the operations of a stage, or of one half of it.
     Run(StageId, Part),
+    /// Runs a stage of a collective's skeleton, counted from 0: the entry.
+    Round(u8),
     /// Plans or computes. Touches windows only where [`Work`] says so.
     Compute(Work),
     /// Compares the tags of all ranks. Cuts the call if a rank refuses or makes another call.
@@ -127,6 +130,12 @@ pub enum Work {
     SortAll,
     /// All-gather: computes the layouts of all ranks.
     PlaceAll,
+    /// Collective: fills the operands of all stages of a round.
+    FillRound,
+    /// Collective: copies what is due to the caller's tensor.
+    CopyOut,
+    /// Collective: what the round has left for the caller is due.
+    EndRound,
 }
 
 /// Where a call may end before its last step.
@@ -181,6 +190,7 @@ impl fmt::Display for Action {
             Action::Run(stage, Part::Whole) => write!(f, "{}", stage.name()),
             Action::Run(stage, Part::Start) => write!(f, "{}..", stage.name()),
             Action::Run(stage, Part::Finish) => write!(f, "..{}", stage.name()),
+            Action::Round(nth) => write!(f, "stage {nth}"),
             Action::Compute(work) => write!(f, "{work:?}"),
             Action::Agree => f.write_str("Agree!"),
             Action::Admit => f.write_str("Admit!"),

@@ -166,6 +166,21 @@ impl CallShape {
         }
     }
 
+    /// A round of a collective with so many stages. What a round leaves for the caller may be copied out only when the next
+    /// one has been entered.
+    pub fn round(stages: u8, ends_in_the_next: bool) -> CallProgram {
+        let mut actions = vec![Compute(Work::FillRound), Action::Round(0), Agree];
+        let half = actions.len();
+        actions.push(Compute(Work::CopyOut));
+        actions.extend((1..stages).map(Action::Round));
+        actions.push(Compute(Work::EndRound));
+        if !ends_in_the_next {
+            actions.push(Compute(Work::CopyOut));
+        }
+        let steps = actions.into_iter().map(|action| CallStep { role: Role::Own, action });
+        program(steps.collect(), half, |_| Vec::new())
+    }
+
     /// Own steps: the second half begins behind the last thing that needs no other rank.
     fn own(&self, actions: &[Action]) -> CallProgram {
         let offloaded = self.rails && self.relays == Relays::Thread;
@@ -353,6 +368,10 @@ mod tests {
              TellAgreed Bases [ headers FillReturn return rows relay done ] home FillSum sum Retire"
         );
         let offloaded = CallShape { relays: Relays::Thread, ..INLINE };
+        assert_eq!(
+            CallShape::round(3, true).to_string(),
+            "FillRound stage 0 Agree! / CopyOut stage 1 stage 2 EndRound"
+        );
         assert_eq!(
             offloaded.remap().to_string(),
             "release Propose entry.. StartRelay / ..entry Agree! JoinRelay Adopt"

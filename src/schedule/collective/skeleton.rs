@@ -2,6 +2,7 @@
 
 use super::Seat;
 use crate::error::CallKind;
+use crate::schedule::call::{CallProgram, CallShape};
 use crate::schedule::{Flag, Item, Level, Op, Slot, Stage};
 
 /// A collective, as all ranks carry it out.
@@ -89,11 +90,13 @@ pub struct Step {
     pub tensor: Tensor,
 }
 
-/// A rank's program. After the first stage all ranks compare what they called.
+/// A rank's part of a collective. After the first stage all ranks compare what they called.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Skeleton {
     /// The stages.
     pub steps: Vec<Step>,
+    /// The steps of a round.
+    pub call: CallProgram,
 }
 
 /// Which operand an operation takes.
@@ -198,7 +201,8 @@ impl Seat {
             }
             Program::AllGather => vec![self.offered()],
         };
-        Skeleton { steps }
+        let call = CallShape::round(steps.len() as u8, program.ends_in_the_next());
+        Skeleton { steps, call }
     }
 
     /// Tells everybody that this rank has entered, behind its puts, and waits for everybody.

@@ -150,7 +150,7 @@ impl<'a> Lowering<'a> {
                     }
                 }
                 Action::Compute(work) if role == Role::Own => self.plan(&mut lines, work, late),
-                Action::Compute(_) | Action::Agree | Action::Admit => {}
+                Action::Round(_) | Action::Compute(_) | Action::Agree | Action::Admit => {}
             }
         }
         lines

@@ -15,6 +15,7 @@ use super::effect::{Effects, bytes, puts, sums};
 use super::{Effect, Part, Role, Scene, Step, Story, Touch};
 use crate::dtype::{Dtype, Wire};
 use crate::error::{CallKind, PlanError};
+use crate::schedule::call::{Action, Work};
 use crate::schedule::collective::{self, Copied, Program, Round, Rounds, Seat, Staging};
 use crate::schedule::{Calls, Control, Flag, Item, Op, WindowId};
 use crate::topology::NodeMap;
@@ -157,13 +158,13 @@ struct Teller {
 impl Teller {
     fn part(&mut self, number: usize, call: &CollectiveCall) -> Result<Part, PlanError> {
         let me = self.seat.me;
-        let (program, len, until) = match *call {
-            CollectiveCall::Round { program, len } => (program, len, usize::MAX),
-            CollectiveCall::Mixed { programs, len } => (programs[usize::from(me > 0)], len, 1),
+        let (program, len, complete) = match *call {
+            CollectiveCall::Round { program, len } => (program, len, true),
+            CollectiveCall::Mixed { programs, len } => (programs[usize::from(me > 0)], len, false),
         };
         self.calls.enter();
         let most = self.seat.most(program);
-        let len = if until == 1 { len.min(most) } else { len };
+        let len = if complete { len } else { len.min(most) };
         if len > most {
             let (parameter, expected) = ("len", "what fits the places of a round");
             return Err(PlanError::BadParameter { parameter, seen: len, expected });
@@ -188,48 +189,48 @@ impl Teller {
             let (ranks, call) = (self.seat.ranks(), self.calls.value());
             Rc::new(Filled { rounds: rounds.clone(), me, ranks, step, sizes, call })
         };
-        let mut steps = self.seat.skeleton(program).steps;
+        let collective::Skeleton { mut steps, call } = self.seat.skeleton(program);
         let mut touches = std::mem::take(&mut self.lent);
         let mut scenes = Vec::new();
-        let mut late = std::mem::replace(&mut self.late, std::mem::take(&mut self.later));
+        // What the round before has left for the caller.
+        let mut due = std::mem::replace(&mut self.late, std::mem::take(&mut self.later));
         match self.slip {
             Some(CollectiveSlip::LandFirst) if program == Program::Landed => put_first(&mut steps),
-            Some(CollectiveSlip::ReadOn) => late.append(&mut touches),
+            Some(CollectiveSlip::ReadOn) => due.append(&mut touches),
             _ => {}
         }
-        for (step, program) in steps.iter().enumerate().take(until) {
-            let filled = filled(step);
-            let items = program.stage.items.iter();
-            let steps =
-                items.map(|item| told(item, filled.rounds.operands(step, filled.call).call)).collect();
-            scenes.push(Scene {
-                name: program.stage.name,
-                first: 0,
-                touches: std::mem::take(&mut touches),
-                steps,
-                filled,
-            });
-            match (step, self.slip) {
-                (0, Some(CollectiveSlip::TagsLate)) => self.late.extend(tags.iter().cloned()),
-                (0, _) => touches.extend(tags.iter().cloned()),
+        let cut = call.cut_at(Action::Agree).filter(|_| !complete);
+        for step in call.line(cut) {
+            match step.action {
+                Action::Round(nth) => {
+                    let (filled, stage) = (filled(nth.into()), &steps[usize::from(nth)].stage);
+                    let value = filled.rounds.operands(nth.into(), filled.call).call;
+                    let (name, touches) = (stage.name, std::mem::take(&mut touches));
+                    let steps = stage.items.iter().map(|item| told(item, value)).collect();
+                    scenes.push(Scene { name, first: 0, touches, steps, filled });
+                }
+                Action::Agree if self.slip == Some(CollectiveSlip::TagsLate) => {
+                    self.late.extend(tags.iter().cloned());
+                }
+                Action::Agree => touches.extend(tags.iter().cloned()),
+                Action::Compute(Work::CopyOut) => touches.append(&mut due),
+                Action::Compute(Work::EndRound) => match self.slip {
+                    Some(CollectiveSlip::CopyLate) if program.ends_in_the_next() => {
+                        self.later.extend(copies.iter().cloned());
+                    }
+                    Some(CollectiveSlip::CopyLate) => self.late.extend(copies.iter().cloned()),
+                    _ => due.extend(copies.iter().cloned()),
+                },
                 _ => {}
             }
-            if step == 0 {
-                touches.append(&mut late);
-            }
         }
-        if program == Program::Landed && until > 1 {
+        if complete {
+            self.late.append(&mut due);
+        }
+        if program == Program::Landed && complete {
             let landed = self.landed(len, number);
             touches.push(landed.clone());
             self.lent.push(landed);
-        }
-        match self.slip {
-            _ if until == 1 => {}
-            Some(CollectiveSlip::CopyLate) if program.ends_in_the_next() => self.later.extend(copies),
-            slip if slip == Some(CollectiveSlip::CopyLate) || program.ends_in_the_next() => {
-                self.late.extend(copies)
-            }
-            _ => touches.extend(copies),
         }
         scenes.push(Scene { name: "end", first: 0, touches, steps: Vec::new(), filled: filled(0) });
         Ok(Part { rank: me, role: Role::Own, call: number, kind: program.kind(), scenes })
