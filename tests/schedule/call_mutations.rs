@@ -21,9 +21,13 @@ fn programs(group: &Group) -> RankPrograms {
     let paths = Paths::new(&group.nodes, group.route, 0);
     let (pxn, rails) = (group.route == Route::Pxn, paths.rails());
     let brings_in = group.pulls && rails && (pxn || !group.straight);
-    let fixed_outputs = group.pulls && group.mode.budget().is_some();
-    let engines = Engines { pulls: group.pulls, brings_in, fixed_outputs };
+    let engines = Engines { pulls: group.pulls, brings_in, fixed_outputs: fixed_outputs(group) };
     RankPrograms::new(paths, CHUNKS, group.order != Order::Expert && pxn && rails, engines)
+}
+
+/// Outputs have one place: a return waits until its readers have finished.
+fn fixed_outputs(group: &Group) -> bool {
+    group.pulls && group.mode.budget().is_some()
 }
 
 /// Why a mutant changes nothing that anybody could see.
@@ -31,7 +35,7 @@ fn harmless(mutation: &CallMutation, program: &CallProgram, group: &Group) -> Op
     let (step, next) = mutation.steps(program);
     match mutation.change {
         CallChange::Drop => dropped(step, mutation, group),
-        CallChange::Swap => swapped(step, next?, mutation),
+        CallChange::Swap => swapped(step, next?, mutation, group),
         CallChange::GoOn { .. } if mutation.kind == CallKind::ExpertMap => {
             Some("nothing moves in such calls")
         }
@@ -45,6 +49,9 @@ fn dropped(step: CallStep, mutation: &CallMutation, group: &Group) -> Option<&'s
     match step.action {
         Action::Run(StageId::Release, _) if mutation.kind != CallKind::Combine => {
             Some("who writes in a dispatch has heard the entry of every rank, sent after its last sum")
+        }
+        Action::Run(StageId::Release, _) if fixed_outputs(group) => {
+            Some("the last return has waited for its readers")
         }
         Action::Run(StageId::NodeEntered, _) if inline && group.nodes.nodes() == group.nodes.ranks() => {
             Some("alone on its node, it waits for itself")
@@ -64,12 +71,20 @@ fn dropped(step: CallStep, mutation: &CallMutation, group: &Group) -> Option<&'s
 }
 
 /// Two steps that neither need each other nor touch the same bytes may come in either order.
-fn swapped(first: CallStep, second: CallStep, mutation: &CallMutation) -> Option<&'static str> {
+fn swapped(
+    first: CallStep,
+    second: CallStep,
+    mutation: &CallMutation,
+    group: &Group,
+) -> Option<&'static str> {
     use Action::{Agree, Compute, Run};
     match (first.action, second.action) {
         (Agree, Compute(Work::Judge)) => None,
         // The chunk is filled amid the call, before its readers of the last one have finished.
-        (Run(StageId::Release, _), Compute(Work::Offer)) => None,
+        (Run(StageId::Release, _), Compute(Work::Offer)) if !fixed_outputs(group) => None,
+        (Run(StageId::AllRead, _), Compute(Work::Retire)) => {
+            Some("both end the call, and neither needs the other")
+        }
         (Run(StageId::Release, _), Compute(_)) | (Compute(_), Run(StageId::Release, _)) => {
             Some("memory is taken later, or was free before")
         }

@@ -110,9 +110,7 @@ impl<'a> Mutant<'a> {
             (Flag::Entry, "entry" | "offer") if paths.rails() && from != me && !all => {
                 Some("its relay waits for the same before it answers")
             }
-            (Flag::Entry, "entry" | "offer")
-                if from == me && (change == Change::Late || kind == CallKind::CachedDispatch) =>
-            {
+            (Flag::Entry, "entry" | "offer") if from == me && change == Change::Late => {
                 Some("only after a call that is refused may its relay be left behind")
             }
             (Flag::Entry, "entry" | "offer")
