@@ -52,14 +52,14 @@ impl Tensors<'_> {
     }
 }
 
-/// What a rank brings into the entry of a round.
+/// Contribution of a rank to the entry of a round.
 struct Entry<'r> {
     call: Call,
     round: &'r Round<'r>,
     input: &'r [u8],
     /// How its puts are stored.
     stores: Stores,
-    /// What it says to each peer.
+    /// The tag for each peer.
     tag: &'r dyn Fn(u32) -> Tag,
     /// Why it refuses the call; its tags say that it does.
     refused: Option<Error>,

@@ -1,4 +1,4 @@
-//! What one call owns, from its first step to its last, and what the caller lends it.
+//! State of one call from its first step to its last, and the tensors that the caller lends it.
 //!
 //! An instance has three parts. What never changes is its [`Fixed`](super::fixed::Fixed) state and its programs; what calls
 //! use again, one after the other, is its [`Workspace`](super::workspace::Workspace); the rest is a `Flight`.
@@ -32,7 +32,7 @@ pub(super) struct Flight {
     pub machine: CallMachine,
     /// The relay works in a thread of its own: the caller may be away between the halves.
     pub offloaded: bool,
-    /// What this rank says on entering.
+    /// The tag of this rank's entry.
     pub tag: Tag,
     /// Why this rank refuses the call; its tag says that it does.
     pub refused: Option<Error>,
@@ -52,13 +52,13 @@ pub(super) struct Flight {
     pub weighted: bool,
     /// Return: the chunk stays in the handle.
     pub keeps_chunk: bool,
-    /// What the relay does in this call; absent while it does so elsewhere, and where there is one node.
+    /// The relay's part of this call; absent while another thread has it, and where there is one node.
     pub task: Option<RelayTask>,
     /// How rows are stored.
     pub stores: Stores,
 }
 
-/// What a rank brings into a return.
+/// Contribution of a rank to a return.
 #[derive(Debug)]
 pub(super) struct Offer {
     pub chunk: Extent,
@@ -118,7 +118,7 @@ impl Flight {
     }
 }
 
-/// What the caller lends for one half of a call.
+/// Tensors and settings that the caller lends for one half of a call.
 #[derive(Default)]
 pub(super) struct Lent<'l> {
     /// Dispatch: the tokens' choices.

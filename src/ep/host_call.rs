@@ -162,7 +162,7 @@ impl HostCall<'_, '_> {
         }
     }
 
-    /// What this rank's relay does in this call.
+    /// The part of this rank's relay in this call.
     fn task(&mut self) -> RelayTask {
         let (flight, calls) = (&mut *self.flight, self.space.calls);
         let forward = match self.lent.handle {

@@ -69,7 +69,7 @@ impl HostRelay {
         Ok(())
     }
 
-    /// What was moved since this was asked last.
+    /// Counts of moves since the last call of this function.
     pub fn take_moved(&mut self) -> Moved {
         self.host.take_moved()
     }

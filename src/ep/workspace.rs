@@ -25,7 +25,7 @@ const SPARE_HANDLES: usize = 64;
 /// Called once all ranks have agreed on a call.
 pub(super) type OnAgreed = Box<dyn FnOnce() + Send + Sync>;
 
-/// What the calls of one instance use again.
+/// Memory that the calls of one instance use again.
 pub(super) struct Workspace {
     pub host: Host,
     /// Does this rank's part for other nodes; there is none where there is only one.

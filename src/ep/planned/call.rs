@@ -22,7 +22,7 @@ pub(super) struct PlannerCall<'p> {
     pub tokens: u32,
     /// Combine: where outputs begin.
     pub base: u64,
-    /// What this rank says on entering.
+    /// The tag of this rank's entry.
     pub tag: Tag,
     /// Why this rank refuses the call; its tag says that it does.
     pub refused: Option<Error>,
@@ -30,7 +30,7 @@ pub(super) struct PlannerCall<'p> {
     pub landing: Option<Landing>,
     /// Memory behind what landed, which is this rank's until the call is over.
     pub staging: Option<Extent>,
-    /// What the relay does in this call.
+    /// The relay's part of this call.
     pub task: Option<RelayTask>,
 }
 

@@ -14,7 +14,7 @@ pub struct Agreement {
     pub rank: u32,
     /// Size of the group.
     pub ranks: u32,
-    /// What the tags' `handle` stands for, where it must be equal everywhere: `"handle"`, `"bytes"`.
+    /// Name of the value in the tags' `handle`, where it must be equal everywhere: `"handle"`, `"bytes"`.
     pub compared: Option<&'static str>,
 }
 
@@ -68,7 +68,7 @@ impl Agreement {
         CallError::PeerRefused { call: self.call, peer }
     }
 
-    /// What the tags of a call of this kind compare: counted calls have no handle yet.
+    /// Name of the value that tags of this kind of call compare: counted calls have no handle yet.
     pub fn handles_of(kind: CallKind) -> Option<&'static str> {
         (!kind.places()).then_some("handle")
     }

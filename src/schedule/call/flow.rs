@@ -1,4 +1,4 @@
-//! What the steps of a call hand to each other: a program is well formed if every step finds what it needs.
+//! Flow of values between the steps of a call: a program is well formed if every step finds those it needs.
 //!
 //! `prove` orders accesses to windows between ranks. Within a rank a step also needs values that lie in no window: a
 //! verdict, a layout, operands. Here each step names those it needs and those it gives, and each kind of call what it
@@ -13,7 +13,7 @@ use super::{Action, CallProgram, CallStep, Part, Role, StageId, Work};
 pub enum Value {
     /// The choices of this rank, sorted into bins.
     Choices,
-    /// What this rank says on entering.
+    /// The tag of this rank's entry.
     Tag,
     /// This rank has entered.
     Entered,
@@ -35,13 +35,13 @@ pub enum Value {
     Landed,
     /// Operands of the stage that brings in what landed elsewhere.
     BringInOperands,
-    /// What landed elsewhere is here.
+    /// Rows that landed elsewhere are here.
     BroughtIn,
     /// Rows that relays return have landed here.
     Returned,
     /// The sums of this rank's tokens are complete.
     Summed,
-    /// What the call leaves is in place: a handle, a chunk in the pool, an expert map.
+    /// The result of the call is in place: a handle, a chunk in the pool, an expert map.
     Settled,
     /// Metadata was read.
     Metadata,
@@ -72,7 +72,7 @@ pub enum Value {
 pub struct Lacking {
     /// The step; nothing where the call ends without what it owes.
     pub step: Option<CallStep>,
-    /// What it lacks.
+    /// The value.
     pub value: Value,
 }
 
@@ -123,7 +123,7 @@ impl CallProgram {
         Ok(given)
     }
 
-    /// What a step gives. The last cut of each role gives the verdict.
+    /// Values that a step gives. The last cut of each role gives the verdict.
     fn given(&self, step: &CallStep) -> Vec<(Role, Value)> {
         let last =
             self.steps.iter().rev().find(|other| {

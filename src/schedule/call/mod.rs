@@ -50,13 +50,13 @@ pub enum Role {
 /// One step of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallStep {
-    /// Whose step it is.
+    /// The program of the step.
     pub role: Role,
-    /// What is done.
+    /// The action.
     pub action: Action,
 }
 
-/// What one step does.
+/// Action of one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Runs the operations of a stage, or of one half of it.
@@ -71,7 +71,7 @@ pub enum Action {
     Admit,
 }
 
-/// What a rank plans or computes between two stages.
+/// Planning or arithmetic of a rank between two stages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Work {
     /// Sorts this rank's choices into bins. Reads the caller's routing.
@@ -143,7 +143,7 @@ pub enum Work {
 pub struct Cut {
     /// The step that cuts: [`Action::Agree`] or [`Action::Admit`].
     pub at: u16,
-    /// What remains to be done after it.
+    /// Steps that remain after it.
     pub tail: Box<[CallStep]>,
 }
 

@@ -4,7 +4,7 @@
 use super::{CallProgram, CallStep, RankPrograms, Relays, Role};
 use crate::error::CallKind;
 
-/// What is done to a program.
+/// Change of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallChange {
     /// A step is left out.
@@ -23,11 +23,11 @@ pub enum CallChange {
 pub struct CallMutation {
     /// Calls of this kind.
     pub kind: CallKind,
-    /// Whose program: a rank's own, with what is woven into it, or its offloaded relay's.
+    /// The program: a rank's own, with the steps woven into it, or its offloaded relay's.
     pub role: Role,
     /// Index of the step.
     pub at: u16,
-    /// What is done.
+    /// The action.
     pub change: CallChange,
 }
 

@@ -18,14 +18,14 @@ impl Relays {
     pub const ALL: [Relays; 2] = [Relays::Inline, Relays::Thread];
 }
 
-/// What the programs of one instance depend on.
+/// Properties of an instance that its programs depend on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallShape {
     /// There are other nodes: ranks have relays.
     pub rails: bool,
     /// Where relays run.
     pub relays: Relays,
-    /// What copy engines do, where they move rows.
+    /// Stages that copy engines need, where they move rows.
     pub engines: Engines,
 }
 
@@ -140,7 +140,7 @@ impl CallShape {
         self.with_relay(self.own(&own), Class::Remap)
     }
 
-    /// What follows a dispatch by all-gather, at each rank alone: the layout of an exchange, and rows at their places.
+    /// Steps behind a dispatch by all-gather, at each rank alone: the layout of an exchange, and rows at their places.
     pub fn regroup(&self) -> CallProgram {
         let own = [
             Compute(Work::SortAll),
@@ -261,7 +261,7 @@ pub struct RankPrograms {
     inline: CallPrograms,
     /// The rank's own, without.
     offloaded: CallPrograms,
-    /// What follows a dispatch by all-gather.
+    /// Steps behind a dispatch by all-gather.
     pub regroup: CallProgram,
     /// There are relays.
     pub(super) rails: bool,
@@ -309,7 +309,7 @@ fn relay(judge: &[Action], moves: &[Action]) -> CallProgram {
         actions.push(Run(StageId::RelayDone, Whole));
     }
     let step = |action| CallStep { role: Role::Relay, action };
-    // Whatever the verdict, the rank hears that its relay has heard everybody.
+    // A refused call ends here, too: the rank hears that its relay has heard all nodes.
     let agreed = step(Run(StageId::Agreed, Whole));
     program(actions.into_iter().map(step).collect(), half, |_| vec![agreed])
 }

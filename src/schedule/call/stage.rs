@@ -52,9 +52,9 @@ pub enum StageId {
 pub enum Part {
     /// All of it.
     Whole,
-    /// What precedes the first wait.
+    /// All operations before the first wait.
     Start,
-    /// What begins with the first wait.
+    /// The first wait, and all operations behind it.
     Finish,
 }
 

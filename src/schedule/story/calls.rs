@@ -131,7 +131,7 @@ impl Teller<'_> {
         self.filled(me, Tables::Caller { tables, layout, row_bytes })
     }
 
-    /// What engines bring in, and what the planner reads and writes before.
+    /// Rows that engines bring in, and the planner's accesses before.
     fn brought_in(&self, me: u32, call: &Sending) -> (Rc<Filled>, Vec<Touch>) {
         let (layout, forward) = (&call.placed.layouts[me as usize], &call.placed.forwards[me as usize]);
         let (mut tables, _) = self.tables(me);

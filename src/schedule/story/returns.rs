@@ -11,7 +11,7 @@ use crate::error::{CallKind, PlanError};
 use crate::schedule::call::{Action, Role, StageId, Work};
 use crate::schedule::{CallerTables, Flag, Parts, RelayTables, Tag};
 
-/// What a rank brings into a return.
+/// Contribution of a rank to a return.
 struct Offer {
     chunk: Extent,
     /// For what relays bring home and, behind it, for sums that are to be sent; or for rows that engines bring.

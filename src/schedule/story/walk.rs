@@ -18,20 +18,20 @@ use super::{Scene, Step, Touch};
 use crate::schedule::call::{Action, CallProgram, Part, RankPrograms, Role, StageId};
 use crate::schedule::{Item, Op};
 
-/// What one rank does in one call, beside the order in which it does it.
+/// Accesses and operands of one rank in one call. The order comes from the program.
 pub(super) trait Actor {
-    /// What the caller touches before the call.
+    /// Accesses of the caller before the call.
     fn begin(&self) -> Vec<Touch> {
         Vec::new()
     }
 
-    /// What a step reads and writes in windows.
+    /// Reads and writes of a step in windows.
     fn footprint(&self, role: Role, action: Action) -> Vec<Touch>;
 
-    /// What the slots of a stage are filled with.
+    /// Operands of a stage.
     fn filled(&self, stage: StageId) -> &Rc<Filled>;
 
-    /// What the caller touches when the call is over.
+    /// Accesses of the caller after the call.
     fn end(&self) -> Vec<Touch>;
 }
 

@@ -107,7 +107,7 @@ fn unfinished(part: Part, found: String) -> Row {
     Row { part, what, state: State::Wrong, found, shows, open: None, time: None, answer: None }
 }
 
-/// What there is no time for.
+/// Parts that no longer fit into the time.
 fn left_out(part: Part, what: &str, shows: &str) -> Row {
     let found = "skipped: no time left (--minutes)".to_owned();
     let (what, shows) = (what.to_owned(), shows.to_owned());

@@ -31,7 +31,7 @@ pub struct Report {
     pub audited: bool,
     /// Nothing is wrong, and no row of the audit shows nothing, on a GPU.
     pub holds: bool,
-    /// What the answers of locks and queues mean.
+    /// Meaning of the answers of locks and queues.
     pub conclusions: Vec<String>,
     pub rows: Vec<Row>,
 }

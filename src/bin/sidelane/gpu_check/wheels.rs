@@ -15,7 +15,7 @@ use sidelane::device::Driver;
 /// The variable with folders of packages, as `PATH` has its own.
 const VARIABLE: &str = "SIDELANE_SITE_PACKAGES";
 
-/// What says where an environment of Python lies.
+/// Variables that say where an environment of Python lies.
 const ENVIRONMENTS: [&str; 2] = ["VIRTUAL_ENV", "CONDA_PREFIX"];
 
 /// Where a wheel has its libraries.
@@ -27,7 +27,7 @@ pub fn find(driver: &Driver, names: &[&str]) -> Vec<PathBuf> {
     among(&folders(driver.is_stand_in()), names)
 }
 
-/// What to set where a library is not found.
+/// Variable to set where a library is not found.
 pub fn hint(variable: &str, wheel: &str) -> String {
     format!("set {variable} to its path, or {VARIABLE} to the folder of Python packages with {wheel}")
 }
@@ -69,7 +69,7 @@ fn among(folders: &[PathBuf], names: &[&str]) -> Vec<PathBuf> {
     names.iter().flat_map(of).filter(|file| file.exists()).collect()
 }
 
-/// What is in a folder, by name; nothing if there is none.
+/// Entries of a folder by name; nothing if there is no folder.
 fn sorted(folder: &Path) -> Vec<PathBuf> {
     let mut all: Vec<PathBuf> =
         std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();

@@ -28,7 +28,7 @@ use super::super::row::Answer;
 use super::super::task::Task;
 use super::{Case, Said, Watch, ask, say};
 
-/// What the second thread calls.
+/// Call of the second thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Call {
@@ -83,7 +83,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
     Ok(())
 }
 
-/// What a call needs, made before any stream waits.
+/// Resources of a call, made before any stream waits.
 enum Needs {
     Plain(PlainMemory),
     Pinned(PinnedMemory),
@@ -180,7 +180,7 @@ fn found(answer: Answer, call: Call, returned: bool, rounds: u64, launches: u64,
     }
 }
 
-/// What all threads use.
+/// Resources of all threads.
 struct Bench {
     context: Arc<Context>,
     kernels: AuditKernels,

@@ -34,7 +34,7 @@ use crate::output;
 pub use locks::{Call, run as locks};
 pub use queues::{Sharing, run as queues};
 
-/// What the process of a case is asked.
+/// Question to the process of a case.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Case {
@@ -42,7 +42,7 @@ pub enum Case {
     Queue(Sharing),
 }
 
-/// What it says, a line each.
+/// Its answers, a line each.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Said {
@@ -52,10 +52,10 @@ enum Said {
     Failed(String),
 }
 
-/// What a process may take before it is ready: it starts the driver and compiles kernels.
+/// Bound for a process to be ready: it starts the driver and compiles kernels.
 const START: Duration = Duration::from_secs(60);
 
-/// What the ways of the driver out of a context may take, behind an answer.
+/// Bound for the driver to leave a context, behind an answer.
 const END: Duration = Duration::from_secs(5);
 
 /// The process of a case. It speaks on standard output, and ends with whoever started it.
@@ -172,7 +172,7 @@ impl Watch {
     }
 }
 
-/// What all answers together mean for streams that wait.
+/// Meaning of all answers together for streams that wait.
 pub fn conclusions(rows: &[Row]) -> Vec<String> {
     let of = |part: Part| rows.iter().filter(move |row| row.part == part && row.answer.is_some());
     let blocked = |part: Part| -> Vec<&str> {

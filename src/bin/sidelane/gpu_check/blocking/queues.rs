@@ -41,7 +41,7 @@ const REACHED: u64 = 64;
 const LANDED: [u64; 3] = [128, 192, 256];
 const WORDS: usize = 320;
 
-/// What other streams copy.
+/// Copies of other streams.
 const WAYS: [&str; 3] = ["to the GPU", "to the host", "on the GPU"];
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
