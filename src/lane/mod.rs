@@ -48,11 +48,11 @@ pub use port::Port;
 pub use rail::Counters as RailCounters;
 pub use rail::is_copied;
 pub use rail::{
-    Adapter, Card, Egress, Ground, LOOP, Link, PACED, Region, Setup, Target, TcpWires, Wiring, ring_bytes,
+    Adapter, Card, Egress, Ground, LOOP, LoopWires, Region, Setup, Target, TcpWires, WireOffer, Wiring,
 };
 pub use rail::{Detour, DeviceMemory, NoDmaBuf, Registration};
 #[cfg(test)]
-pub use rail::{Fabric, Settings, SignalMode};
+pub use rail::{Fabric, Link, Settings, SignalMode, ring_bytes};
 pub use raw::RAW;
 pub use source::{Io, RowSource};
 pub use sum::Scratch;

@@ -8,8 +8,8 @@ use crate::bootstrap::{Hub, Location};
 use crate::config::RailChoice;
 use crate::error::{BootstrapError, Error, LaneError, VerbsError};
 use crate::lane::{
-    Adapter, Card, Detour, DeviceMemory, Egress, Ground, LOOP, PACED, Region, Registration, Setup, TcpWires,
-    Wiring,
+    Adapter, Card, Detour, DeviceMemory, Egress, Ground, LOOP, LoopWires, Region, Registration, Setup,
+    TcpWires, Wiring,
 };
 use crate::memory::Heap;
 use crate::topology::NodeMap;
@@ -19,20 +19,25 @@ use crate::topology::NodeMap;
 pub(crate) struct Rails {
     /// Attends to all of them.
     pub card: Card,
-    /// What they are made of.
-    pub kind: Kind,
+    /// Lays them.
+    pub wiring: Box<dyn Wiring>,
     /// What was chosen.
     pub report: RailReport,
 }
 
-/// What wires are made of.
-#[derive(Debug)]
-pub(crate) enum Kind {
-    /// A segment for each pair, which may keep the time of a slower link.
-    Loop(Option<Arc<Egress>>),
-    /// Ends that are told of each other.
-    Wired(Box<dyn Wiring>),
+/// This rank's part of a lane.
+type Opened = Result<Box<dyn Wiring>, Error>;
+
+/// A lane between nodes, as it is opened.
+struct Net {
+    lane: &'static str,
+    open: fn(&Place<'_>, &Card) -> Opened,
 }
+
+/// The lanes between nodes. [`Rails::open`] says which one a world takes.
+const LOOP_NET: Net = Net { lane: LOOP, open: |place, card| place.segments(card) };
+const VERBS_NET: Net = Net { lane: "verbs", open: |place, card| place.cards(card) };
+const TCP_NET: Net = Net { lane: "tcp", open: |place, card| place.tcp(card) };
 
 /// Which lane joins the nodes of a world.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -103,29 +108,28 @@ impl Rails {
         place.compare()?;
         let here = &machines[rank as usize];
         let stranger = (0..).zip(machines).find(|(_, other)| !other.same_machine(here));
-        let within = if options.pace.is_some() { PACED } else { LOOP };
         let card = Card::start(rank, Arc::clone(hub.health()), crowded(machines, rank, 2))?;
-        let (lane, kind, why) = match (choice, stranger) {
+        let (wiring, why) = match (choice, stranger) {
             (RailChoice::Loop, Some((rank, _))) => {
                 return Err(BootstrapError::Unreachable { me: hub.rank(), rank }.into());
             }
-            (RailChoice::Loop, None) => (within, place.segments(), Why::Asked),
-            (RailChoice::Auto, None) => (within, place.segments(), Why::OneMachine),
+            (RailChoice::Loop, None) => (place.open(&LOOP_NET, &card)??, Why::Asked),
+            (RailChoice::Auto, None) => (place.open(&LOOP_NET, &card)??, Why::OneMachine),
             _ if options.pace.is_some() => return Err(LaneError::NoPace { rank }.into()),
-            (RailChoice::Verbs, _) => ("verbs", place.all_have("verbs", place.cards(&card))??, Why::Asked),
-            (RailChoice::Tcp, _) => ("tcp", place.all_have("tcp", place.tcp(&card))??, Why::Asked),
-            (RailChoice::Auto, Some(_)) => match place.all_have("verbs", place.cards(&card))? {
-                Ok(cards) => ("verbs", cards, Why::Cards),
+            (RailChoice::Verbs, _) => (place.open(&VERBS_NET, &card)??, Why::Asked),
+            (RailChoice::Tcp, _) => (place.open(&TCP_NET, &card)??, Why::Asked),
+            (RailChoice::Auto, Some(_)) => match place.open(&VERBS_NET, &card)? {
+                Ok(wiring) => (wiring, Why::Cards),
                 // What was set by hand is not set aside in silence.
                 Err(lacking) if lacking.mistake => return Err(lacking.into()),
                 Err(lacking) => {
                     let why = Why::NoCards { rank: lacking.rank, reason: lacking.reason.clone() };
-                    ("tcp", place.all_have("tcp", place.tcp(&card))??, why)
+                    (place.open(&TCP_NET, &card)??, why)
                 }
             },
         };
-        let cards = if let Kind::Wired(wiring) = &kind { wiring.describe() } else { Vec::new() };
-        let rails = Rails { card, kind, report: RailReport { lane, why, cards } };
+        let report = RailReport { lane: wiring.lane(), why, cards: wiring.describe() };
+        let rails = Rails { card, wiring, report };
         rails.register(Region { mapped: Arc::clone(heap.mapped()), member: rank })?;
         Ok(rails)
     }
@@ -136,15 +140,12 @@ impl Rails {
     /// Of the lane, if the memory cannot be registered.
     pub fn register(&self, region: Region) -> Result<(u32, Vec<u8>), Error> {
         let number = self.card.regions().add(region.clone());
-        match &self.kind {
-            Kind::Loop(_) => Ok((number, Vec::new())),
-            Kind::Wired(wiring) => match wiring.register(number, &region) {
-                Ok(said) => Ok((number, said)),
-                Err(error) => {
-                    self.deregister(number);
-                    Err(error)
-                }
-            },
+        match self.wiring.register(number, &region) {
+            Ok(said) => Ok((number, said)),
+            Err(error) => {
+                self.deregister(number);
+                Err(error)
+            }
         }
     }
 
@@ -153,18 +154,15 @@ impl Rails {
     /// # Errors
     /// Why none does.
     pub fn register_device(&self, memory: &DeviceMemory) -> Result<(u32, Vec<u8>, Registration), Detour> {
-        let Kind::Wired(wiring) = &self.kind else { return Err(Detour::Lane(self.report.lane)) };
         let number = self.card.regions().reserve();
-        let (said, how) =
-            wiring.register_device(number, memory).inspect_err(|_| wiring.deregister(number))?;
+        let registered = self.wiring.register_device(number, memory);
+        let (said, how) = registered.inspect_err(|_| self.wiring.deregister(number))?;
         Ok((number, said, how))
     }
 
     /// The end of that.
     pub fn deregister(&self, number: u32) {
-        if let Kind::Wired(wiring) = &self.kind {
-            wiring.deregister(number);
-        }
+        self.wiring.deregister(number);
         self.card.regions().remove(number);
     }
 }
@@ -186,21 +184,23 @@ impl Place<'_> {
         }
     }
 
-    /// What pairs of one machine share is made when they are wired.
-    fn segments(&self) -> Kind {
-        Kind::Loop(self.options.pace.map(|pace| Arc::new(Egress::new(pace))))
+    /// This rank's segments.
+    fn segments(&self, card: &Card) -> Opened {
+        let egress = self.options.pace.map(|pace| Arc::new(Egress::new(pace)));
+        let regions = Arc::clone(card.regions());
+        Ok(Box::new(LoopWires::new(self.hub.rank(), regions, card.bell(), egress)?))
     }
 
     /// This rank's sockets.
-    fn tcp(&self, card: &Card) -> Result<Kind, Error> {
+    fn tcp(&self, card: &Card) -> Opened {
         let Place { hub, options, .. } = *self;
         let (health, regions) = (Arc::clone(hub.health()), Arc::clone(card.regions()));
         let wires = TcpWires::open(hub.pass()?, &options.tcp_address, options.clocks, health, regions)?;
-        Ok(Kind::Wired(Box::new(wires)))
+        Ok(Box::new(wires))
     }
 
     /// This rank's network cards.
-    fn cards(&self, card: &Card) -> Result<Kind, Error> {
+    fn cards(&self, card: &Card) -> Opened {
         let Place { hub, machines, options, .. } = *self;
         let rank = hub.rank();
         let here = &machines[rank as usize];
@@ -211,17 +211,14 @@ impl Place<'_> {
         let setup = Setup { rank, nth, nodes, strict, regions, health, forecast };
         #[cfg(test)]
         if let Some(ground) = &options.stand_in {
-            return Ok(Kind::Wired(Box::new(Adapter::open(ground, setup)?)));
+            return Ok(Box::new(Adapter::open(ground, setup)?));
         }
-        Ok(Kind::Wired(Box::new(Adapter::open(&Ground::here()?, setup)?)))
+        Ok(Box::new(Adapter::open(&Ground::here()?, setup)?))
     }
 
     /// What this rank has opened, if all could: a rank that cannot tells the others, and does not leave them waiting.
-    fn all_have(
-        &self,
-        lane: &'static str,
-        opened: Result<Kind, Error>,
-    ) -> Result<Result<Kind, Lacking>, Error> {
+    fn open(&self, net: &Net, card: &Card) -> Result<Result<Box<dyn Wiring>, Lacking>, Error> {
+        let (opened, lane) = ((net.open)(self, card), net.lane);
         let (hub, deadline) = (self.hub, self.options.clocks.rendezvous);
         // Whoever can says nothing.
         let mut said = Vec::new();
@@ -236,7 +233,7 @@ impl Place<'_> {
             || (0..).zip(answers.iter().map(Vec::as_slice)).filter(|(_, answer)| !answer.is_empty());
         let first = lacking().find(|(_, answer)| mistake(answer)).or_else(|| lacking().next());
         Ok(match (opened, first) {
-            (Ok(kind), None) => Ok(kind),
+            (Ok(wiring), None) => Ok(wiring),
             (opened, first) => {
                 let (rank, answer) = first.unwrap_or((hub.rank(), &said));
                 let reason = String::from_utf8_lossy(answer.get(1..).unwrap_or_default()).into_owned();

@@ -364,12 +364,6 @@ impl Shared {
         }
         error
     }
-
-    /// Whether descriptors can be passed to a rank.
-    pub(crate) fn same_machine(&self, rank: u32) -> bool {
-        self.machines[rank as usize].same_machine(&self.machines[self.hub.rank() as usize])
-    }
-
     /// Whether this machine has fewer cores for this process than ranks.
     pub(crate) fn crowded(&self) -> bool {
         crowded(&self.machines, self.hub.rank(), 1)

@@ -20,14 +20,16 @@ mod tcp;
 mod verbs;
 
 use std::fmt;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
 pub use card::Card;
 pub use counters::Counters;
 pub use devices::{Detour, DeviceMemory, DeviceRail, Local, NoDmaBuf, Registration};
-pub use loopback::{Egress, Link, ring_bytes};
+pub use loopback::{Egress, LoopWires};
+#[cfg(test)]
+pub use loopback::{Link, ring_bytes};
 pub use regions::{Region, Regions};
 pub use tcp::Wires as TcpWires;
 pub use verbs::{Adapter, Ground, Setup};
@@ -79,38 +81,75 @@ pub struct Stuck {
     pub why: Interrupted,
 }
 
-/// Lays the wires of a rank. Each end of a wire hands the other a few bytes, through the rendezvous.
+/// What one end of a wire offers the other. An empty offer says that the end could not be opened.
+#[derive(Debug, Default)]
+pub struct WireOffer {
+    /// Bytes, which go through the rendezvous.
+    pub bytes: Vec<u8>,
+    /// Descriptors, of lanes that pass them.
+    pub descriptors: Vec<OwnedFd>,
+}
+
+impl WireOffer {
+    /// Whether there is nothing in it.
+    pub fn is_empty(&self) -> bool {
+        self.bytes.is_empty() && self.descriptors.is_empty()
+    }
+}
+
+impl From<Vec<u8>> for WireOffer {
+    fn from(bytes: Vec<u8>) -> Self {
+        WireOffer { bytes, descriptors: Vec::new() }
+    }
+}
+
+/// Lays the wires of a rank: how a lane between nodes is opened, the same way for all of them.
 pub trait Wiring: fmt::Debug + Send + Sync {
-    /// Opens this rank's end of the wire to a rank of the world. Returns what the partner must be told to join it.
+    /// Name of the lane.
+    fn lane(&self) -> &'static str;
+
+    /// Whether offers are descriptors, which go between processes of one machine, and not bytes.
+    fn passes_descriptors(&self) -> bool {
+        false
+    }
+
+    /// Opens this rank's end of the wire to a rank of the world. Returns what the partner needs to join it.
     ///
     /// # Errors
     /// Of the lane, if it cannot be opened.
-    fn offer(&self, peer: u32) -> Result<Vec<u8>, Error>;
+    fn offer(&self, peer: u32) -> Result<WireOffer, Error>;
 
     /// Joins the two ends, now that the partner has offered its own. Collective over the pair.
     ///
     /// # Errors
     /// Of the lane, if the partner cannot be reached or what it offered makes no sense.
-    fn join(&self, peer: u32, offered: &[u8]) -> Result<Arc<dyn Rail>, Error>;
+    fn join(&self, peer: u32, offered: WireOffer) -> Result<Arc<dyn Rail>, Error>;
 
     /// Lets partners write to a region. Returns what they must be told of it ([`Rail::learn`]).
     ///
     /// # Errors
     /// Of the lane, if the memory cannot be registered.
-    fn register(&self, number: u32, region: &Region) -> Result<Vec<u8>, Error>;
+    fn register(&self, _number: u32, _region: &Region) -> Result<Vec<u8>, Error> {
+        // Records name regions by number; the receiver writes.
+        Ok(Vec::new())
+    }
 
     /// Lets partners write to memory of a device, and cards read it. Returns what partners must be told of it, and how it
     /// was registered.
     ///
     /// # Errors
     /// Why it cannot be.
-    fn register_device(&self, number: u32, memory: &DeviceMemory) -> Result<(Vec<u8>, Registration), Detour>;
+    fn register_device(&self, _: u32, _: &DeviceMemory) -> Result<(Vec<u8>, Registration), Detour> {
+        Err(Detour::Lane(self.lane()))
+    }
 
     /// The end of that.
-    fn deregister(&self, number: u32);
+    fn deregister(&self, _number: u32) {}
 
     /// What the wires are laid through, for reports: a line per card.
-    fn describe(&self) -> Vec<String>;
+    fn describe(&self) -> Vec<String> {
+        Vec::new()
+    }
 }
 
 /// One rank's end of the way to one rank of another node.

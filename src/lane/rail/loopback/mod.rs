@@ -17,7 +17,11 @@
 mod link;
 mod pace;
 mod ring;
+mod wires;
 
+#[cfg(test)]
 pub use link::Link;
 pub use pace::Egress;
+#[cfg(test)]
 pub use ring::ring_bytes;
+pub use wires::LoopWires;

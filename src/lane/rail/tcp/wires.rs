@@ -12,7 +12,7 @@ use super::link::{Link, Shared};
 use crate::bootstrap::{Clocks, Health, Pass, Reception};
 use crate::config::TcpAddress;
 use crate::error::{BootstrapError, Error, LaneError};
-use crate::lane::rail::{Detour, DeviceMemory, Rail, Region, Regions, Registration, Wiring, system};
+use crate::lane::rail::{Rail, Regions, WireOffer, Wiring, system};
 
 /// What a rank offers that connects to its partner: it needs to be told nothing.
 const GUEST: &[u8] = b"guest";
@@ -123,16 +123,21 @@ impl Wires {
 }
 
 impl Wiring for Wires {
-    fn offer(&self, peer: u32) -> Result<Vec<u8>, Error> {
-        Ok(if peer < self.pass.rank() { GUEST.to_vec() } else { self.told.clone().into_bytes() })
+    fn lane(&self) -> &'static str {
+        "tcp"
     }
 
-    fn join(&self, peer: u32, offered: &[u8]) -> Result<Arc<dyn Rail>, Error> {
+    fn offer(&self, peer: u32) -> Result<WireOffer, Error> {
+        let told = if peer < self.pass.rank() { GUEST.to_vec() } else { self.told.clone().into_bytes() };
+        Ok(told.into())
+    }
+
+    fn join(&self, peer: u32, offered: WireOffer) -> Result<Arc<dyn Rail>, Error> {
         let start = Instant::now();
         let until = start + self.clocks.rendezvous;
         let rank = self.pass.rank();
         let (told, seen_at) = match peer < rank {
-            true => (offered, self.pass.seen_at(peer)),
+            true => (&offered.bytes[..], self.pass.seen_at(peer)),
             false => (self.told.as_bytes(), self.pass.seen_at(rank)),
         };
         let missing = "an offer that makes sense";
@@ -147,20 +152,5 @@ impl Wiring for Wires {
         })?;
         self.tune(&stream)?;
         Ok(Arc::new(Link::new(peer, stream, self.shared.clone())?))
-    }
-
-    fn register(&self, _number: u32, _region: &Region) -> Result<Vec<u8>, Error> {
-        // Records name regions by number; the receiver writes.
-        Ok(Vec::new())
-    }
-
-    fn register_device(&self, _: u32, _: &DeviceMemory) -> Result<(Vec<u8>, Registration), Detour> {
-        Err(Detour::Lane("tcp"))
-    }
-
-    fn deregister(&self, _number: u32) {}
-
-    fn describe(&self) -> Vec<String> {
-        Vec::new()
     }
 }

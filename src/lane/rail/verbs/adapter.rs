@@ -19,7 +19,7 @@ use super::{
 };
 use crate::bootstrap::Health;
 use crate::error::{Error, VerbsError};
-use crate::lane::rail::{Detour, DeviceMemory, Rail, Region, Regions, Registration, Wiring};
+use crate::lane::rail::{Detour, DeviceMemory, Rail, Region, Regions, Registration, WireOffer, Wiring};
 use crate::topology::NodeMap;
 
 /// Requests that one queue pair may have under way.
@@ -215,7 +215,11 @@ impl Adapter {
 }
 
 impl Wiring for Adapter {
-    fn offer(&self, peer: u32) -> Result<Vec<u8>, Error> {
+    fn lane(&self) -> &'static str {
+        "verbs"
+    }
+
+    fn offer(&self, peer: u32) -> Result<WireOffer, Error> {
         let half = self.half(peer)?;
         let offer = Offer {
             endpoint: half.qp.endpoint(),
@@ -226,11 +230,11 @@ impl Wiring for Adapter {
             heap: self.heap().clone(),
         };
         self.halves().insert(peer, half);
-        Ok(offer.to_bytes())
+        Ok(offer.to_bytes().into())
     }
 
-    fn join(&self, peer: u32, offered: &[u8]) -> Result<Arc<dyn Rail>, Error> {
-        let theirs = Offer::from_bytes(peer, offered)?;
+    fn join(&self, peer: u32, offered: WireOffer) -> Result<Arc<dyn Rail>, Error> {
+        let theirs = Offer::from_bytes(peer, &offered.bytes)?;
         let half = self.halves().remove(&peer).ok_or(VerbsError::Keys { peer, region: 0 })?;
         Ok(Arc::new(self.connect(peer, &theirs, half)?))
     }
