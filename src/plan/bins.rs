@@ -27,13 +27,11 @@ pub struct Bins {
 impl Bins {
     /// The bins of a layout.
     pub fn of_layout(layout: RowLayout, map: &ExpertMap, order: Order, nodes: &NodeMap) -> Self {
-        match layout {
-            RowLayout::ExpertMajor => Self::experts(map, order, nodes),
-            RowLayout::RankMajor => {
-                let ranks: Vec<u32> = (0..map.ranks()).collect();
-                Self::new((0..=map.ranks()).collect(), ranks, order, nodes, |rank| rank)
-            }
+        if !layout.is_per_rank() {
+            return Self::experts(map, order, nodes);
         }
+        let ranks: Vec<u32> = (0..map.ranks()).collect();
+        Self::new((0..=map.ranks()).collect(), ranks, order, nodes, |rank| rank)
     }
 
     /// A bin per expert slot.
@@ -51,19 +49,13 @@ impl Bins {
         nodes: &NodeMap,
         expert_of: impl Fn(u32) -> u32,
     ) -> Self {
-        let partial_of: Vec<u32> = match order {
-            Order::Expert => vec![0; rank_of.len()],
-            Order::Rank => rank_of.clone(),
-            Order::Node => rank_of.iter().map(|&rank| nodes.node_of(rank)).collect(),
-        };
+        let partial = |&rank: &u32| order.per_partial(rank, nodes.node_of(rank)).unwrap_or(0);
+        let partial_of: Vec<u32> = rank_of.iter().map(partial).collect();
         let mut in_order: Vec<u32> = (0..rank_of.len() as u32).collect();
         // Replicas of an expert are told apart by their rank, which only makes the order total.
         in_order.sort_unstable_by_key(|&bin| {
             let (partial, rank, expert) = (partial_of[bin as usize], rank_of[bin as usize], expert_of(bin));
-            match order {
-                Order::Expert => (0, expert, rank),
-                Order::Rank | Order::Node => (partial, rank, expert),
-            }
+            if order.has_partials() { (partial, rank, expert) } else { (0, expert, rank) }
         });
         Bins { starts, rank_of, in_order, partial_of, order }
     }

@@ -2,7 +2,7 @@
 //! that it brings home.
 
 use super::sorted::refill;
-use super::{Bins, Block, Order, RowRun, Term};
+use super::{Bins, Block, RowRun, Term};
 
 /// The blocks that one rank relays, in the order of [`Paths::sources`](crate::topology::Paths::sources).
 #[derive(Clone, Debug, Default)]
@@ -29,7 +29,7 @@ pub struct Forward {
     listed: Vec<RowRun>,
 }
 
-/// The partial sums of all blocks: a token's rows on one rank ([`Order::Rank`]) or on this node ([`Order::Node`]).
+/// The partial sums of all blocks: a token's rows on one rank ([`Order::Rank`](crate::plan::Order)) or on this node ([`Order::Node`](crate::plan::Order)).
 #[derive(Clone, Debug, Default)]
 pub struct Partials {
     /// Summands of all partials, block after block, token after token, each in summation order.
@@ -144,12 +144,12 @@ impl Partials {
                 let end = self.cursors[row as usize] as usize;
                 while term < end {
                     let owner = self.terms[term].owner;
-                    let last = match bins.order() {
-                        Order::Rank => {
+                    let last = match bins.order().per_partial(true, false) {
+                        Some(true) => {
                             let same = self.terms[term..end].iter().take_while(|t| t.owner == owner);
                             term + same.count()
                         }
-                        Order::Expert | Order::Node => end,
+                        _ => end,
                     };
                     self.starts.push(last as u32);
                     term = last;

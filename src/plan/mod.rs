@@ -23,6 +23,7 @@ mod gathered;
 mod layout;
 mod map;
 mod mode;
+mod order;
 mod pipeline;
 mod regroup;
 mod relay_order;
@@ -44,6 +45,7 @@ pub use forward::{Forward, Partials};
 pub use layout::{Frame, Layout, RowRun, Term};
 pub use map::ExpertMap;
 pub use mode::{Mode, Overflow};
+pub use order::Order;
 pub use pipeline::{Pipeline, PipelineStep};
 pub use regroup::Regroup;
 pub use relay_order::{RankSets, RelayOrder};
@@ -76,35 +78,6 @@ impl Strategy {
         match self {
             Strategy::Exchange => "exchange",
             Strategy::Gather => "gather",
-        }
-    }
-}
-
-/// In which order the rows of a token are added up.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Order {
-    /// By ascending expert id, one rounding at the end: the same bits on every lane, layout and topology.
-    #[default]
-    Expert,
-    /// Per rank by ascending expert id, then the ranks' partial sums (kept in `f32`) by ascending rank. Depends on
-    /// the expert map.
-    Rank,
-    /// Per node by ascending rank and expert id, then the nodes' partial sums (kept in `f32`) by ascending node. Depends
-    /// on the expert map and on which ranks share a node.
-    Node,
-}
-
-impl Order {
-    /// All orders, for error messages and tests.
-    pub const ALL: [Order; 3] = [Order::Expert, Order::Rank, Order::Node];
-
-    /// The name used on the command line.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Order::Expert => "expert",
-            Order::Rank => "rank",
-            Order::Node => "node",
         }
     }
 }

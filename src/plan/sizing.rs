@@ -1,8 +1,8 @@
-//! Sizes of what moves, and what moves beside the rows.
+//! Sizes of what moves, and what moves next to the rows; the row layouts, and the one place that tells them apart.
 
 use super::{Chunk, Mode};
 
-/// In which order a rank sees the rows that it received.
+/// Order in which a rank sees the rows that it received.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RowLayout {
@@ -24,6 +24,16 @@ impl RowLayout {
             RowLayout::ExpertMajor => "expert-major",
             RowLayout::RankMajor => "rank-major",
         }
+    }
+
+    /// Whether a token has one row at each rank that it chose, and not one for each choice.
+    pub const fn is_per_rank(self) -> bool {
+        matches!(self, RowLayout::RankMajor)
+    }
+
+    /// Words per row that return with the gradients of routing weights.
+    pub const fn words_home(self, top_k: u32) -> u32 {
+        if self.is_per_rank() { top_k } else { 1 }
     }
 }
 

@@ -1,6 +1,6 @@
 //! A rank's own routing, sorted by bin: all it can know before the counts of the others arrive.
 
-use super::{Bins, ExpertMap, Notes, RowLayout};
+use super::{Bins, ExpertMap, Notes};
 use crate::error::PlanError;
 use crate::gate::Routing;
 
@@ -68,10 +68,7 @@ impl Sorted {
         self.experts.extend((0..map.experts()).map(|expert| {
             let slot = map.slot_for(me, expert);
             let rank = map.rank_of(slot);
-            let bin = match notes.layout() {
-                RowLayout::ExpertMajor => slot,
-                RowLayout::RankMajor => rank,
-            };
+            let bin = if notes.layout().is_per_rank() { rank } else { slot };
             Expert { bin, local: slot - map.slots_of(rank).start, named: 0 }
         }));
         self.count(map, notes, routing)?;
@@ -196,7 +193,7 @@ impl Sorted {
                 if std::mem::replace(&mut expert.named, token + 1) == token + 1 {
                     return Err(PlanError::ExpertTwice { token, expert: id });
                 }
-                if notes.layout() == RowLayout::RankMajor {
+                if notes.layout().is_per_rank() {
                     let latest = &mut self.latest[expert.bin as usize].0;
                     if std::mem::replace(latest, token + 1) == token + 1 {
                         continue;

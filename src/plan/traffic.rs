@@ -98,10 +98,9 @@ impl Traffic {
     /// Bytes that come home to this rank over rails in a return of this order, if a partial sum has `partial_bytes` bytes:
     /// where relays sum, one for each (token, rank) or (token, node); else a row for each (token, expert).
     pub fn home_bytes(&self, order: Order, partial_bytes: u64) -> u64 {
-        match (self.route, order) {
-            (Route::Pxn, Order::Rank) => self.remote_ranks * partial_bytes,
-            (Route::Pxn, Order::Node) => self.remote_nodes * partial_bytes,
-            (Route::Direct, _) | (_, Order::Expert) => self.wanted.rail * self.home_row_bytes,
+        match order.per_partial(self.remote_ranks, self.remote_nodes) {
+            Some(partials) if self.route == Route::Pxn => partials * partial_bytes,
+            _ => self.wanted.rail * self.home_row_bytes,
         }
     }
 }

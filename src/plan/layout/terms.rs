@@ -1,7 +1,7 @@
 //! Where sums and fetches find what comes home: terms per token, in the order of the sum, and words per choice.
 
 use super::super::sorted::{NONE, refill};
-use super::super::{Chunk, Counts, Crossing, Order, Sizes, Sorted};
+use super::super::{Chunk, Counts, Crossing, Sizes, Sorted};
 use super::{Frame, Layout, Term};
 use crate::dtype::PARTIAL;
 
@@ -52,7 +52,7 @@ impl Layout {
         self.sum_choices.clear();
         self.groups.clear();
         self.group_starts.clear();
-        if frame.bins.order() == Order::Expert {
+        if !frame.bins.order().has_partials() {
             return;
         }
         if frame.sizing.partial_bytes.is_some() {

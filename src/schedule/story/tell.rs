@@ -19,7 +19,7 @@ use super::sample::{Raised, Told};
 use super::{Assumed, Call, Part, Role, Script, Story};
 use crate::error::PlanError;
 use crate::gate::Routing;
-use crate::plan::{Bins, Chunk, Order, RowLayout, Sizing};
+use crate::plan::{Bins, Chunk, Sizing};
 use crate::schedule::call::{Engines, RankPrograms};
 use crate::schedule::{CallerTables, Calls, Control, Parts, RelayTables, Setting, WindowId};
 use crate::topology::{Paths, Route};
@@ -117,12 +117,12 @@ impl<'a> Teller<'a> {
         let bins = Bins::of_layout(script.layout, script.map, script.order, script.nodes);
         let paths = Paths::new(script.nodes, script.route, 0);
         let top_k = routings().map(|routing| routing.top_k()).max().unwrap_or(1);
-        let sums = script.order != Order::Expert && script.route == Route::Pxn && paths.rails();
+        let sums = script.order.has_partials() && script.route == Route::Pxn && paths.rails();
         let sizing = Sizing {
             row_bytes: script.row_bytes,
             home_bytes: script.row_bytes,
             words_out: script.notes().words(top_k),
-            words_home: if script.layout == RowLayout::RankMajor { top_k } else { 1 },
+            words_home: script.layout.words_home(top_k),
             // As if rows were bf16 and partials f32.
             partial_bytes: sums.then_some(2 * script.row_bytes),
         };

@@ -90,13 +90,13 @@ impl Placed {
         let paths = Paths::new(&nodes, case.route, 0);
         let crosses = case.route == Route::Pxn && paths.rails();
         // Engines that relay expert-major rows copy them to arrivals; rank-major, blocks are in relay order.
-        let arrive = executor == Executor::Device && crosses && case.layout == RowLayout::ExpertMajor;
-        let spans = executor == Executor::Device && crosses && case.layout == RowLayout::RankMajor;
+        let arrive = executor == Executor::Device && crosses && !case.layout.is_per_rank();
+        let spans = executor == Executor::Device && crosses && case.layout.is_per_rank();
         let bins = Bins::of_layout(case.layout, case.map, case.order, &nodes);
         let notes = Notes::of(case.layout, Mode::Eager, spans);
         let top_k = case.routings.iter().map(Routing::top_k).max().unwrap_or(1);
         let tokens = case.routings.iter().map(Routing::tokens).max().unwrap_or(0);
-        let sums = crosses && case.order != Order::Expert;
+        let sums = crosses && case.order.has_partials();
         let sizing = Sizing {
             row_bytes: case.row_bytes,
             home_bytes: case.home_bytes,

@@ -1,0 +1,45 @@
+//! Orders of sums: descriptors that placement asks, and the one place that tells them apart.
+
+/// Order in which the rows of a token are added up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Order {
+    /// By ascending expert id, one rounding at the end: the same bits on every lane, layout and topology.
+    #[default]
+    Expert,
+    /// Per rank by ascending expert id, then the ranks' partial sums (kept in `f32`) by ascending rank. Depends on
+    /// the expert map.
+    Rank,
+    /// Per node by ascending rank and expert id, then the nodes' partial sums (kept in `f32`) by ascending node. Depends
+    /// on the expert map and on which ranks share a node.
+    Node,
+}
+
+impl Order {
+    /// All orders, for error messages and tests.
+    pub const ALL: [Order; 3] = [Order::Expert, Order::Rank, Order::Node];
+
+    /// The name used on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Order::Expert => "expert",
+            Order::Rank => "rank",
+            Order::Node => "node",
+        }
+    }
+
+    /// Whether a token's sum is made of partial sums.
+    pub const fn has_partials(self) -> bool {
+        !matches!(self, Order::Expert)
+    }
+
+    /// Chooses between what holds for a partial sum of each rank and what holds for one of each node. Nothing where a
+    /// token's sum has no parts.
+    pub fn per_partial<T>(self, of_rank: T, of_node: T) -> Option<T> {
+        match self {
+            Order::Expert => None,
+            Order::Rank => Some(of_rank),
+            Order::Node => Some(of_node),
+        }
+    }
+}
