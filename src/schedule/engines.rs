@@ -1,4 +1,4 @@
-//! What the engines beside the compute are asked for by a call, counted from its schedule.
+//! What the copy engines of a device are asked for by a call: the steps of its program, counted.
 //!
 //! A copy engine neither gathers nor adds. So rows of the call's own tensors are packed by a kernel first, in the order in
 //! which they leave, and each run of them is one copy; what a relay hands on lies in a block, and each stretch of it is one.
@@ -14,10 +14,11 @@
 
 use std::ops::AddAssign;
 
-use super::call::{StageId, Stages};
+use super::call::{Action, Engines, RankPrograms, Relays, Role, StageId};
 use super::story::puts;
 use super::stream::StreamProgram;
-use super::{CallerTables, Op, Operands, RelayTables, Setting, Stage};
+use super::{CallerTables, Item, Op, Operands, RelayTables, Setting};
+use crate::error::CallKind;
 use crate::plan::{Forward, Layout};
 use crate::schedule::story::Effect;
 
@@ -44,7 +45,7 @@ impl EngineWork {
 
     /// Of a dispatch, combine or release of slots.
     pub fn of_stream(program: &StreamProgram, me: u32) -> Self {
-        Self::of_stage(program.stage(), &program.operands(), me, |_| true)
+        Self::of_items(&program.stage().items, &program.operands(), me, |_| true)
     }
 
     /// Of the rows of a dispatch that is placed so, at a rank that relays `forward`.
@@ -52,7 +53,6 @@ impl EngineWork {
         let (paths, me) = (at.paths, at.paths.me());
         let near = |peer| paths.near(peer);
         let row_bytes = at.sizing.row_bytes;
-        let stages = Stages::new(paths, at.chunks, false);
         let mut own = CallerTables::new(paths, at.chunks);
         own.rows(at, layout, false);
         let rows = Operands {
@@ -63,29 +63,36 @@ impl EngineWork {
             row_bytes,
             ..Operands::default()
         };
-        let mut work = Self::of_stage(stages.of(StageId::Rows), &rows, me, near);
-        if paths.rails() {
-            let mut relayed = RelayTables::new(paths, at.chunks);
-            relayed.forward(at, forward, false);
-            let blocks = Operands {
-                table: &relayed.table,
-                spans: &relayed.spans,
-                runs: &forward.runs,
-                rows: &forward.rows,
-                row_bytes,
-                ..Operands::default()
+        let mut relayed = RelayTables::new(paths, at.chunks);
+        relayed.forward(at, forward, false);
+        let blocks = Operands {
+            table: &relayed.table,
+            spans: &relayed.spans,
+            runs: &forward.runs,
+            rows: &forward.rows,
+            row_bytes,
+            ..Operands::default()
+        };
+        let programs = RankPrograms::new(paths, at.chunks, false, Engines::default());
+        let mut work = EngineWork::default();
+        for step in programs.own(CallKind::Dispatch, Relays::Inline).line(None) {
+            // Entries and counts are the host's.
+            let (operands, stage, part) = match (step.role, step.action) {
+                (Role::Own, Action::Run(StageId::Rows, part)) => (&rows, StageId::Rows, part),
+                (Role::Relay, Action::Run(stage @ (StageId::Headers | StageId::RelayRows), part)) => {
+                    (&blocks, stage, part)
+                }
+                _ => continue,
             };
-            for stage in [StageId::Headers, StageId::RelayRows] {
-                work += Self::of_stage(stages.of(stage), &blocks, me, near);
-            }
+            work += Self::of_items(programs.stages.items(stage, part), operands, me, near);
         }
         work
     }
 
-    /// Of one stage of rank `me`, in groups that begin with the first put behind a wait.
-    fn of_stage(stage: &Stage, operands: &Operands, me: u32, near: impl Fn(u32) -> bool) -> Self {
+    /// Of operations of rank `me` that follow one another, in groups that begin with the first put behind a wait.
+    fn of_items(items: &[Item], operands: &Operands, me: u32, near: impl Fn(u32) -> bool) -> Self {
         let (mut all, mut group, mut waited) = (EngineWork::default(), EngineWork::default(), false);
-        for item in &stage.items {
+        for item in items {
             match item.op {
                 Op::Put { to, slot } | Op::PutRows { to, slot } => {
                     let copies = puts(operands, to, slot).into_iter().filter_map(|effect| match effect {
@@ -141,7 +148,7 @@ impl AddAssign for EngineWork {
 mod tests {
     use super::*;
     use crate::schedule::stream::Slots;
-    use crate::schedule::{Flag, Item, Level, Operand, Place, Slot, SpanCopy, WindowId};
+    use crate::schedule::{Flag, Level, Operand, Place, Slot, SpanCopy, WindowId};
 
     /// A stage of rank 9 over spans of 16 bytes.
     fn work(ops: &[Op], near: impl Fn(u32) -> bool) -> EngineWork {
@@ -149,8 +156,8 @@ mod tests {
         let span = SpanCopy { from, from_offset: 0, to: WindowId::POOL, to_offset: 0, len: 16 };
         let table = [Operand::Spans { first: 0, count: 1 }];
         let operands = Operands { table: &table, spans: &[span], ..Operands::default() };
-        let items = ops.iter().map(|&op| Item { track: 0, op }).collect();
-        EngineWork::of_stage(&Stage { name: "stage", items }, &operands, 9, near)
+        let items: Vec<_> = ops.iter().map(|&op| Item { track: 0, op }).collect();
+        EngineWork::of_items(&items, &operands, 9, near)
     }
 
     fn put(to: u32) -> Op {

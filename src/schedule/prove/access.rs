@@ -53,6 +53,7 @@ pub(super) struct Access {
 
 impl Access {
     /// Whether this access is over before `other` begins.
+    #[inline]
     pub fn before(&self, other: &Access, known: &Knowledge) -> bool {
         // A wait looks at its word from the beginning on, and may take what still stands there for its own signal.
         let view = known.view(if self.version.is_set_back() { other.begun } else { other.view });
@@ -70,6 +71,7 @@ impl Access {
     }
 
     /// Whether the two belong to one operation or touch.
+    #[inline]
     pub fn is_part_of(&self, other: &Access) -> bool {
         (self.actor, self.call, self.who) == (other.actor, other.call, other.who)
     }

@@ -87,6 +87,7 @@ impl Knowledge {
         self.scene_views[actor as usize][scene as usize]
     }
 
+    #[inline]
     pub fn view(&self, view: u32) -> &View {
         &self.views[view as usize]
     }
