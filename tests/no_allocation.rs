@@ -68,8 +68,8 @@ fn round(ep: &mut ExpertParallel, mine: &Tokens<bf16>, out: &mut [bf16], weights
     let (rows, handle) = ep.dispatch(&mine.x, &routing).unwrap();
     let mut y = handle.output().unwrap();
     y.rows_mut::<bf16>().unwrap().copy_from_slice(rows.rows().unwrap());
-    ep.combine_into(y, &handle, out).unwrap();
-    ep.combine_into(rows.rows::<bf16>().unwrap(), &handle, out).unwrap();
+    ep.combine_into(y, &handle, &mut *out).unwrap();
+    ep.combine_into(rows.rows::<bf16>().unwrap(), &handle, &mut *out).unwrap();
     let again = ep.dispatch_cached(&mine.x, &handle).unwrap();
     let gradients = again.rows::<bf16>().unwrap();
     ep.dispatch_backward_into(gradients, Some(handle.row_weights()), &handle, out, weights).unwrap();

@@ -1,71 +1,273 @@
-//! What experts read and write.
+//! Rows that experts read, outputs that they write, and tokens that NICs read in place.
 
-use std::sync::Arc;
-
-use super::RowIndex;
-use crate::dtype::{Dtype, Element, RecordShape};
-use crate::error::{Error, MemoryError};
+use super::device::planned::{PlannedOutput, PlannedRows};
+use super::device::slots::{SlotOutput, SlotRows};
+use super::host::{HostInput, HostOutput, HostRows, elements};
+use super::tensor::{Side, Tensor, wrong_place};
+use super::{RowIndex, Strided};
+use crate::device::Range;
+use crate::dtype::Element;
+use crate::error::{CallError, Error, MemoryError};
 use crate::memory::Extent;
-use crate::plan::Chunk;
+use crate::plan::SlotShape;
 
 /// Received rows, `[rows, hidden]`: expert-major (local expert, source rank, token), rank-major (source rank, token), in
-/// [spans](super::ExpertParallelBuilder::spans) as the [`index`](ExpertRows::index) says. Pad rows and unused slots are
-/// zero.
+/// [spans](super::ExpertParallelBuilder::spans) as the [`index`](ExpertRows::index) says. Pad rows are zero, and on the host
+/// unused slots, too.
 ///
-/// They lie in the receive pool and go back to it when this is dropped.
+/// Their memory is given back when this is dropped: on a device, to calls that are enqueued later.
 #[derive(Debug)]
-pub struct ExpertRows {
-    pub(super) extent: Extent,
-    pub(super) rows: u32,
-    pub(super) row_bytes: u64,
-    pub(super) record: Option<RecordShape>,
-    pub(super) index: Option<Arc<RowIndex>>,
+pub struct ExpertRows(pub(super) RowsAt);
+
+#[derive(Debug)]
+pub(super) enum RowsAt {
+    Host(HostRows),
+    /// Larger than the others by far, which every caller would carry.
+    Planned(Box<PlannedRows>),
+    Slots(SlotRows),
 }
 
 impl ExpertRows {
-    /// Number of rows, pads counted.
+    /// Number of rows, pads and unused slots counted. After
+    /// [`PendingDispatch::unfinished`](super::PendingDispatch::unfinished), the budget.
     pub fn len(&self) -> u32 {
-        self.rows
+        match &self.0 {
+            RowsAt::Host(rows) => rows.rows,
+            RowsAt::Planned(rows) => rows.len(),
+            RowsAt::Slots(rows) => rows.len(),
+        }
     }
 
-    /// Whether no row came.
+    /// Whether there is no row.
     pub fn is_empty(&self) -> bool {
-        self.rows == 0
+        self.len() == 0
     }
 
-    /// The rows, `[len, hidden]`.
+    /// The rows on the host, `[len, hidden]`.
     ///
     /// # Errors
-    /// [`MemoryError::Misaligned`] cannot happen for rows of whole elements; it is reported rather than assumed away.
-    pub fn rows<E: Element>(&self) -> Result<&[E], MemoryError> {
-        self.extent.slice(0, elements::<E>(self.rows, self.row_bytes))
+    /// [`PlanError::WrongPlace`](crate::error::PlanError) for rows on a device.
+    pub fn rows<E: Element>(&self) -> Result<&[E], Error> {
+        Ok(self.host()?.rows()?)
     }
 
-    /// The rows, to change in place.
-    ///
-    /// # Errors
-    /// As [`ExpertRows::rows`].
-    pub fn rows_mut<E: Element>(&mut self) -> Result<&mut [E], MemoryError> {
-        self.extent.slice_mut(0, elements::<E>(self.rows, self.row_bytes))
-    }
-
-    /// Where rows lie, if they were handed on in spans; else they lie in visible order. What goes with the rows, and what is
-    /// combined or brought home along their handle, lies as they do.
-    pub fn index(&self) -> Option<&RowIndex> {
-        self.index.as_deref()
-    }
-
-    /// A copy outside the pool, for callers who want the pool's memory back at once.
+    /// The rows on the host, to change in place.
     ///
     /// # Errors
     /// As [`ExpertRows::rows`].
-    pub fn to_vec<E: Element>(&self) -> Result<Vec<E>, MemoryError> {
+    pub fn rows_mut<E: Element>(&mut self) -> Result<&mut [E], Error> {
+        match &mut self.0 {
+            RowsAt::Host(rows) => Ok(rows.rows_mut()?),
+            _ => Err(wrong_place("received rows", Side::Host)),
+        }
+    }
+
+    /// A copy on the host, for callers who want the pool's memory back at once.
+    ///
+    /// # Errors
+    /// As [`ExpertRows::rows`].
+    pub fn to_vec<E: Element>(&self) -> Result<Vec<E>, Error> {
         self.rows::<E>().map(<[E]>::to_vec)
+    }
+
+    /// Host: where rows lie, if relays copied them in spans; else they lie in visible order. What goes with the rows, and
+    /// what is combined along their handle, lies as they do.
+    pub fn index(&self) -> Option<&RowIndex> {
+        self.host().ok()?.index.as_deref()
+    }
+
+    /// Device: the rows, `[len, hidden]`; those beyond the segments are undefined. In fixed slots, a slot of
+    /// [`slots`](ExpertRows::slots) from each rank: `[ranks * slot_rows, hidden]`, in which the first `header_rows` of each
+    /// slot are its header.
+    ///
+    /// They are there for what is enqueued on the instance's stream after the dispatch.
+    ///
+    /// # Errors
+    /// [`PlanError::WrongPlace`](crate::error::PlanError) for rows on the host.
+    pub fn range(&self) -> Result<Range, Error> {
+        match &self.0 {
+            RowsAt::Host(_) => Err(wrong_place("received rows", Side::Device)),
+            RowsAt::Planned(rows) => rows.rows(),
+            RowsAt::Slots(rows) => Ok(rows.received.clone()),
+        }
+    }
+
+    /// Device: routing weight of each row, `f32 [len]`; 0 for pad rows.
+    ///
+    /// # Errors
+    /// As [`ExpertRows::range`]; [`CallError::NotKept`] in fixed slots, whose headers have the weights.
+    pub fn weights(&self) -> Result<Range, Error> {
+        self.planned("row weights")?.weights()
+    }
+
+    /// Device: rows of each local expert, then the same with pads: `i64 [2, local experts]`.
+    ///
+    /// # Errors
+    /// As [`ExpertRows::weights`].
+    pub fn counts(&self) -> Result<Range, Error> {
+        Ok(self.planned("counts")?.counts().clone())
+    }
+
+    /// Device, where copy engines relay: rows as they arrived, and for each visible row which of them it is, `i32 [len]`,
+    /// -1 for pads. A grouped matrix product that takes an index can read them as they are.
+    pub fn arrivals(&self) -> Option<(&Range, &Range)> {
+        match &self.0 {
+            RowsAt::Planned(rows) => rows.index(),
+            _ => None,
+        }
+    }
+
+    /// Device, fixed slots: where things lie in a slot.
+    pub fn slots(&self) -> Option<SlotShape> {
+        match &self.0 {
+            RowsAt::Slots(rows) => Some(rows.shape),
+            _ => None,
+        }
+    }
+
+    /// In fp8: the values of each row, `[len, hidden]`, one every [`RecordShape::bytes`](crate::dtype::RecordShape::bytes).
+    ///
+    /// # Errors
+    /// As [`ExpertRows::rows`].
+    pub fn payload(&self) -> Result<Option<Strided<'_, u8>>, Error> {
+        Ok(self.host()?.payload()?)
+    }
+
+    /// In fp8: the scales of each row, one every [`RecordShape::bytes`](crate::dtype::RecordShape::bytes).
+    ///
+    /// # Errors
+    /// As [`ExpertRows::rows`].
+    pub fn scales(&self) -> Result<Option<Strided<'_, f32>>, Error> {
+        Ok(self.host()?.scales()?)
+    }
+
+    pub(super) fn host(&self) -> Result<&HostRows, Error> {
+        match &self.0 {
+            RowsAt::Host(rows) => Ok(rows),
+            _ => Err(wrong_place("received rows", Side::Host)),
+        }
+    }
+
+    fn planned(&self, missing: &'static str) -> Result<&PlannedRows, Error> {
+        match &self.0 {
+            RowsAt::Planned(rows) => Ok(rows),
+            RowsAt::Slots(_) => Err(CallError::NotKept { missing }.into()),
+            RowsAt::Host(_) => Err(wrong_place(missing, Side::Device)),
+        }
     }
 }
 
-/// Rows to be dispatched, `[tokens, hidden]`, in registered memory: network cards read them where they lie, while those of any
-/// other memory are copied first. To ranks of the node it makes no difference.
+/// Output buffer of the experts: one row per received row and, where a gradient asks for it, one `f32` per row behind them.
+///
+/// It lies where peers can read it, so combine copies nothing.
+#[derive(Debug)]
+pub struct ExpertOutput(pub(super) OutputAt);
+
+#[derive(Debug)]
+pub(super) enum OutputAt {
+    Host(HostOutput),
+    Planned(PlannedOutput),
+    Slots(SlotOutput),
+}
+
+impl ExpertOutput {
+    /// Number of rows, pads counted. What pad rows hold is never read.
+    pub fn len(&self) -> u32 {
+        match &self.0 {
+            OutputAt::Host(output) => output.chunk.rows,
+            OutputAt::Planned(output) => output.len(),
+            OutputAt::Slots(output) => output.len(),
+        }
+    }
+
+    /// Whether there is no row.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The rows on the host, `[len, hidden]`, to write to.
+    ///
+    /// # Errors
+    /// [`PlanError::WrongPlace`](crate::error::PlanError) for a buffer on a device.
+    pub fn rows_mut<E: Element>(&mut self) -> Result<&mut [E], Error> {
+        Ok(self.host_mut()?.rows_mut()?)
+    }
+
+    /// On the host, one `f32` per row or, rank-major, per row and choice, to write to.
+    ///
+    /// # Errors
+    /// As [`ExpertOutput::rows_mut`].
+    pub fn weights_mut(&mut self) -> Result<&mut [f32], Error> {
+        Ok(self.host_mut()?.weights_mut()?)
+    }
+
+    /// The rows on a device, `[len, hidden]`, to write to. In fixed slots, `[ranks, max_tokens, hidden]`: row i of rank r is
+    /// what this rank's experts make of row i of the slot of r, weighted and added up; rows that a slot does not use may be
+    /// left as they are.
+    ///
+    /// # Errors
+    /// [`PlanError::WrongPlace`](crate::error::PlanError) for a buffer on the host.
+    pub fn range(&self) -> Result<&Range, Error> {
+        match &self.0 {
+            OutputAt::Host(_) => Err(wrong_place("an output buffer", Side::Device)),
+            OutputAt::Planned(output) => Ok(output.rows()),
+            OutputAt::Slots(output) => Ok(&output.partials),
+        }
+    }
+
+    pub(super) fn host(&self) -> Result<&HostOutput, Error> {
+        match &self.0 {
+            OutputAt::Host(output) => Ok(output),
+            _ => Err(wrong_place("an output buffer", Side::Host)),
+        }
+    }
+
+    fn host_mut(&mut self) -> Result<&mut HostOutput, Error> {
+        match &mut self.0 {
+            OutputAt::Host(output) => Ok(output),
+            _ => Err(wrong_place("an output buffer", Side::Host)),
+        }
+    }
+}
+
+/// Rows that a rank brings into a combine or a gradient: the output buffer of a handle, or any tensor, which is copied once.
+#[derive(Debug)]
+pub enum CombineInput<'a> {
+    /// The buffer of [`Handle::output`](super::Handle::output): nothing is copied.
+    Output(ExpertOutput),
+    /// Rows elsewhere in the place of the instance: copied into a buffer first, and counted in
+    /// [`Handle::copied_bytes`](super::Handle::copied_bytes).
+    Elsewhere(Tensor<'a>),
+}
+
+impl<'a> CombineInput<'a> {
+    /// As an instance on the host takes it.
+    pub(super) fn on_host(self) -> Result<HostInput<'a>, Error> {
+        match self {
+            CombineInput::Output(ExpertOutput(OutputAt::Host(output))) => Ok(HostInput::Output(output)),
+            CombineInput::Output(_) => Err(wrong_place("expert outputs", Side::Host)),
+            CombineInput::Elsewhere(tensor) => {
+                let (bytes, dtype) = tensor.on_host("expert outputs")?;
+                Ok(HostInput::Elsewhere { bytes, dtype })
+            }
+        }
+    }
+}
+
+impl From<ExpertOutput> for CombineInput<'_> {
+    fn from(output: ExpertOutput) -> Self {
+        CombineInput::Output(output)
+    }
+}
+
+impl<'a, T: Into<Tensor<'a>>> From<T> for CombineInput<'a> {
+    fn from(rows: T) -> Self {
+        CombineInput::Elsewhere(rows.into())
+    }
+}
+
+/// Rows to be dispatched, `[tokens, hidden]`, in registered memory of the host: NICs read them where they lie, while those of
+/// any other memory are copied first. To ranks of the node it makes no difference.
 ///
 /// ```
 /// # use sidelane::{World, gate::Routing};
@@ -98,7 +300,7 @@ impl TokenBuffer {
     /// The rows, `[len, hidden]`; of fp8, `[len, record]`.
     ///
     /// # Errors
-    /// As [`ExpertRows::rows`].
+    /// [`MemoryError::Misaligned`] cannot happen for rows of whole elements; it is reported rather than assumed away.
     pub fn rows<E: Element>(&self) -> Result<&[E], MemoryError> {
         self.extent.slice(0, elements::<E>(self.tokens, self.row_bytes))
     }
@@ -106,105 +308,8 @@ impl TokenBuffer {
     /// The rows, to write to. Their contents are undefined at first.
     ///
     /// # Errors
-    /// As [`ExpertRows::rows`].
+    /// As [`TokenBuffer::rows`].
     pub fn rows_mut<E: Element>(&mut self) -> Result<&mut [E], MemoryError> {
         self.extent.slice_mut(0, elements::<E>(self.tokens, self.row_bytes))
     }
-}
-
-/// What experts write: one row per received row, and, where a gradient asks for it, one `f32` per row behind them.
-///
-/// It lies where peers can read it, so combine copies nothing.
-#[derive(Debug)]
-pub struct ExpertOutput {
-    pub(super) extent: Extent,
-    chunk: Chunk,
-    pub(super) number: u64,
-    pub(super) instance: u64,
-}
-
-impl ExpertOutput {
-    pub(super) fn new(extent: Extent, chunk: Chunk, number: u64, instance: u64) -> Self {
-        ExpertOutput { extent, chunk, number, instance }
-    }
-
-    /// Number of rows, pads counted. What pad rows hold is never read.
-    pub fn len(&self) -> u32 {
-        self.chunk.rows
-    }
-
-    /// Whether there is no row.
-    pub fn is_empty(&self) -> bool {
-        self.chunk.rows == 0
-    }
-
-    /// The rows, `[len, hidden]`, to write to.
-    ///
-    /// # Errors
-    /// As [`ExpertRows::rows`].
-    pub fn rows_mut<E: Element>(&mut self) -> Result<&mut [E], MemoryError> {
-        self.extent.slice_mut(0, elements::<E>(self.chunk.rows, self.chunk.row_bytes))
-    }
-
-    /// One `f32` per row or, rank-major, per row and choice, to write to.
-    ///
-    /// # Errors
-    /// As [`ExpertRows::rows`].
-    pub fn weights_mut(&mut self) -> Result<&mut [f32], MemoryError> {
-        self.extent.slice_mut(self.chunk.notes_at(), self.chunk.notes as usize)
-    }
-}
-
-/// What a combine or a gradient is given: the output buffer of a handle, or any tensor, which is copied once.
-#[derive(Debug)]
-pub enum Contribution<'a> {
-    /// The buffer of [`Handle::output`](super::Handle::output): nothing is copied.
-    Output(ExpertOutput),
-    /// Rows elsewhere: copied into a buffer first, and counted in [`Handle::copied_bytes`](super::Handle::copied_bytes).
-    Elsewhere {
-        /// The rows.
-        bytes: &'a [u8],
-        /// Their type.
-        dtype: Dtype,
-    },
-}
-
-impl From<ExpertOutput> for Contribution<'_> {
-    fn from(output: ExpertOutput) -> Self {
-        Contribution::Output(output)
-    }
-}
-
-impl<'a, E: Element> From<&'a [E]> for Contribution<'a> {
-    fn from(rows: &'a [E]) -> Self {
-        Contribution::Elsewhere { bytes: bytemuck::cast_slice(rows), dtype: E::DTYPE }
-    }
-}
-
-impl<'a, E: Element> From<&'a Vec<E>> for Contribution<'a> {
-    fn from(rows: &'a Vec<E>) -> Self {
-        rows.as_slice().into()
-    }
-}
-
-fn elements<E: Element>(rows: u32, row_bytes: u64) -> usize {
-    (u64::from(rows) * row_bytes) as usize / size_of::<E>()
-}
-
-/// Checks an input or output tensor of `rows` rows.
-pub(super) fn check_tensor<E: Element>(
-    what: &'static str,
-    tensor: &[E],
-    rows: u32,
-    (hidden, dtype): (usize, Dtype),
-) -> Result<(), Error> {
-    use crate::error::PlanError;
-    if E::DTYPE != dtype {
-        return Err(PlanError::WrongDtype { what, seen: E::DTYPE, expected: dtype }.into());
-    }
-    if tensor.len() != rows as usize * hidden {
-        let (seen, rows, columns) = (tensor.len(), rows as usize, hidden);
-        return Err(PlanError::WrongShape { what, seen, rows, columns }.into());
-    }
-    Ok(())
 }

@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use super::ExpertParallel;
+use super::device::planned::PlannerSettings;
+use super::device::slots::SlotExchange;
+use super::{CallExecutor, ExpertParallel, Feature};
+use crate::device::Stream;
 use crate::dtype::{Dtype, RecordShape, Wire};
 use crate::error::{CallKind, Error, PlanError};
 use crate::plan::{ExpertMap, Mode, Notes, Order, RowLayout, Sizing, Strategy};
@@ -59,11 +62,7 @@ impl Spec {
     pub fn sizing(&self, kind: CallKind, partial_bytes: Option<u64>) -> Sizing {
         let (columns, dtype) = self.sent(kind);
         let row_bytes = if kind == CallKind::Prepare { 0 } else { (columns * dtype.size()) as u64 };
-        let words_home = match self.layout {
-            _ if self.gathers => 0,
-            RowLayout::RankMajor => self.top_k,
-            RowLayout::ExpertMajor => 1,
-        };
+        let words_home = if self.gathers { 0 } else { self.layout.words_home(self.top_k) };
         let words_out = self.notes().words(self.top_k);
         Sizing { row_bytes, home_bytes: self.row_bytes(), words_out, words_home, partial_bytes }
     }
@@ -82,6 +81,31 @@ pub struct ExpertParallelBuilder<'g> {
     map: Option<ExpertMap>,
     fp8: bool,
     spec: Spec,
+    stream: Option<Arc<Stream>>,
+    max_in_flight: Option<u32>,
+    device_heap: Option<u64>,
+}
+
+/// Dispatches of a planner that may be alive at once, if nothing is said.
+const MAX_IN_FLIGHT: u32 = 2;
+/// Bytes of its device heap, likewise.
+const DEVICE_HEAP: u64 = 256 << 20;
+
+/// What serves the calls of an instance, with the settings that only it has.
+pub(super) enum Instance {
+    Host,
+    Planned(PlannerSettings),
+    Slots(Arc<Stream>),
+}
+
+impl Instance {
+    fn executor(&self) -> CallExecutor {
+        match self {
+            Instance::Host => CallExecutor::HostStepper,
+            Instance::Planned(_) => CallExecutor::Planner,
+            Instance::Slots(_) => CallExecutor::ConstantProgram,
+        }
+    }
 }
 
 impl<'g> ExpertParallelBuilder<'g> {
@@ -90,21 +114,30 @@ impl<'g> ExpertParallelBuilder<'g> {
             top_k: 1,
             hidden: 0,
             dtype: Dtype::Bf16,
-            order: Order::Expert,
+            order: Order::default(),
             align: 1,
             max_tokens: 4096,
             weighted: false,
             map: Arc::new(ExpertMap::contiguous(1, group.size())?),
             route: Route::Direct,
             wire: Wire::F32,
-            layout: RowLayout::ExpertMajor,
+            layout: RowLayout::default(),
             mode: Mode::Eager,
             record: None,
             spans: false,
             strategy: Strategy::Exchange,
             gathers: false,
         };
-        Ok(ExpertParallelBuilder { group, experts: 0, map: None, fp8: false, spec })
+        Ok(ExpertParallelBuilder {
+            group,
+            experts: 0,
+            map: None,
+            fp8: false,
+            spec,
+            stream: None,
+            max_in_flight: None,
+            device_heap: None,
+        })
     }
 
     /// Number of experts, in contiguous blocks over the ranks.
@@ -177,7 +210,8 @@ impl<'g> ExpertParallelBuilder<'g> {
 
     /// The most tokens a rank will pass in one call. With more than one node under [`Route::Pxn`] it sizes the control
     /// window, by what may go with all their rows: about `16 x max_tokens x top_k` bytes for each rank that one rank relays
-    /// and as much for each of its own relays; rank-major, `top_k` times as much. Default: 4096.
+    /// and as much for each of its own relays; rank-major, `top_k` times as much. In fixed slots on a device as many rows move to each rank in every call, so name
+    /// it there. Default: 4096.
     pub fn max_tokens(mut self, tokens: u32) -> Self {
         self.spec.max_tokens = tokens;
         self
@@ -216,23 +250,44 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
-    /// Allocates the control window and lays what wires are missing. Collective.
+    /// Rows lie in memory of this stream's device, and calls go on the stream. Default: rows lie on the host.
     ///
-    /// # Errors
-    /// [`PlanError`] if a setting cannot be used, [`CallError::ConfigsDiffer`](crate::error::CallError::ConfigsDiffer) if ranks chose differently,
-    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank has no room for the control window.
-    pub fn build(self) -> Result<ExpertParallel, Error> {
-        let (group, spec) = self.agreed()?;
-        // Rows and outputs of a balanced call, and half as much again.
-        let choices = 3 * u64::from(spec.max_tokens) * u64::from(spec.top_k);
-        group.touch_pools(choices.saturating_mul(spec.row_bytes()));
-        ExpertParallel::new(group, spec)
+    /// The mode chooses how calls are carried out ([`CallExecutor`]), and [`Feature`] says what that cannot do. Kernels must be
+    /// loaded early: set `CUDA_MODULE_LOADING=EAGER` before the program starts.
+    pub fn on(mut self, stream: &Arc<Stream>) -> Self {
+        self.stream = Some(Arc::clone(stream));
+        self
     }
 
-    /// What all ranks have chosen, once it is known to be the same and usable. Collective.
-    pub(super) fn agreed(mut self) -> Result<(&'g Group, Spec), Error> {
+    /// On a device, with exact sizes or a budget: dispatches that may be alive at once. Each has memory for all rows it may
+    /// send, and with a budget for those it receives. Default: 2.
+    pub fn max_in_flight(mut self, dispatches: u32) -> Self {
+        self.max_in_flight = Some(dispatches);
+        self
+    }
+
+    /// On a device, with exact sizes: bytes of the device's memory in which dispatches receive and experts write. In a group of
+    /// several nodes whose NICs do not reach the device, as much memory of the host is pinned beside it, and beside what
+    /// dispatches in flight have; over `pxn` a dispatch takes room for its rows twice, and for what is staged. Default: 256 MiB.
+    pub fn device_heap(mut self, bytes: u64) -> Self {
+        self.device_heap = Some(bytes);
+        self
+    }
+
+    /// Allocates what the instance needs and lays what wires are missing. On a device also waits until the stream is idle.
+    /// Collective.
+    ///
+    /// # Errors
+    /// [`PlanError`] if a setting cannot be used, [`PlanError::NotAvailable`] for one that its place does not have,
+    /// [`CallError::ConfigsDiffer`](crate::error::CallError::ConfigsDiffer) if ranks chose differently,
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank has no room for the control window.
+    /// [`DeviceError`](crate::error::DeviceError) where the device lacks something, kernels are loaded lazily, or one hardware
+    /// queue is all there is; [`LaneError::PeerLacks`](crate::error::LaneError) or
+    /// [`MemoryError::NotUsable`](crate::error::MemoryError) on the other ranks.
+    pub fn build(mut self) -> Result<ExpertParallel, Error> {
         self.spec.record = self.fp8.then(|| RecordShape::new(self.spec.hidden as u32));
-        let checked = self.check();
+        let instance = self.instance();
+        let checked = self.check().and_then(|()| self.check_instance(&instance));
         let map = match (&checked, self.map.take()) {
             (Err(_), _) => None,
             (Ok(()), Some(map)) => Some(map),
@@ -241,10 +296,43 @@ impl<'g> ExpertParallelBuilder<'g> {
         // A rank with bad settings still takes part in the comparison: the others are told, not left waiting.
         self.compare(map.as_ref())?;
         checked?;
+        let ExpertParallelBuilder { group, mut spec, .. } = self;
         if let Some(map) = map {
-            self.spec.map = Arc::new(map);
+            spec.map = Arc::new(map);
         }
-        Ok((self.group, self.spec))
+        if matches!(instance, Instance::Host) {
+            // Rows and outputs of a balanced call, and half as much again.
+            let choices = 3 * u64::from(spec.max_tokens) * u64::from(spec.top_k);
+            group.touch_pools(choices.saturating_mul(spec.row_bytes()));
+        }
+        ExpertParallel::new(group, spec, instance)
+    }
+
+    /// What serves these settings, by place and mode.
+    fn instance(&self) -> Instance {
+        match &self.stream {
+            None => Instance::Host,
+            Some(stream) if self.spec.mode.slots().is_some() => Instance::Slots(Arc::clone(stream)),
+            Some(stream) => Instance::Planned(PlannerSettings {
+                stream: Arc::clone(stream),
+                max_in_flight: self.max_in_flight.unwrap_or(MAX_IN_FLIGHT),
+                device_heap: self.device_heap.unwrap_or(DEVICE_HEAP),
+            }),
+        }
+    }
+
+    /// Refuses settings that what serves them does not have.
+    fn check_instance(&self, instance: &Instance) -> Result<(), PlanError> {
+        Feature::check(&self.spec, instance.executor())?;
+        if matches!(instance, Instance::Slots(_)) {
+            SlotExchange::check_settings(&self.spec)?;
+        }
+        let bad = |parameter, seen, expected| Err(PlanError::BadParameter { parameter, seen, expected });
+        match (instance, self.max_in_flight, self.device_heap) {
+            (Instance::Planned(_), ..) | (_, None, None) => Ok(()),
+            (_, Some(seen), _) => bad("max_in_flight", seen.into(), "not set, but for a planner on a device"),
+            (_, None, Some(seen)) => bad("device_heap", seen, "not set, but for a planner on a device"),
+        }
     }
 
     fn check(&self) -> Result<(), PlanError> {
@@ -279,10 +367,10 @@ impl<'g> ExpertParallelBuilder<'g> {
         if spec.wire == Wire::Bf16 && !spec.wire.carries(spec.dtype) {
             return bad("wire", spec.wire as u64, "f32, unless rows are bf16");
         }
-        if spec.weighted && spec.layout == RowLayout::RankMajor {
+        if spec.weighted && spec.layout.is_per_rank() {
             return bad("weighted", 1, "off: rank-major, whoever sums a token's rows at a rank weighs them");
         }
-        if spec.spans && (spec.layout, spec.route) != (RowLayout::RankMajor, Route::Pxn) {
+        if spec.spans && !(spec.layout.is_per_rank() && spec.route == Route::Pxn) {
             return bad("spans", 1, "off, unless rows are rank-major and handed on (route pxn)");
         }
         if spec.strategy == Strategy::Gather && spec.mode.slots().is_some() {
@@ -293,10 +381,8 @@ impl<'g> ExpertParallelBuilder<'g> {
         }
         if let Some(slots) = spec.mode.slots() {
             // Experts may all move to one rank.
-            let bins = match spec.layout {
-                RowLayout::ExpertMajor => self.map.as_ref().map_or(self.experts, ExpertMap::slots),
-                RowLayout::RankMajor => 1,
-            };
+            let slots_of_map = || self.map.as_ref().map_or(self.experts, ExpertMap::slots);
+            let bins = if spec.layout.is_per_rank() { 1 } else { slots_of_map() };
             let of_bin = u64::from(slots) * u64::from(self.group.size());
             let rows = of_bin.next_multiple_of(spec.align.into()).saturating_mul(bins.into());
             if slots == 0 || rows > u64::from(u32::MAX / 2) {
@@ -314,7 +400,7 @@ impl<'g> ExpertParallelBuilder<'g> {
 
     fn compare(&self, map: Option<&ExpertMap>) -> Result<(), Error> {
         let spec = &self.spec;
-        let settings: [(&'static str, u64); 18] = [
+        let settings: [(&'static str, u64); 19] = [
             ("whether their settings can be used (1: yes)", map.is_some().into()),
             ("experts", map.map_or(0, ExpertMap::experts).into()),
             ("the expert map", map.map_or(0, ExpertMap::digest)),
@@ -333,6 +419,7 @@ impl<'g> ExpertParallelBuilder<'g> {
             ("rows of the mode", spec.mode.words()[1]),
             ("spans", spec.spans.into()),
             ("strategy", spec.strategy as u64),
+            ("whether rows lie on a device (1: yes)", self.stream.is_some().into()),
         ];
         self.group.alike(&settings)
     }

@@ -8,9 +8,11 @@
 //! They are each other's gradient. Ranks may have different numbers of rows, none too. The sum of a row begins at +0 in
 //! `f32`, adds what the ranks have by ascending rank, and is rounded once: the same bits on every lane, route and topology.
 
+use super::buffers::RowsAt;
 use super::builder::Spec;
-use super::flight::{Flight, Lent};
-use super::{Contribution, ExpertOutput, ExpertParallel, ExpertRows, Handle};
+use super::handle::HandleAt;
+use super::host::{Flight, HostExchange, HostRows, Inner, Lent};
+use super::{CombineInput, ExpertOutput, ExpertRows, Handle, Tensor, TensorMut};
 use crate::dtype::{Dtype, Element, Wire};
 use crate::error::{CallKind, Error, PlanError};
 use crate::exec::Until;
@@ -56,7 +58,7 @@ pub struct CollectiveBuilder<'g> {
 /// ```
 #[derive(Debug)]
 pub struct Collective {
-    ep: ExpertParallel,
+    ep: HostExchange,
     everyone: Everyone,
 }
 
@@ -146,21 +148,21 @@ impl<'g> CollectiveBuilder<'g> {
             top_k: 0,
             hidden: self.columns,
             dtype: self.dtype,
-            order: if self.node_sums.is_some() { Order::Node } else { Order::Expert },
+            order: if self.node_sums.is_some() { Order::Node } else { Order::default() },
             align: 1,
             max_tokens: self.max_rows,
             weighted: false,
             map: std::sync::Arc::new(ExpertMap::contiguous(self.segments * ranks, ranks)?),
             route: self.route,
             wire: self.node_sums.unwrap_or_default(),
-            layout: RowLayout::ExpertMajor,
+            layout: RowLayout::default(),
             mode: Mode::Eager,
             record: None,
             spans: false,
             strategy: Strategy::Exchange,
             gathers: true,
         };
-        Ok(Collective { ep: ExpertParallel::new(self.group, spec)?, everyone: Everyone::default() })
+        Ok(Collective { ep: HostExchange::new(self.group, spec)?, everyone: Everyone::default() })
     }
 
     fn check(&self) -> Result<(), PlanError> {
@@ -213,38 +215,43 @@ impl Collective {
     /// On every rank, before a byte moves: [`PlanError`] where the input is wrong ([`PeerRefused`](crate::error::CallError::PeerRefused) on the
     /// others), [`CallError`](crate::error::CallError) where ranks make different calls, [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a
     /// rank cannot hold the rows. [`LaneError`](crate::error::LaneError) and [`Cause`](crate::error::Cause) end the world.
-    pub fn all_gather<E: Element>(&mut self, rows: &[E]) -> Result<(ExpertRows, Shares), Error> {
+    pub fn all_gather<'a>(&mut self, rows: impl Into<Tensor<'a>>) -> Result<(ExpertRows, Shares), Error> {
         let ep = &mut self.ep;
-        let checked = Self::check_rows(ep, rows);
-        let tokens = checked.as_ref().map_or(0, |&count| count);
+        let checked = rows.into().on_host("rows to gather").and_then(|rows| Self::check_rows(ep, rows));
+        let (input, tokens) = checked.as_ref().map_or((&[][..], 0), |&rows| rows);
         let mut flight = ep.placing(CallKind::Dispatch, checked.map(drop), false);
-        let lent = Lent { tokens, input: bytemuck::cast_slice(rows), ..Lent::default() };
+        let lent = Lent { tokens, input, ..Lent::default() };
         ep.enter(&mut flight, lent, Until::End)?;
         let (mut extent, inner) = (flight.landed()?, flight.made);
         let landing = ep.fixed.sizing(CallKind::Dispatch).landing(inner.layout.landed);
-        let mut counts = vec![0; ep.size() as usize];
+        let mut counts = vec![0; ep.fixed.lanes.ranks() as usize];
         for &source in extent.slice::<u32>(landing.notes_at(), landing.notes as usize)? {
             if let Some(count) = counts.get_mut((source as usize).wrapping_sub(1)) {
                 *count += 1;
             }
         }
         extent.trim(landing.notes_at());
-        let (rows, handle) = ep.gathered(extent, inner);
+        let (rows, handle) = gathered(ep, extent, inner);
         Ok((rows, Shares { handle, counts }))
     }
 
-    fn check_rows<E: Element>(ep: &ExpertParallel, rows: &[E]) -> Result<u32, Error> {
-        let (columns, what, seen) = (ep.spec().hidden, "rows to gather", rows.len());
-        if E::DTYPE != ep.spec().dtype {
-            return Err(PlanError::WrongDtype { what, seen: E::DTYPE, expected: ep.spec().dtype }.into());
+    /// Whole rows of this collective's type, and how many they are.
+    fn check_rows<'a>(
+        ep: &HostExchange,
+        (bytes, dtype): (&'a [u8], Dtype),
+    ) -> Result<(&'a [u8], u32), Error> {
+        let (columns, expected, what) = (ep.spec().hidden, ep.spec().dtype, "rows to gather");
+        if dtype != expected {
+            return Err(PlanError::WrongDtype { what, seen: dtype, expected }.into());
         }
+        let seen = bytes.len() / dtype.size();
         if !seen.is_multiple_of(columns) {
             return Err(PlanError::WrongShape { what, seen, rows: seen / columns, columns }.into());
         }
-        Ok(Self::check_count(ep, (seen / columns) as u64)?)
+        Ok((bytes, Self::check_count(ep, (seen / columns) as u64)?))
     }
 
-    fn check_count(ep: &ExpertParallel, rows: u64) -> Result<u32, PlanError> {
+    fn check_count(ep: &HostExchange, rows: u64) -> Result<u32, PlanError> {
         let bad = |expected| PlanError::BadParameter { parameter: "rows of a rank", seen: rows, expected };
         if rows > ep.spec().max_tokens.into() {
             return Err(bad("at most as many as CollectiveBuilder::max_rows says"));
@@ -264,7 +271,7 @@ impl Collective {
     /// does not make equal segments.
     pub fn shares(&mut self, counts: &[u32]) -> Result<Shares, Error> {
         let Collective { ep, everyone } = self;
-        let (what, seen, rows) = ("counts", counts.len(), ep.size() as usize);
+        let (what, seen, rows) = ("counts", counts.len(), ep.fixed.lanes.ranks() as usize);
         if seen != rows {
             return Err(PlanError::WrongShape { what, seen, rows, columns: 1 }.into());
         }
@@ -272,7 +279,7 @@ impl Collective {
             Self::check_count(ep, count.into())?;
         }
         let (frame, mut inner) = (ep.fixed.frame(), ep.space.spare_handle());
-        let (bins, me) = (frame.bins, ep.rank());
+        let (bins, me) = (frame.bins, ep.fixed.lanes.rank);
         everyone.sort(&frame, 0, |rank, sorted| -> Result<(), PlanError> {
             sorted.fill_gathered(bins, rank, counts[rank as usize], None);
             Ok(())
@@ -295,15 +302,22 @@ impl Collective {
         }
         inner.offer = frame.sizing.offer(inner.layout.landed);
         inner.name(ep.spec(), (ep.space.instance, digest(counts)));
-        Ok(Shares { handle: ep.handle_of(inner), counts: counts.to_vec() })
+        let handle = Handle(HandleAt::Host(ep.handle_of(inner)));
+        Ok(Shares { handle, counts: counts.to_vec() })
     }
 
     /// Everybody's rows, where all know their shares: ranks need not tell each other. Collective.
     ///
     /// # Errors
     /// As [`Collective::all_gather`], and [`CallError::ForeignHandle`](crate::error::CallError); [`CallError::Disagree`](crate::error::CallError) if ranks bring other shares.
-    pub fn all_gather_along<E: Element>(&mut self, rows: &[E], shares: &Shares) -> Result<ExpertRows, Error> {
-        self.ep.dispatch_cached(rows, &shares.handle)
+    pub fn all_gather_along<'a>(
+        &mut self,
+        rows: impl Into<Tensor<'a>>,
+        shares: &Shares,
+    ) -> Result<ExpertRows, Error> {
+        let (rows, handle) = (rows.into().on_host("tokens"), shares.handle.on_host());
+        let rows = self.ep.cached((CallKind::CachedDispatch, 0), rows, handle)?;
+        Ok(ExpertRows(RowsAt::Host(rows)))
     }
 
     /// As [`ExpertParallel::on_agreed`].
@@ -326,7 +340,7 @@ impl Collective {
     /// As [`Collective::all_gather_along`]; [`PlanError::NoArithmetic`] for rows that cannot be summed.
     pub fn reduce_scatter<'a, E: Element>(
         &mut self,
-        rows: impl Into<Contribution<'a>>,
+        rows: impl Into<CombineInput<'a>>,
         shares: &Shares,
     ) -> Result<Vec<E>, Error> {
         let mut sums = vec![E::zeroed(); shares.handle.tokens() as usize * self.ep.spec().hidden];
@@ -338,38 +352,27 @@ impl Collective {
     ///
     /// # Errors
     /// As [`Collective::reduce_scatter`]. Unless the world ends, `sums` is then as it was.
-    pub fn reduce_scatter_into<'a, E: Element>(
+    pub fn reduce_scatter_into<'a, 'o>(
         &mut self,
-        rows: impl Into<Contribution<'a>>,
+        rows: impl Into<CombineInput<'a>>,
         shares: &Shares,
-        sums: &mut [E],
+        sums: impl Into<TensorMut<'o>>,
     ) -> Result<(), Error> {
-        let (ep, handle) = (&mut self.ep, &shares.handle);
-        let settings = (ep.spec().hidden, ep.spec().dtype);
-        let checked = super::buffers::check_tensor("sums", sums, handle.tokens(), settings);
-        let parts = Parts { rows: true, weights: false };
-        let mut flight = Flight::returning(CallKind::Combine, parts, false);
-        flight.refuse(checked);
-        let io = Io { output: bytemuck::cast_slice_mut(sums), ..Io::default() };
-        ep.ret(
-            &mut flight,
-            Lent { handle: Some(handle), rows: Some(rows.into()), output: Some(io), ..Lent::default() },
-        )
+        let (ep, handle) = (&mut self.ep, shares.handle.on_host());
+        let mut flight = Flight::returning(CallKind::Combine, Parts { rows: true, weights: false }, false);
+        let output = ep.sums(&mut flight, &handle, "sums", sums.into().on_host("sums"));
+        let output = output.map(|output| Io { output, ..Io::default() });
+        ep.ret(&mut flight, rows.into().on_host(), handle, Lent { output, ..Lent::default() })
     }
 }
 
-impl ExpertParallel {
-    /// Gathered rows, and their layout.
-    fn gathered(
-        &self,
-        extent: crate::memory::Extent,
-        mut inner: super::handle::Inner,
-    ) -> (ExpertRows, Handle) {
-        let (rows, row_bytes) = (inner.layout.landed, self.spec().row_bytes());
-        inner.received = super::notes::Received::default();
-        inner.weights.clear();
-        (ExpertRows { extent, rows, row_bytes, record: None, index: None }, self.handle_of(inner))
-    }
+/// Gathered rows, and their layout.
+fn gathered(ep: &HostExchange, extent: crate::memory::Extent, mut inner: Inner) -> (ExpertRows, Handle) {
+    let (rows, row_bytes) = (inner.layout.landed, ep.spec().row_bytes());
+    inner.received = super::notes::Received::default();
+    inner.weights.clear();
+    let rows = HostRows { extent, rows, row_bytes, record: None, index: None };
+    (ExpertRows(RowsAt::Host(rows)), Handle(HandleAt::Host(ep.handle_of(inner))))
 }
 
 /// The number of shares that nobody exchanged: above all numbers of calls.

@@ -6,7 +6,7 @@ use super::agreement::CallAgreement;
 use super::builder::Spec;
 use crate::error::{CallKind, Error, MemoryError};
 use crate::lane::{Lanes, Part, Port, Window};
-use crate::plan::{Bins, Chunk, Frame, Layout, Order, Sizes, Sizing, Sorted};
+use crate::plan::{Bins, Chunk, Frame, Layout, Sizes, Sizing, Sorted};
 use crate::schedule::{Calls, Control, Setting, WindowId};
 use crate::topology::{Paths, Route};
 use crate::world::{Group, Shared, SymmetricRange};
@@ -156,7 +156,7 @@ impl Fixed {
     /// Bytes of a partial sum, where relays sum: they do where they serve more than themselves.
     pub fn partial_bytes(&self) -> Option<u64> {
         let (spec, paths) = (&self.spec, self.paths());
-        let sums = spec.order != Order::Expert && paths.route() == Route::Pxn && paths.rails();
+        let sums = spec.order.has_partials() && paths.route() == Route::Pxn && paths.rails();
         sums.then(|| (spec.hidden * spec.wire.size()) as u64)
     }
 

@@ -1,6 +1,6 @@
 //! The yardstick of a dispatch and its combine: the same bytes, moved by bare loops.
 
-use super::{ExpertOutput, ExpertParallel, ExpertRows, Handle};
+use super::{ExpertOutput, ExpertParallel, ExpertRows, Feature, Handle};
 use crate::error::{BootstrapError, Error};
 use crate::lane::{Floor, Moves, RAW, is_copied};
 use crate::plan::Forward;
@@ -54,7 +54,7 @@ impl Yardstick {
     /// # Errors
     /// The rows.
     pub fn keep_rows(&mut self, rows: ExpertRows) -> Result<(), ExpertRows> {
-        match rows.extent.offset() == self.rows.home {
+        match rows.host().is_ok_and(|rows| rows.extent.offset() == self.rows.home) {
             true => self.rows.kept = Some(rows),
             false => return Err(rows),
         }
@@ -71,7 +71,7 @@ impl Yardstick {
     /// # Errors
     /// The output.
     pub fn keep_output(&mut self, output: ExpertOutput) -> Result<(), ExpertOutput> {
-        match output.extent.offset() == self.output.home {
+        match output.host().is_ok_and(|output| output.extent.offset() == self.output.home) {
             true => self.output.kept = Some(output),
             false => return Err(output),
         }
@@ -94,33 +94,35 @@ impl ExpertParallel {
         output: ExpertOutput,
         handle: &Handle,
     ) -> Result<Yardstick, Error> {
-        let inner = handle.inner();
+        let ep = self.host(Feature::Yardstick)?;
+        let inner = handle.on_host()?.inner();
+        let (rows_at, output_at) = (rows.host()?, output.host()?);
+        let (row_bytes, homes) = (rows_at.row_bytes, [rows_at.extent.offset(), output_at.extent.offset()]);
         // Only what goes to other machines needs a place there; of it all ranks have the same idea.
         let away = group.shared.rails.as_ref().is_some_and(|rails| !is_copied(rails.report.lane));
         let scratch = group.take_symmetric(if away { RAW } else { 0 })?;
         let (mut landing, mut bases) = (Vec::new(), Vec::new());
-        let mine = [rows.extent.offset(), output.extent.offset()];
-        for (blob, peer) in group.gather(bytemuck::cast_slice(&mine))?.iter().zip(0..) {
+        for (blob, peer) in group.gather(bytemuck::cast_slice(&homes))?.iter().zip(0..) {
             let [rows_at, output_at] = bytemuck::try_pod_read_unaligned::<[u64; 2]>(blob)
                 .map_err(|_| BootstrapError::Malformed { peer: format!("rank {peer}") })?;
             landing.push(rows_at);
             bases.push(output_at);
         }
-        let floor = self.fixed.port.floor(&Moves {
+        let floor = ep.fixed.port.floor(&Moves {
             layout: &inner.layout,
             forward: inner.forward.as_deref().unwrap_or(&Forward::default()),
-            bins: &self.fixed.bins,
-            row_bytes: rows.row_bytes,
+            bins: &ep.fixed.bins,
+            row_bytes,
             home_bytes: inner.row_bytes,
-            partial_bytes: self.fixed.partial_bytes(),
+            partial_bytes: ep.fixed.partial_bytes(),
             landing: &landing,
             sum: inner.sum(&bases, false),
             scratch: &scratch.window(),
         })?;
         // Nobody writes before all have learnt what they hand on.
         group.gather(&[])?;
-        let rows = Lent { home: rows.extent.offset(), kept: Some(rows) };
-        let output = Lent { home: output.extent.offset(), kept: Some(output) };
+        let rows = Lent { home: homes[0], kept: Some(rows) };
+        let output = Lent { home: homes[1], kept: Some(output) };
         Ok(Yardstick { floor, rows, output, _scratch: scratch })
     }
 }

@@ -6,18 +6,14 @@
 //!                     +--> Handle: the placement ------------------+   combine, cached dispatch, both backwards
 //! ```
 //!
-//! A dispatch on the host, in the caller's thread; a relay, where there are other nodes, plays its part in between:
-//!
-//! ```text
-//!   start    release: peers have read what I offered last; announce free memory; publish counts; signal
-//!   finish   everybody's counts are here: check that all make the same call, place, put rows, wait for mine
-//! ```
+//! One [`ExpertParallel`] has its rows on the host or on a device ([`Place`]), by a setting of its builder. The calls, their
+//! handles, outputs, reports and errors are the same; what carries them out differs ([`CallExecutor`]), and so does, for now,
+//! what they can do ([`Feature`]).
 //!
 //! [`prepare`](ExpertParallel::prepare) makes the layout alone, before there are tokens; a cached dispatch then brings the rows.
 //!
-//! Beside it, [`Collective`] is all-gather and reduce-scatter by the same programs, [`TokenSlices`] what is made of them for
-//! a tensor-parallel group; and a dispatch may itself go out by all-gather ([`Strategy::Gather`](crate::plan::Strategy)). On
-//! GPUs, [`planned`] does dispatch and combine beside a stream.
+//! [`Collective`] is all-gather and reduce-scatter by the same programs, and [`TokenSlices`] uses them for a tensor-parallel
+//! group. A dispatch may itself go out by all-gather ([`Strategy::Gather`](crate::plan::Strategy)).
 //!
 //! | forward | backward |
 //! |---|---|
@@ -30,43 +26,36 @@
 //! whose input is refused still enters the call, so that all ranks get an error and nothing moves anywhere.
 
 mod agreement;
-mod backward;
 mod buffers;
 mod builder;
 mod collective;
-mod combine;
-mod dispatch;
+mod device;
+mod features;
 mod fixed;
-mod flight;
 mod floor;
-mod gather;
-mod guard;
 mod handle;
-mod host_call;
+mod host;
 mod index;
 mod notes;
-mod offload;
 mod parallel;
-mod passage;
-pub mod planned;
-mod prepare;
+mod pending;
 mod records;
-mod refuse;
 mod relay;
-mod remap;
+mod report;
 mod slices;
-pub mod stream;
-mod workspace;
+mod tensor;
 
-pub use buffers::{Contribution, ExpertOutput, ExpertRows, TokenBuffer};
+pub use buffers::{CombineInput, ExpertOutput, ExpertRows, TokenBuffer};
 pub use builder::ExpertParallelBuilder;
 pub use collective::{Collective, CollectiveBuilder, Shares};
-pub use combine::PendingCombine;
-pub use dispatch::PendingDispatch;
+pub use device::Status;
+pub use features::Feature;
 pub use floor::Yardstick;
-pub use handle::{Handle, LaneUse, Report};
+pub use handle::Handle;
 pub use index::RowIndex;
 pub use parallel::ExpertParallel;
+pub use pending::{PendingCombine, PendingDispatch};
 pub use records::Strided;
+pub use report::{CallExecutor, LaneUse, Report};
 pub use slices::TokenSlices;
-pub use stream::{StreamExchange, StreamExchangeBuilder, StreamReport, StreamTokens};
+pub use tensor::{Choices, Place, Tensor, TensorMut};

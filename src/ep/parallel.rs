@@ -1,23 +1,28 @@
-//! The object that calls are made on, and how it drives them.
+//! The object that calls are made on.
 
 use std::sync::Arc;
 
-use super::builder::Spec;
-use super::fixed::{CHUNKS, Fixed, Ground, Room};
-use super::flight::{Flight, Lent};
-use super::gather::Gather;
-use super::handle::Inner;
-use super::host_call::HostCall;
-use super::workspace::Workspace;
-use super::{ExpertParallelBuilder, Handle, LaneUse, TokenBuffer};
+use super::buffers::{ExpertRows, RowsAt};
+use super::builder::{Instance, Spec};
+use super::device::planned::PlannedExchange;
+use super::device::slots::SlotExchange;
+use super::handle::HandleAt;
+use super::host::HostExchange;
+use super::pending::{CombineAt, DispatchAt, Unfinished};
+use super::tensor::{Choices, Place, Side, Tensor, TensorMut, wrong_place};
+use super::{
+    CallExecutor, CombineInput, ExpertParallelBuilder, Feature, Handle, LaneUse, PendingCombine,
+    PendingDispatch, TokenBuffer,
+};
+use crate::device::Stream;
+use crate::dtype::{Element, RecordShape};
 use crate::error::{CallError, CallKind, Error, PlanError};
-use crate::exec::{Until, drive};
 use crate::memory::Pool;
-use crate::plan::{ExpertMap, Strategy};
-use crate::schedule::call::{Engines, RankPrograms, Relays};
-use crate::world::Group;
+use crate::plan::ExpertMap;
+use crate::rows::Arithmetic;
+use crate::world::{Group, Shared};
 
-/// MoE dispatch and combine over a group of ranks.
+/// MoE dispatch and combine over a group of ranks, on the host or on a CUDA stream.
 ///
 /// ```
 /// use half::bf16;
@@ -42,14 +47,47 @@ use crate::world::Group;
 /// }
 /// # Ok::<(), sidelane::Error>(())
 /// ```
+///
+/// On a device, [`on`](ExpertParallelBuilder::on) names the stream of the calls. They are the same calls, with tensors of the
+/// device; each is enqueued, and its results are there for what the caller enqueues next:
+///
+/// ```no_run
+/// # use std::sync::Arc;
+/// use sidelane::device::{Driver, Priority, Stream};
+/// use sidelane::ep::{Choices, Tensor, TensorMut};
+/// use sidelane::{Dtype, ExpertParallel, World};
+/// # fn layer([x, experts, weights, out]: [sidelane::device::Range; 4]) -> sidelane::Result<()> {
+/// let world = World::from_env()?;
+/// let stream = Arc::new(Stream::new(&Driver::open()?.context(0)?, Priority::Usual)?);
+/// let mut ep = ExpertParallel::builder(&world.all()?)?
+///     .experts(64).top_k(8).hidden(2048).dtype(Dtype::Bf16).on(&stream).build()?;
+/// let choices = Choices::Device { experts: &experts, weights: &weights };
+/// let (rows, handle) = ep.dispatch(Tensor::device(&x, Dtype::Bf16), choices)?;
+/// let y = handle.output()?;
+/// // ... enqueue the experts on `stream`: from rows.range()? to y.range()?, by handle.tokens_per_expert() ...
+/// ep.combine_into(y, &handle, TensorMut::device(&out, Dtype::Bf16))?;   // `out` is there for what is enqueued next
+/// # Ok(())
+/// # }
+/// ```
+///
+/// What an instance cannot do in its place is one table, [`Feature`], and refused by name when it is built.
+///
+/// An instance may be dropped when the host has enqueued its last call. Graphs that hold its calls must not be launched any
+/// more. In fixed slots over several nodes, see that the stream is done first, by [`synchronize`](Self::synchronize) or
+/// [`Stream::is_done`]. Until Sidelane sees that, a thread serves the stream and holds the world, so the world is not left in
+/// peace, and a process that exits then is lost to the others.
 pub struct ExpertParallel {
-    /// What never changes, but for the expert map.
-    pub(super) fixed: Arc<Fixed>,
-    pub(super) programs: Arc<RankPrograms>,
-    /// What calls use again.
-    pub(super) space: Workspace,
-    /// How rows go out, if not by exchange.
-    pub(super) gather: Option<Box<Gather>>,
+    at: InstanceAt,
+    shared: Arc<Shared>,
+    spec: Spec,
+    ranks: (u32, u32),
+}
+
+#[derive(Debug)]
+enum InstanceAt {
+    Host(Box<HostExchange>),
+    Planned(Box<PlannedExchange>),
+    Slots { ep: Box<SlotExchange>, stream: Arc<Stream> },
 }
 
 impl ExpertParallel {
@@ -61,132 +99,489 @@ impl ExpertParallel {
         ExpertParallelBuilder::new(group)
     }
 
-    pub(super) fn new(group: &Group, spec: Spec) -> Result<Self, Error> {
-        let gather = match spec.strategy {
-            Strategy::Exchange => None,
-            Strategy::Gather => Some(Box::new(Gather::new(group, &spec)?)),
+    pub(super) fn new(group: &Group, spec: Spec, instance: Instance) -> Result<Self, Error> {
+        let at = match instance {
+            Instance::Host => InstanceAt::Host(Box::new(HostExchange::new(group, spec.clone())?)),
+            Instance::Planned(settings) => {
+                InstanceAt::Planned(Box::new(PlannedExchange::new(group, spec.clone(), settings)?))
+            }
+            Instance::Slots(stream) => {
+                let ep = Box::new(SlotExchange::new(group, &spec, stream.context())?);
+                InstanceAt::Slots { ep, stream }
+            }
         };
-        let total = group.shared.heap.pool().total();
-        let room = Room { total, space: "pool", setting: "SIDELANE_HEAP" };
-        let (fixed, range) = Fixed::new(group, spec, room, Ground::Near)?;
-        let fixed = Arc::new(fixed);
-        let programs =
-            RankPrograms::new(fixed.paths(), CHUNKS, fixed.partial_bytes().is_some(), Engines::default());
-        let space = Workspace::new(&fixed, range);
-        Ok(ExpertParallel { fixed, programs: Arc::new(programs), space, gather })
-    }
-
-    /// Enters a call, and drives it.
-    ///
-    /// # Errors
-    /// Why the call was refused; those that end the world.
-    pub(super) fn enter(&mut self, flight: &mut Flight, lent: Lent<'_>, until: Until) -> Result<(), Error> {
-        self.fixed.shared.hub.health().check()?;
-        self.space.calls.enter();
-        self.proceed(flight, lent, until)
-    }
-
-    /// Drives a call that was entered.
-    ///
-    /// # Errors
-    /// As [`ExpertParallel::enter`].
-    pub(super) fn proceed(&mut self, flight: &mut Flight, lent: Lent<'_>, until: Until) -> Result<(), Error> {
-        let ExpertParallel { fixed, programs, space, .. } = self;
-        let relays = if flight.offloaded { Relays::Thread } else { Relays::Inline };
-        let (mut machine, program) = (flight.machine, programs.own(flight.kind(), relays));
-        let mut call = HostCall { fixed, programs, space, flight: &mut *flight, lent };
-        let driven = drive(&mut machine, program, &mut call, until);
-        flight.machine = machine;
-        match driven {
-            Ok(None) => Ok(()),
-            Ok(Some(refusal)) => Err(refusal),
-            Err(error) => Err(self.fail(error)),
-        }
+        let ranks = (group.rank(), group.size());
+        Ok(ExpertParallel { at, shared: Arc::clone(&group.shared), spec, ranks })
     }
 
     /// This rank's position in the group.
     pub fn rank(&self) -> u32 {
-        self.fixed.lanes.rank
+        self.ranks.0
     }
 
     /// Number of ranks.
     pub fn size(&self) -> u32 {
-        self.fixed.lanes.ranks()
+        self.ranks.1
+    }
+
+    /// Place of its rows.
+    pub fn place(&self) -> Place {
+        self.stream().map_or(Place::Host, |stream| Place::Device(stream.device()))
+    }
+
+    /// What carries its calls out.
+    pub fn executor(&self) -> CallExecutor {
+        match &self.at {
+            InstanceAt::Host(_) => CallExecutor::HostStepper,
+            InstanceAt::Planned(_) => CallExecutor::Planner,
+            InstanceAt::Slots { .. } => CallExecutor::ConstantProgram,
+        }
+    }
+
+    /// Stream of its calls, on a device.
+    pub fn stream(&self) -> Option<&Arc<Stream>> {
+        match &self.at {
+            InstanceAt::Host(_) => None,
+            InstanceAt::Planned(ep) => Some(ep.stream()),
+            InstanceAt::Slots { stream, .. } => Some(stream),
+        }
+    }
+
+    /// Fixed slots on a device: enqueues the next calls on another stream of the device. The caller orders the streams by
+    /// events. [`synchronize`](ExpertParallel::synchronize) then waits for that stream.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] for a stream of another device; [`PlanError::NotAvailable`] for other instances.
+    pub fn set_stream(&mut self, stream: &Arc<Stream>) -> Result<(), PlanError> {
+        match &mut self.at {
+            InstanceAt::Slots { stream: of_calls, .. } if of_calls.device() == stream.device() => {
+                *of_calls = Arc::clone(stream);
+                Ok(())
+            }
+            InstanceAt::Slots { .. } => {
+                let (parameter, expected) = ("device of the stream", "the device of the instance");
+                Err(PlanError::BadParameter { parameter, seen: stream.device().into(), expected })
+            }
+            _ => Feature::Streams.require(self.executor()),
+        }
     }
 
     /// Where experts live.
     pub fn expert_map(&self) -> &ExpertMap {
-        &self.fixed.spec.map
+        match &self.at {
+            InstanceAt::Host(ep) => &ep.spec().map,
+            _ => &self.spec.map,
+        }
     }
 
     /// Elements of a row.
     pub fn hidden(&self) -> usize {
-        self.fixed.spec.hidden
+        self.spec.hidden
     }
 
     /// Choices per token.
     pub fn top_k(&self) -> u32 {
-        self.fixed.spec.top_k
+        self.spec.top_k
     }
 
-    /// A buffer for rows to be dispatched, which network cards read in place.
+    /// How a row is laid out that is dispatched in fp8; nothing where rows are dispatched as they are.
+    pub fn record(&self) -> Option<RecordShape> {
+        self.spec.record
+    }
+
+    /// Makes records of tokens, `[tokens, hidden]`, for a dispatch in fp8: values in e4m3, each 128 of them with a scale.
+    /// `records` is overwritten.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError).
+    /// [`CallError::NotKept`] where rows are not dispatched in fp8; [`PlanError`] for tensors of another shape or type.
+    pub fn quantise<'a>(&self, tokens: impl Into<Tensor<'a>>, records: &mut Vec<u8>) -> Result<(), Error> {
+        let shape = self.record().ok_or(CallError::NotKept { missing: "a row record (fp8)" })?;
+        let (rows, dtype) = tokens.into().on_host("tokens")?;
+        let (seen, columns) = (rows.len() / dtype.size(), shape.hidden());
+        if !seen.is_multiple_of(columns) {
+            let rows = seen / columns;
+            return Err(PlanError::WrongShape { what: "tokens", seen, rows, columns }.into());
+        }
+        records.clear();
+        records.resize(seen / columns * shape.bytes(), 0);
+        let loops = &self.host(Feature::Fp8)?.fixed.lanes.rows;
+        Ok(loops.quantise(Arithmetic::try_from(dtype)?, shape, rows, records)?)
+    }
+
+    /// A buffer for rows to be dispatched, which NICs read in place. On the host.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError), [`PlanError::NotAvailable`].
     pub fn token_buffer(&self, tokens: u32) -> Result<TokenBuffer, Error> {
-        let row_bytes = self.spec().sizing(CallKind::Dispatch, None).row_bytes;
-        let extent = self.pool().take(u64::from(tokens) * row_bytes)?;
+        let pool = self.host(Feature::TokenBuffers)?.pool();
+        let row_bytes = self.spec.sizing(CallKind::Dispatch, None).row_bytes;
+        let extent = pool.take(u64::from(tokens) * row_bytes)?;
         Ok(TokenBuffer { extent, tokens, row_bytes })
     }
 
-    /// The pool rows are received in.
+    /// The receive pool of this rank's host memory.
     pub fn pool(&self) -> &Arc<Pool> {
-        self.fixed.pool()
+        self.shared.heap.pool()
     }
 
     /// The lanes of this group, and how many ranks each reaches.
     pub fn lanes(&self) -> &[LaneUse] {
-        &self.space.lane_use
-    }
-
-    pub(super) fn spec(&self) -> &Spec {
-        &self.fixed.spec
-    }
-
-    pub(super) fn fail(&self, error: Error) -> Error {
-        self.fixed.fail(error)
-    }
-
-    /// Whether a handle is one of this instance.
-    pub(super) fn check_handle(&self, handle: &Handle) -> Result<(), Error> {
-        let (seen, expected) = (handle.inner().instance, self.space.instance);
-        if seen != expected {
-            return Err(CallError::ForeignHandle { seen, expected }.into());
+        match &self.at {
+            InstanceAt::Host(ep) => &ep.space.lane_use,
+            InstanceAt::Planned(ep) => ep.lanes(),
+            InstanceAt::Slots { ep, .. } => ep.lanes(),
         }
-        Ok(())
     }
 
-    pub(super) fn handle_of(&self, inner: Inner) -> Handle {
-        self.space.handle_of(inner, self.pool())
+    /// Sends every token to the ranks of its experts, and receives the rows of this rank's experts. Collective.
+    ///
+    /// `x` is `[tokens, hidden]`, `choices` `[tokens, top_k]`; both may be empty.
+    ///
+    /// # Errors
+    /// On every rank, before a byte moves: [`PlanError`] where the input is wrong
+    /// ([`PeerRefused`](crate::error::CallError) on the others), [`CallError`] where ranks make different calls,
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank cannot hold its rows. The world stays usable after
+    /// these. [`LaneError`](crate::error::LaneError), [`DeviceError`](crate::error::DeviceError) of a planner and
+    /// [`Cause`](crate::error::Cause) end it.
+    ///
+    /// On a device two refusals are this rank's alone, and the call can be made again: [`CallError::TooManyInFlight`] where as many
+    /// dispatches are alive as there is memory for, and all refusals in fixed slots, where nobody agrees on anything.
+    pub fn dispatch<'a>(
+        &mut self,
+        x: impl Into<Tensor<'a>>,
+        choices: impl Into<Choices<'a>>,
+    ) -> Result<(ExpertRows, Handle), Error> {
+        match &mut self.at {
+            InstanceAt::Host(ep) => {
+                let (x, routing) = (x.into().on_host("tokens"), choices.into().on_host());
+                let (rows, handle) = ep.start_dispatch(x, routing, false)?.finish()?;
+                Ok((ExpertRows(RowsAt::Host(rows)), Handle(HandleAt::Host(handle))))
+            }
+            _ => {
+                let (x, choices): (Tensor<'_>, Choices<'_>) = (x.into(), choices.into());
+                self.start_dispatch(x, choices)?.finish()
+            }
+        }
+    }
+
+    /// First half of [`ExpertParallel::dispatch`]: announces memory and publishes counts, and does not wait. Until the
+    /// second half, what this rank does for other nodes is done in a thread of its own. On a device the dispatch is enqueued.
+    ///
+    /// # Errors
+    /// Those that end the world, and refusals that are this rank's alone. Bad input is reported by the second half, on all
+    /// ranks.
+    pub fn start_dispatch<'a>(
+        &'a mut self,
+        x: impl Into<Tensor<'a>>,
+        choices: impl Into<Choices<'a>>,
+    ) -> Result<PendingDispatch<'a>, Error> {
+        let (x, choices) = (x.into(), choices.into());
+        Ok(PendingDispatch(match &mut self.at {
+            InstanceAt::Host(ep) => {
+                DispatchAt::Host(ep.start_dispatch(x.on_host("tokens"), choices.on_host(), true)?)
+            }
+            InstanceAt::Planned(ep) => {
+                let started = ep.dispatch(x, choices)?;
+                DispatchAt::Planned { started, unfinished: Unfinished::new(&self.shared), _ep: ep }
+            }
+            InstanceAt::Slots { ep, stream } => {
+                let tokens = ep.start_dispatch(stream, x, choices)?;
+                DispatchAt::Slots { tokens, unfinished: Unfinished::new(&self.shared), ep, stream }
+            }
+        }))
+    }
+
+    /// Sends tokens along the layout of an earlier dispatch: no ids, no counts. Collective.
+    ///
+    /// `x` is `[tokens, hidden]` with the tokens of that dispatch.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::dispatch`], and [`CallError::ForeignHandle`].
+    pub fn dispatch_cached<'a>(
+        &mut self,
+        x: impl Into<Tensor<'a>>,
+        handle: &Handle,
+    ) -> Result<ExpertRows, Error> {
+        let ep = self.host_mut(Feature::CachedDispatch)?;
+        let rows = ep.cached((CallKind::CachedDispatch, 0), x.into().on_host("tokens"), handle.on_host())?;
+        Ok(ExpertRows(RowsAt::Host(rows)))
+    }
+
+    /// The layout of a dispatch, and what goes with its rows; no row moves. Collective.
+    ///
+    /// Rows follow by [`ExpertParallel::dispatch_cached`], as often as there are tokens for these choices, `[tokens, top_k]`:
+    /// the same rows as by [`ExpertParallel::dispatch`], and with the same bits. Meanwhile the handle says how many rows each
+    /// expert gets, with which weights; its report says what moved beside them. Memory for rows is taken by the calls that
+    /// bring them, which may find that there is none.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::dispatch`].
+    pub fn prepare<'a>(&mut self, choices: impl Into<Choices<'a>>) -> Result<Handle, Error> {
+        let handle = self.host_mut(Feature::CachedDispatch)?.prepare(choices.into().on_host())?;
+        Ok(Handle(HandleAt::Host(handle)))
+    }
+
+    /// Brings expert outputs back to their tokens and sums them: `[tokens, hidden]`, for a new `Vec` on the host. Collective.
+    ///
+    /// `y` is the buffer of [`Handle::output`], which is used in place, or any slice of rows, which is copied once.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::dispatch`], and [`CallError::ForeignHandle`]. After an error that leaves the world usable,
+    /// [`Handle::output`] gives the buffer back.
+    pub fn combine<'a, E: Element>(
+        &mut self,
+        y: impl Into<CombineInput<'a>>,
+        handle: &Handle,
+    ) -> Result<Vec<E>, Error> {
+        let mut out = vec![E::zeroed(); handle.tokens() as usize * self.spec.hidden];
+        self.combine_into(y, handle, &mut out)?;
+        Ok(out)
+    }
+
+    /// As [`ExpertParallel::combine`], into a tensor of the caller's. On a device the combine is enqueued, and `out` is there
+    /// for what is enqueued next; [`Handle::returned`] says how the call went on all ranks.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::combine`]; on a device, of these, what this rank finds wrong.
+    pub fn combine_into<'a, 'o>(
+        &mut self,
+        y: impl Into<CombineInput<'a>>,
+        handle: &Handle,
+        out: impl Into<TensorMut<'o>>,
+    ) -> Result<(), Error> {
+        let (y, out, foreign) = (y.into(), out.into(), self.foreign(handle));
+        match (&mut self.at, &handle.0) {
+            (InstanceAt::Host(ep), _) => {
+                ep.combine(y.on_host(), handle.on_host(), out.on_host("combined tokens"))
+            }
+            (InstanceAt::Planned(ep), HandleAt::Planned(handle)) => ep.combine(y, handle, out),
+            (InstanceAt::Slots { ep, stream }, HandleAt::Slots(handle)) => {
+                ep.start_combine(stream, y, handle, Some(&out))?;
+                ep.finish_combine(stream, handle, out)
+            }
+            (InstanceAt::Planned(ep), _) => Err(ep.refuse(CallKind::Combine, None, foreign)),
+            (InstanceAt::Slots { .. }, _) => Err(foreign),
+        }
+    }
+
+    /// First half of [`ExpertParallel::combine`]: offers this rank's rows, and does not wait for the others'. Until the
+    /// second half, what this rank does for other nodes is done in a thread of its own.
+    ///
+    /// # Errors
+    /// Those that end the world, and refusals that are this rank's alone. Bad input is reported by the second half, on all
+    /// ranks.
+    pub fn start_combine<'a, 'b>(
+        &'a mut self,
+        y: impl Into<CombineInput<'b>>,
+        handle: &'a Handle,
+    ) -> Result<PendingCombine<'a>, Error> {
+        let (y, foreign) = (y.into(), self.foreign(handle));
+        Ok(PendingCombine(match (&mut self.at, &handle.0) {
+            (InstanceAt::Host(ep), _) => CombineAt::Host(ep.start_combine(y.on_host(), handle.on_host())?),
+            (InstanceAt::Planned(ep), HandleAt::Planned(planned)) => {
+                let refused = ep.start_combine(y, planned, None)?;
+                CombineAt::Planned { refused, handle, unfinished: Unfinished::new(&self.shared), ep }
+            }
+            (InstanceAt::Slots { ep, stream }, HandleAt::Slots(slots)) => {
+                ep.start_combine(stream, y, slots, None)?;
+                CombineAt::Slots { handle, unfinished: Unfinished::new(&self.shared), ep, stream }
+            }
+            (InstanceAt::Planned(ep), _) => return Err(ep.refuse(CallKind::Combine, None, foreign)),
+            (InstanceAt::Slots { .. }, _) => return Err(foreign),
+        }))
+    }
+
+    /// Fixed slots on a device, instead of a combine: what was received has been read, and nothing returns. Without a handle,
+    /// of the last dispatch. Collective.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::combine_into`]; [`PlanError::NotAvailable`] for other instances, whose dispatches need no combine.
+    pub fn release(&mut self, handle: Option<&Handle>) -> Result<(), Error> {
+        let (executor, foreign) = (self.executor(), handle.map(|handle| self.foreign(handle)));
+        match (&mut self.at, handle.map(|handle| &handle.0)) {
+            (InstanceAt::Slots { ep, stream }, Some(HandleAt::Slots(handle))) => {
+                ep.release(stream, Some(handle))
+            }
+            (InstanceAt::Slots { ep, stream }, None) => ep.release(stream, None),
+            (InstanceAt::Slots { .. }, Some(_)) => foreign.map_or(Ok(()), Err),
+            _ => Ok(Feature::Release.require(executor)?),
+        }
+    }
+
+    /// Gradient of [`ExpertParallel::dispatch`]: sums row gradients to their tokens (`[tokens, hidden]`), in the order of
+    /// combine; with `row_weight_gradients` (one per received row or, rank-major, per row and choice) also returns those,
+    /// `[tokens, top_k]`, zero for dropped choices. Collective.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::combine`].
+    pub fn dispatch_backward<'a, E: Element>(
+        &mut self,
+        row_gradients: impl Into<CombineInput<'a>>,
+        row_weight_gradients: Option<&[f32]>,
+        handle: &Handle,
+    ) -> Result<(Vec<E>, Option<Vec<f32>>), Error> {
+        let tokens = handle.tokens() as usize;
+        let mut out = vec![E::zeroed(); tokens * self.spec.hidden];
+        let mut weights = vec![0.0; row_weight_gradients.map_or(0, |_| tokens * self.spec.top_k as usize)];
+        self.dispatch_backward_into(row_gradients, row_weight_gradients, handle, &mut out, &mut weights)?;
+        Ok((out, row_weight_gradients.map(|_| weights)))
+    }
+
+    /// As [`ExpertParallel::dispatch_backward`], into tensors of the caller's. Without `row_weight_gradients`, `weights`
+    /// is empty.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::combine`].
+    pub fn dispatch_backward_into<'a, 'o>(
+        &mut self,
+        row_gradients: impl Into<CombineInput<'a>>,
+        row_weight_gradients: Option<&[f32]>,
+        handle: &Handle,
+        tokens: impl Into<TensorMut<'o>>,
+        weights: &mut [f32],
+    ) -> Result<(), Error> {
+        let rows = (row_gradients.into().on_host(), row_weight_gradients);
+        let out = (tokens.into().on_host("token gradients"), weights);
+        self.host_mut(Feature::Gradients)?.dispatch_backward(rows, handle.on_host(), out)
+    }
+
+    /// Gradient of [`ExpertParallel::combine`]: brings token gradients (`[tokens, hidden]`) to the rows that were
+    /// summed. If the combine was weighted, rows are multiplied with their weight, and the weight gradients `<y, g>`
+    /// return, `[tokens, top_k]`, zero for dropped choices. Collective.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::dispatch_cached`]; [`CallError::NotKept`] if a weighted combine of this handle has not been
+    /// made before.
+    pub fn combine_backward<'a>(
+        &mut self,
+        gradients: impl Into<Tensor<'a>>,
+        handle: &Handle,
+    ) -> Result<(ExpertRows, Option<Vec<f32>>), Error> {
+        let ep = self.host_mut(Feature::Gradients)?;
+        let (rows, weights) = ep.combine_backward(gradients.into().on_host("tokens"), handle.on_host())?;
+        Ok((ExpertRows(RowsAt::Host(rows)), weights))
+    }
+
+    /// Moves experts to other ranks: the dispatches that follow go by this map. What the ranks hold of the experts
+    /// themselves is the caller's to move. Collective; no handle of the old map may be alive.
+    ///
+    /// # Errors
+    /// On every rank, and the old map stays: [`PlanError::BadParameter`] if the map is of other ranks or experts, or has
+    /// not as many slots; [`CallError::HandlesAlive`]; [`CallError::Disagree`] if ranks bring different maps.
+    pub fn set_expert_map(&mut self, map: ExpertMap) -> Result<(), Error> {
+        self.host_mut(Feature::ExpertMaps)?.set_expert_map(Ok(map))
+    }
+
+    /// Enters a call that this rank cannot make, because it has nothing usable to bring, so that the other ranks hear of it
+    /// and do not wait. They get [`PeerRefused`](CallError::PeerRefused), nothing moves anywhere, and the next call works.
+    /// `handle` is that of calls along one, if there is any. Returns the error to report here: `error`, or the one that ended
+    /// the world meanwhile.
+    ///
+    /// In fixed slots on a device nothing is entered: the call can be made again.
+    pub fn refuse(&mut self, call: CallKind, handle: Option<&Handle>, error: Error) -> Error {
+        match &mut self.at {
+            InstanceAt::Host(ep) => ep.refuse(call, handle.and_then(Handle::host), error),
+            InstanceAt::Planned(ep) => {
+                let handle = handle.and_then(|handle| match &handle.0 {
+                    HandleAt::Planned(handle) => Some(handle),
+                    _ => None,
+                });
+                ep.refuse(call, handle, error)
+            }
+            InstanceAt::Slots { .. } => error,
+        }
+    }
+
+    /// Blocks until everything in the stream is done, however the world fares, and says how it went. For the end of a step or
+    /// of a test: on a device no other call blocks on the stream. On the host there is nothing to wait for.
+    ///
+    /// In fixed slots with words in memory of the device, a failed world's waits are ended by a stream of Sidelane's. If
+    /// blocked streams hold up all hardware queues, there is none, and this returns the cause with the stream still waiting: it
+    /// keeps Sidelane's memory, and tensors of the caller's own must stay.
+    ///
+    /// # Errors
+    /// [`LaneError::Deadline`](crate::error::LaneError) if a live rank is silent for too long, which ends the world. In fixed
+    /// slots it names the first peer of which nothing has come, as far as words can be read: where the device does not answer,
+    /// those of the host. If these say of nobody that it is late, it names this rank itself. Else as
+    /// [`check`](ExpertParallel::check).
+    pub fn synchronize(&self) -> Result<(), Error> {
+        match &self.at {
+            InstanceAt::Host(_) => self.check(),
+            InstanceAt::Planned(ep) => ep.synchronize(),
+            InstanceAt::Slots { ep, stream } => ep.synchronize(stream),
+        }
+    }
+
+    /// What is known to be wrong, without waiting.
+    ///
+    /// # Errors
+    /// [`Cause`](crate::error::Cause); in fixed slots on a device, [`DeviceError::Fault`](crate::error::DeviceError): what a
+    /// kernel has found. Sums are zeros then.
+    pub fn check(&self) -> Result<(), Error> {
+        match &self.at {
+            InstanceAt::Slots { ep, .. } => ep.status(),
+            _ => Ok(self.shared.hub.health().check()?),
+        }
+    }
+
+    /// The refusal of a handle that an instance of another place or executor made.
+    fn foreign(&self, handle: &Handle) -> Error {
+        let expected = match &self.at {
+            InstanceAt::Host(_) => None,
+            InstanceAt::Planned(ep) => Some(ep.instance()),
+            InstanceAt::Slots { ep, .. } => Some(ep.instance()),
+        };
+        match (handle.instance_on_device(), expected) {
+            (Some(seen), Some(expected)) => CallError::ForeignHandle { seen, expected }.into(),
+            (_, expected) => {
+                wrong_place("the handle", if expected.is_some() { Side::Device } else { Side::Host })
+            }
+        }
+    }
+
+    /// The instance, if it is on the host.
+    pub(super) fn host(&self, feature: Feature) -> Result<&HostExchange, Error> {
+        feature.require(self.executor())?;
+        match &self.at {
+            InstanceAt::Host(ep) => Ok(ep),
+            _ => Err(wrong_place(feature.name(), Side::Host)),
+        }
+    }
+
+    /// The same, to call.
+    fn host_mut(&mut self, feature: Feature) -> Result<&mut HostExchange, Error> {
+        feature.require(self.executor())?;
+        match &mut self.at {
+            InstanceAt::Host(ep) => Ok(ep),
+            _ => Err(wrong_place(feature.name(), Side::Host)),
+        }
     }
 
     /// Makes one call, and does this once all ranks have agreed on it: from then on it is not refused, and what is left of it
-    /// is to move rows. Not invoked for refused calls, nor for dispatches by [`Strategy::Gather`]. The gradient of a weighted
+    /// is to move rows. Not invoked for refused calls, nor for dispatches by all-gather. The gradient of a weighted
     /// combine is two calls, and the first invokes it: so it is not for that.
     pub(crate) fn on_agreed<R>(
         &mut self,
         agreed: impl FnOnce() + Send + Sync + 'static,
         call: impl FnOnce(&mut Self) -> R,
     ) -> R {
-        self.space.on_agreed = Some(Box::new(agreed));
+        if let InstanceAt::Host(ep) = &mut self.at {
+            ep.space.on_agreed = Some(Box::new(agreed));
+        }
         let done = call(self);
-        self.space.on_agreed = None;
+        if let InstanceAt::Host(ep) = &mut self.at {
+            ep.space.on_agreed = None;
+        }
         done
     }
 }
 
 impl std::fmt::Debug for ExpertParallel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ExpertParallel").field("rank", &self.rank()).field("spec", self.spec()).finish()
+        f.debug_struct("ExpertParallel")
+            .field("rank", &self.rank())
+            .field("executor", &self.executor())
+            .field("spec", &self.spec)
+            .finish_non_exhaustive()
     }
 }

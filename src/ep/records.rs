@@ -1,9 +1,7 @@
 //! Rows in fp8, with their scales: one record each, so that both land with one copy.
 
-use super::{ExpertParallel, ExpertRows};
-use crate::dtype::{Element, RecordShape};
-use crate::error::{CallError, Error, MemoryError, PlanError};
-use crate::rows::Arithmetic;
+use super::host::HostRows;
+use crate::error::MemoryError;
 
 /// A tensor `[rows, columns]` whose rows do not follow each other.
 #[derive(Clone, Copy, Debug)]
@@ -37,32 +35,7 @@ impl<'a, T> Strided<'a, T> {
     }
 }
 
-impl ExpertParallel {
-    /// The record in which rows are dispatched, if they are dispatched in fp8.
-    pub fn record(&self) -> Option<RecordShape> {
-        self.fixed.spec.record
-    }
-
-    /// Makes records of tokens, `[tokens, hidden]` to `[tokens, record]`: what a dispatch takes, if rows are dispatched in
-    /// fp8 ([`ExpertParallelBuilder::fp8`](super::ExpertParallelBuilder::fp8)). Compute, done before anything moves.
-    ///
-    /// # Errors
-    /// [`CallError::NotKept`] if rows are not dispatched in fp8, [`PlanError::WrongShape`], [`PlanError::NoArithmetic`].
-    pub fn quantise<E: Element>(&self, tokens: &[E], records: &mut Vec<u8>) -> Result<(), Error> {
-        let shape = self.record().ok_or(CallError::NotKept { missing: "a row record (fp8)" })?;
-        let hidden = shape.hidden();
-        if !tokens.len().is_multiple_of(hidden) {
-            let (seen, rows) = (tokens.len(), tokens.len() / hidden);
-            return Err(PlanError::WrongShape { what: "tokens", seen, rows, columns: hidden }.into());
-        }
-        records.clear();
-        records.resize(tokens.len() / hidden * shape.bytes(), 0);
-        let (dtype, rows) = (Arithmetic::try_from(E::DTYPE)?, bytemuck::cast_slice(tokens));
-        Ok(self.fixed.lanes.rows.quantise(dtype, shape, rows, records)?)
-    }
-}
-
-impl ExpertRows {
+impl HostRows {
     /// The e4m3 values of rows that came as records, `[rows, hidden]`. `None` if they came as they are.
     ///
     /// # Errors

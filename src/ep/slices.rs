@@ -7,6 +7,7 @@
 //! As DeepSpeed does it before and after the exchange of an expert-parallel group (`drop_tokens`, `gather_tokens`): what
 //! crosses there is 1/TP of it, and the rest goes between neighbours. Each is the other's gradient.
 
+use super::host::check_tensor;
 use super::{Collective, ExpertRows, Shares};
 use crate::dtype::{Dtype, Element};
 use crate::error::{Error, PlanError};
@@ -62,7 +63,8 @@ impl TokenSlices {
     pub fn drop_tokens<E: Element>(&self, buffer: &[E]) -> Result<Vec<E>, Error> {
         let [experts, tokens, columns] = self.slice;
         let all = experts * tokens * self.ranks;
-        super::buffers::check_tensor("buffer", buffer, all as u32, (columns, self.dtype))?;
+        let buffer_bytes = (bytemuck::cast_slice(buffer), E::DTYPE);
+        check_tensor("buffer", buffer_bytes, all as u32, (columns, self.dtype))?;
         let part = tokens * columns;
         if part == 0 {
             return Ok(Vec::new());

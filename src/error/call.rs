@@ -167,7 +167,7 @@ pub enum CallError {
         /// The call that made the handle given.
         expected: u64,
     },
-    /// A call of an exchange that takes its calls in turns.
+    /// A call of an instance in fixed slots on a device, which takes its calls in turns.
     #[error("{call} is not next: {expected} is")]
     OutOfTurn {
         /// What was called.
@@ -175,13 +175,14 @@ pub enum CallError {
         /// What is next.
         expected: &'static str,
     },
-    /// As many dispatches of an exchange are alive as it has seats.
+    /// As many dispatches are alive on a device as there is memory for.
     #[error(
-        "all {seats} seats of the exchange are taken: drop rows, outputs and handles of an earlier dispatch"
+        "{max} dispatches are in flight: drop rows, outputs and handles of an earlier one, or raise \
+         ExpertParallelBuilder::max_in_flight"
     )]
-    NoSeat {
-        /// How many it has.
-        seats: u32,
+    TooManyInFlight {
+        /// How many may be.
+        max: u32,
     },
     /// A rank that messages were sent to wanted others: of another length or type. They were dropped there.
     #[error("rank {peer} refused {count} messages of rank {rank}: it wanted others")]

@@ -74,6 +74,26 @@ pub enum PlanError {
         /// Type expected.
         expected: Dtype,
     },
+    /// A tensor, a handle or a question that belongs to the other place: the host instead of a device, or the reverse.
+    #[error("{what}: of {seen}, expected of {expected}")]
+    WrongPlace {
+        /// Which tensor, or what was asked.
+        what: &'static str,
+        /// Its place.
+        seen: &'static str,
+        /// The place it should be in.
+        expected: &'static str,
+    },
+    /// A feature that instances of this place do not have yet.
+    #[error("not available on {place} ({executor}): {feature}")]
+    NotAvailable {
+        /// The feature.
+        feature: &'static str,
+        /// The place of the instance.
+        place: &'static str,
+        /// The executor that serves its settings there.
+        executor: &'static str,
+    },
     /// Rows of this type cannot be summed.
     #[error("rows of type {dtype} can be dispatched but not summed")]
     NoArithmetic {
@@ -93,7 +113,7 @@ pub enum PlanError {
     /// This rank's caller gave something that was refused before its planner saw it.
     #[error("the input was refused where the call was made")]
     RefusedHere,
-    /// The planner of an exchange serves no more, or could not be started.
+    /// The planner of an instance serves no more, or could not be started.
     #[error("the planner's thread is gone")]
     PlannerGone,
     /// The thread that waits for the planner was asked to end ([`interruptible`](crate::bootstrap::interruptible)).

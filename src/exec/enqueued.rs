@@ -1,7 +1,7 @@
 //! What a planner's stepper counts.
 
 /// What a stream was asked to do.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Enqueued {
     /// Calls that enqueued a batch of copies.
     pub batches: u64,

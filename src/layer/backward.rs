@@ -14,7 +14,7 @@ use super::values::{Held, round_into, widened};
 use super::{Chunk, MoeLayer, RowOrder, Saved, Segments, Tape};
 use crate::dtype::Element;
 use crate::ep::ExpertParallel;
-use crate::error::{Error, LayerError, PlanError};
+use crate::error::{CallKind, Error, LayerError, PlanError};
 use crate::gate::Decision;
 use crate::overlap::{Run, Slot};
 use crate::rows::Arithmetic;
@@ -99,7 +99,7 @@ impl MoeLayer {
     /// In place of the first transfer of a backward pass.
     pub(super) fn refuse_backward(&mut self, tape: &Tape, error: Error) -> Error {
         match tape.chunks.first() {
-            Some(kept) => self.movers[0].refuse_combine_backward(&kept.landed.handle, error),
+            Some(kept) => self.movers[0].refuse(CallKind::CombineBackward, Some(&kept.landed.handle), error),
             None => error,
         }
     }
@@ -273,7 +273,7 @@ impl<E: Element> Backward<Run> for Step<'_, '_, E> {
         let (to, weights) = ((&mut of_tokens[..], &mut of_choices[..]), Some(&of_weights[..]));
         self.crew.moves(chunk, run, |ep| match output {
             Ok(output) => ep.dispatch_backward_into(output, weights, handle, to.0, to.1),
-            Err(error) => Err(ep.refuse_dispatch_backward(handle, error)),
+            Err(error) => Err(ep.refuse(CallKind::DispatchBackward, Some(handle), error)),
         })?;
         home.put((of_tokens, of_choices))
     }

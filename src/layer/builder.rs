@@ -56,7 +56,7 @@ impl<'g> MoeLayerBuilder<'g> {
             max_tokens: 4096,
             map: None,
             route: Route::Direct,
-            order: Order::Expert,
+            order: Order::default(),
             align: 1,
             router: None,
             experts,

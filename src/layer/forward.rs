@@ -12,7 +12,7 @@ use super::tape::{Kept, Landed, Made, SavedShared};
 use super::values::{Held, round_into, widened};
 use super::{MoeLayer, Saved, Segments, Tape};
 use crate::dtype::Element;
-use crate::error::{Error, OverlapError};
+use crate::error::{CallKind, Error, OverlapError};
 use crate::gate::{Draw, Routing};
 use crate::overlap::{Run, Slot};
 
@@ -77,7 +77,7 @@ impl MoeLayer {
     pub fn forward<E: Element>(&mut self, input: &Input<'_, E>) -> Result<(Vec<E>, Tape), Error> {
         let routed = match self.route(input) {
             Ok(routed) => routed,
-            Err(error) => return Err(self.movers[0].refuse_dispatch(error)),
+            Err(error) => return Err(self.movers[0].refuse(CallKind::Dispatch, None, error)),
         };
         let (plan, instance) = (self.plan, self.instance);
         let mut out = vec![E::zeroed(); input.x.len()];
@@ -166,8 +166,8 @@ impl<E: Element> Forward<Run> for Step<'_, '_, E> {
         let places = &self.chunks[chunk];
         let Landed { handle, .. } = places.landed()?;
         self.crew.moves(chunk, run, |ep| match places.output.take()? {
-            Ok(output) => places.out.with(|out| ep.combine_into(output, handle, out)),
-            Err(error) => Err(ep.refuse_combine(handle, error)),
+            Ok(output) => places.out.with(|out| ep.combine_into(output, handle, &mut **out)),
+            Err(error) => Err(ep.refuse(CallKind::Combine, Some(handle), error)),
         })
     }
 

@@ -5,7 +5,7 @@ use super::router::Routed;
 use super::values::Held;
 use super::{Saved, Segments};
 use crate::ep::Handle;
-use crate::error::MemoryError;
+use crate::error::Error;
 use crate::gate::Decision;
 
 /// One forward pass, kept for its gradients. Several may be alive, and go backward in any order, the same on all ranks.
@@ -53,7 +53,7 @@ impl Landed {
     }
 
     /// As a group of experts sees it.
-    pub fn segments<'a>(&'a self, group: &'a Group, hidden: usize) -> Result<Segments<'a>, MemoryError> {
+    pub fn segments<'a>(&'a self, group: &'a Group, hidden: usize) -> Result<Segments<'a>, Error> {
         Ok(group.segments(self.rows.values()?, hidden))
     }
 }

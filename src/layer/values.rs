@@ -5,7 +5,7 @@ use half::{bf16, f16};
 
 use crate::dtype::{Dtype, Element};
 use crate::ep::ExpertRows;
-use crate::error::MemoryError;
+use crate::error::Error;
 
 /// Elements as f32, exactly. Of bytes there are none: a layer is not built for them.
 pub(super) fn widened<E: Element>(values: &[E]) -> Vec<f32> {
@@ -34,14 +34,14 @@ pub(super) enum Held {
 }
 
 impl Held {
-    pub fn new<E: Element>(rows: ExpertRows) -> Result<Held, MemoryError> {
+    pub fn new<E: Element>(rows: ExpertRows) -> Result<Held, Error> {
         if E::DTYPE == Dtype::F32 {
             return Ok(Held::Landed(rows));
         }
         Ok(Held::Widened(widened(rows.rows::<E>()?)))
     }
 
-    pub fn values(&self) -> Result<&[f32], MemoryError> {
+    pub fn values(&self) -> Result<&[f32], Error> {
         match self {
             Held::Landed(rows) => rows.rows(),
             Held::Widened(values) => Ok(values),

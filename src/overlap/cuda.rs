@@ -1,4 +1,5 @@
-//! Streams of a device: the caller's thread enqueues the graph, in launch order, and waits for nothing.
+//! Streams of a device: the caller's thread enqueues the graph, in launch order, and waits for
+//! nothing.
 //!
 //! ```text
 //!   caller's stream    --*-------------------wait--g0--*------ ... --------wait--   compute 0
@@ -8,18 +9,24 @@
 //!   * a mark is recorded     wait: an edge to a node of another stream
 //! ```
 //!
-//! **Hardware queues** take streams in turn, and what waits at the head of one holds up all behind it. All that a node
-//! waits for was enqueued before it, on whatever queue, so a graph ends on any number of queues. Between ranks that
-//! holds as well if all launch what waits for each other in the same order.
+//! **Hardware queues** take streams in turn, and what waits at the head of one holds up all behind
+//! it. All that a node waits for was enqueued before it, on whatever queue, so a graph ends on any
+//! number of queues. Between ranks that holds as well if all launch what waits for each other in
+//! the same order.
 //!
-//! **Captured**, the same calls make a graph: a stream takes part in a capture from its first wait for a mark of the
-//! captured stream on, and at the end the caller's stream joins all of them and holds the memory that they use. Marks
-//! are recorded anew in each run; a wait means the last record before it, so those of earlier runs, and of graphs, are
-//! not disturbed.
+//! **Captured**, the same calls make a graph: a stream takes part in a capture from its first wait
+//! for a mark of the captured stream on, and at the end the caller's stream joins all of them and
+//! holds the memory that they use. Marks are recorded anew in each run; a wait means the last
+//! record before it, so those of earlier runs, and of graphs, are not disturbed.
 //!
-//! **Errors** of a node are those of enqueueing. What was enqueued before one is joined nevertheless, so that the
-//! caller's stream stays in order, and a capture can be ended. There is no limit here: whether a stream ever ends is
-//! its exchange's to see ([`StreamExchange::synchronize`](crate::ep::StreamExchange::synchronize)).
+//! **Calls of an instance on a device** go on its own stream. One in fixed slots can be a node on
+//! any stream: the node first gives it the stream
+//! ([`ExpertParallel::set_stream`](crate::ExpertParallel::set_stream)).
+//!
+//! **Errors** of a node are those of enqueueing. What was enqueued before one is joined
+//! nevertheless, so that the caller's stream stays in order, and a capture can be ended. There is
+//! no limit here: whether a stream ever ends is for
+//! [`ExpertParallel::synchronize`](crate::ExpertParallel::synchronize) to see.
 
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -29,14 +36,14 @@ use super::{Executor, Graph, Place, Stream as Name, outcome};
 use crate::device::{Context, Event, Priority, Stream};
 use crate::error::{DeviceError, OverlapError};
 
-/// Streams of a device for graphs, beside the caller's. Transfers are as urgent as the device can have it: they are short
-/// to launch and long to run, and should not stand behind products.
+/// Streams of a device for graphs, beside the caller's. Transfers are as urgent as the device can
+/// have it: they are short to launch and long to run, and should not stand behind products.
 #[derive(Debug)]
 pub struct StreamPool {
     context: Arc<Context>,
     /// Those behind compute 0, which is the caller's.
-    compute: Vec<Stream>,
-    transfer: Vec<Stream>,
+    compute: Vec<Arc<Stream>>,
+    transfer: Vec<Arc<Stream>>,
     /// Who enqueues a graph has them all.
     marks: Mutex<Vec<Event>>,
 }
@@ -48,7 +55,7 @@ impl StreamPool {
     /// [`DeviceError::Call`].
     pub fn new(context: &Arc<Context>, compute: u32, transfer: u32) -> Result<Self, DeviceError> {
         let make = |count: u32, priority| -> Result<Vec<_>, _> {
-            (0..count).map(|_| Stream::new(context, priority)).collect()
+            (0..count).map(|_| Stream::new(context, priority).map(Arc::new)).collect()
         };
         Ok(StreamPool {
             context: Arc::clone(context),
@@ -59,19 +66,20 @@ impl StreamPool {
     }
 }
 
-/// Carries graphs out on CUDA streams. A node is given the stream to enqueue on: [`Compute(0)`](Name::Compute) is the
-/// caller's, which waits for all others at the end.
+/// Carries graphs out on CUDA streams. A node is given the stream to enqueue on:
+/// [`Compute(0)`](Name::Compute) is the caller's, which waits for all others at the end.
 #[derive(Clone, Copy, Debug)]
 pub struct CudaExecutor<'s> {
     pool: &'s StreamPool,
-    caller: &'s Stream,
+    caller: &'s Arc<Stream>,
     overlap: bool,
 }
 
 impl<'s> CudaExecutor<'s> {
-    /// Beside a stream of the caller's, of the same device. A pool serves one graph at a time: others wait while it is
-    /// enqueued, and their nodes stand behind its nodes on the pool's streams.
-    pub fn new(pool: &'s StreamPool, caller: &'s Stream) -> Self {
+    /// Beside a stream of the caller's, of the same device. A pool serves one graph at a time:
+    /// others wait while it is enqueued, and their nodes stand behind its nodes on the pool's
+    /// streams.
+    pub fn new(pool: &'s StreamPool, caller: &'s Arc<Stream>) -> Self {
         CudaExecutor { pool, caller, overlap: true }
     }
 
@@ -81,7 +89,7 @@ impl<'s> CudaExecutor<'s> {
     }
 
     /// Where a node goes.
-    fn stream(&self, name: Name) -> Option<&'s Stream> {
+    fn stream(&self, name: Name) -> Option<&'s Arc<Stream>> {
         let named = match name {
             Name::Compute(0) => Some(self.caller),
             Name::Compute(index) => self.pool.compute.get(index as usize - 1),
@@ -92,9 +100,9 @@ impl<'s> CudaExecutor<'s> {
 }
 
 impl Executor for CudaExecutor<'_> {
-    type Ground = Stream;
+    type Ground = Arc<Stream>;
 
-    fn run(&self, graph: Graph<'_, Stream>) -> Result<(), OverlapError> {
+    fn run(&self, graph: Graph<'_, Arc<Stream>>) -> Result<(), OverlapError> {
         let stream = |at: Place| self.stream(at.stream).ok_or(OverlapError::NoStream { at });
         let streams = graph.places().map(stream).collect::<Result<Vec<_>, _>>()?;
         let mut all = self.pool.marks.lock().unwrap_or_else(PoisonError::into_inner);
@@ -132,17 +140,17 @@ impl Marks<'_> {
 
 /// A graph on its way into streams.
 struct Launch<'l> {
-    caller: &'l Stream,
+    caller: &'l Arc<Stream>,
     marks: Marks<'l>,
     /// Streams beside the caller's that take part, each with the first node there.
-    beside: Vec<(&'l Stream, Place)>,
+    beside: Vec<(&'l Arc<Stream>, Place)>,
 }
 
 impl<'l> Launch<'l> {
     fn enqueue(
         &mut self,
-        entries: Vec<Entry<'_, Stream>>,
-        streams: &[&'l Stream],
+        entries: Vec<Entry<'_, Arc<Stream>>>,
+        streams: &[&'l Arc<Stream>],
     ) -> Result<(), OverlapError> {
         let mut awaited = vec![false; entries.len()];
         for (entry, &stream) in entries.iter().zip(streams) {
@@ -177,7 +185,7 @@ impl<'l> Launch<'l> {
     }
 
     /// Whether a node is the first on a stream beside the caller's.
-    fn enters(&mut self, stream: &'l Stream, place: Place) -> bool {
+    fn enters(&mut self, stream: &'l Arc<Stream>, place: Place) -> bool {
         let known = ptr::eq(stream, self.caller) || self.beside.iter().any(|(one, _)| ptr::eq(*one, stream));
         if !known {
             self.beside.push((stream, place));

@@ -118,7 +118,7 @@ fn each_row_crosses_once_per_node_and_whole_blocks_are_handed_on() {
     on_ranks(&[0, 0, 0, 1, 1, 1, 1, 1], &small(), |world| {
         let mut collective = Collective::builder(&world.all().unwrap()).columns(COLUMNS).build().unwrap();
         let (_, shares) = collective.all_gather(&tensor(0, 8, 0)).unwrap();
-        let report = shares.handle().report();
+        let report = shares.handle().report().unwrap();
         assert_eq!(report.traffic.put.rail, 8);
         assert_eq!(report.moved.rail_bytes, 8 * 48);
         // A copy for each source, rank served and chunk.
@@ -248,9 +248,9 @@ fn with_token_slices_the_result_is_the_same_and_half_as_much_crosses() {
                 y[at..end].iter_mut().for_each(|y| *y = bf16::from_f32(y.to_f32() * (1.5 + expert as f32)));
                 at = end;
             }
-            let crossed = handle.report().moved.rail_bytes;
+            let crossed = handle.report().unwrap().moved.rail_bytes;
             let out = ep.combine(&y, &handle).unwrap();
-            (out, crossed + handle.returned().rail_bytes)
+            (out, crossed + handle.returned().unwrap().moved.rail_bytes)
         };
         let (whole, all) = through(&buffer);
         let slice = slices.drop_tokens(&buffer).unwrap();

@@ -1,11 +1,13 @@
-//! The device module, kernels, and exchanges on streams, against a fake CUDA driver.
+//! The device module, kernels, and instances on a device, against a fake CUDA driver.
 
 mod apart;
+mod devices;
 mod driver;
 mod kernels;
+mod places;
 mod planned;
 #[path = "../rows/common/mod.rs"]
 mod rows_common;
-mod stream;
+mod slots;
 #[path = "../support/mod.rs"]
 mod support;

@@ -74,7 +74,7 @@ fn rows_that_follow_a_prepare_are_those_of_a_dispatch() {
                 world.pool().poison(0xff);
                 let prepared = ep.prepare(&routing(&mine)).unwrap();
                 assert_eq!(said(&prepared), said(&handle), "{builder:?}");
-                let moved = prepared.report().moved;
+                let moved = prepared.report().unwrap().moved;
                 assert_eq!((moved.rows, moved.local_bytes, moved.rail_bytes), (0, 0, 0), "{builder:?}");
 
                 // Twice: the layout stays.

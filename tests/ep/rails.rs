@@ -47,12 +47,12 @@ fn rounds(rail: RailChoice, nodes: &[u32], route: Route, order: Order, wire: Wir
                 false => ep.dispatch(&mine.x, &routing).unwrap(),
                 true => ep.start_dispatch(&mine.x, &routing).unwrap().finish().unwrap(),
             };
-            let (moved, traffic) = (handle.report().moved, handle.report().traffic);
+            let (moved, traffic) = (handle.report().unwrap().moved, handle.report().unwrap().traffic);
             let near = traffic.put.own + traffic.put.local + traffic.handed_on;
             assert_eq!(moved.rail_bytes, traffic.put.rail * traffic.row_bytes, "{case}");
             assert_eq!(moved.local_bytes, near * traffic.row_bytes, "{case}");
             assert_eq!(moved.rows, near + traffic.put.rail, "{case}");
-            assert_eq!(handle.returned().rail_bytes, 0, "nothing came home yet, {case}");
+            assert_eq!(handle.returned().unwrap().moved.rail_bytes, 0, "nothing came home yet, {case}");
             let y = rows.to_vec::<bf16>().unwrap();
             let mut out = vec![bf16::ZERO; mine.x.len()];
             match halves {
@@ -60,7 +60,7 @@ fn rounds(rail: RailChoice, nodes: &[u32], route: Route, order: Order, wire: Wir
                 true => ep.start_combine(&y, &handle).unwrap().finish(&mut out).unwrap(),
             }
             let home = traffic.home_bytes(order, (HIDDEN * wire.size()) as u64);
-            ([moved.rail_bytes, handle.returned().rail_bytes, home], [y, out].concat())
+            ([moved.rail_bytes, handle.returned().unwrap().moved.rail_bytes, home], [y, out].concat())
         });
         assert!(rounds[0] == rounds[1], "{case}");
         let [first, _] = rounds;

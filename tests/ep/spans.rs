@@ -137,7 +137,7 @@ fn handed_on(world: &World, spans: bool, order: Order) -> ([u64; 2], Vec<Vec<u8>
         let order: Vec<u32> = rows.index().map_or((0..rows.len()).collect(), |i| i.landing().to_vec());
         order.iter().flat_map(|&at| bits(all[at as usize]).to_vec()).collect()
     };
-    let report = handle.report();
+    let report = handle.report().unwrap();
     let (relayed, traffic) = (report.relayed, report.traffic);
     assert_eq!((relayed.copies, relayed.rows), (traffic.copies, traffic.handed_on), "as planned");
     let y = rows.to_vec::<bf16>().unwrap();

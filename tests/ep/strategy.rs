@@ -108,7 +108,7 @@ fn what_moved_is_what_was_planned() {
             let mut ep = layer(&group, Strategy::Gather, route, Order::Expert);
             let routing = recorded(world.rank());
             let (rows, handle) = ep.dispatch(&vec![bf16::ONE; 64 * HIDDEN], &routing).unwrap();
-            let (moved, plan) = (handle.report().moved, handle.report().traffic);
+            let (moved, plan) = (handle.report().unwrap().moved, handle.report().unwrap().traffic);
             let (members, ranks) = (group.nodes(), u64::from(world.size()));
             let near = members.members(members.node_of(world.rank())).len() as u64;
             assert_eq!((plan.put.own, plan.put.local), (64, 64 * (near - 1)));

@@ -68,13 +68,13 @@ fn the_report_counts_exactly_the_bytes_of_the_plan() {
                 Route::Direct => (near.len(), far.len()),
                 Route::Pxn => (near.len() + handed_on, crossing.len()),
             };
-            let moved = handle.report().moved;
+            let moved = handle.report().unwrap().moved;
             let expected = [local, rail, local + rail].map(|rows| rows as u64);
             assert_eq!(
                 [moved.local_bytes, moved.rail_bytes, moved.rows * ROW],
                 expected.map(|rows| rows * ROW)
             );
-            assert!(handle.report().kernels.is_empty());
+            assert!(handle.report().unwrap().kernels.is_empty());
 
             let y = handle.output().unwrap();
             ep.combine::<bf16>(y, &handle).unwrap();
@@ -97,7 +97,7 @@ fn the_report_tells_how_each_rank_is_reached() {
             let expected: Vec<_> = all.into_iter().filter(|&(_, ranks)| ranks > 0).collect();
             let mine = input(world.rank());
             let (_, handle) = ep.dispatch(&mine.x, &routing(&mine)).unwrap();
-            for seen in [&handle.report().lanes[..], ep.lanes()] {
+            for seen in [&handle.report().unwrap().lanes[..], ep.lanes()] {
                 let mut seen: Vec<_> = seen.iter().map(|&LaneUse { lane, ranks }| (lane, ranks)).collect();
                 seen.sort_unstable();
                 assert_eq!(seen, expected);

@@ -1,9 +1,9 @@
-//! Planned exchanges between processes: descriptors of device memory and of words are passed, and a killed rank ends the
+//! Instances on devices, with planners, between processes: descriptors of device memory and of words are passed, and a killed rank ends the
 //! streams of the others.
 #![allow(unsafe_code, reason = "memory of a caller's own is named by contract")]
 
-#[path = "../device/planned/memory.rs"]
-mod memory;
+#[path = "../device/devices.rs"]
+mod devices;
 #[allow(dead_code, reason = "each test program uses a part of this")]
 #[path = "../device/planned/rank.rs"]
 mod rank;
@@ -25,7 +25,7 @@ pub const PLANNED: &str = "SIDELANE_TEST_PLANNED";
 /// Longer than anything takes that works.
 const LONG: Duration = Duration::from_secs(60);
 
-/// Serves the job that started this process, with a planned exchange.
+/// Serves the job that started this process, on a device.
 pub fn serve() {
     let mut talk = Talk::new();
     let world = World::from_env().unwrap();

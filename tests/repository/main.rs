@@ -1,4 +1,5 @@
 //! Rules that the files of this repository keep.
 
+mod features;
 mod module_layering;
 mod parts;

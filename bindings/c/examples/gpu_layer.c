@@ -1,11 +1,12 @@
-// One MoE layer on a GPU, in f32 and in whole numbers, so that every result is known exactly: planned beside a stream, with
-// exact sizes; then in slots, which the stream carries out alone.
+// One MoE layer on a GPU, in f32 and in whole numbers, so that every result is known exactly: with
+// exact sizes, which a planner thread lays out; then in fixed slots, which the stream carries out
+// alone.
 //
-//   x [T, H] --dispatch--> rows of my experts --times (e + 1)--> output --combine--> [T, H]        planned
-//   x [T, H] --dispatch--> slots of all ranks ------copy-------> partial rows --combine--> [T, H]   slots
+//   x [T, H] --dispatch--> rows of my experts --times (e + 1)--> output --combine--> [T, H]   exact sizes
+//   x [T, H] --dispatch--> slots of all ranks ------copy-------> output --combine--> [T, H]   fixed slots
 //
-// Rows lie in memory of the device. Experts would be kernels on the stream; here they are copies, of which the first go by
-// the host, as the example has no compiler for kernels.
+// Rows lie in memory of the device. Experts would be kernels on the stream; here they are copies,
+// of which the first go by the host, as the example has no compiler for kernels.
 //
 //   CUDA_MODULE_LOADING=EAGER sidelane launch --ranks-per-node 2 -- ./gpu_layer
 
@@ -20,7 +21,17 @@ static int32_t ids[MOST * TOP_K];
 static float weights[MOST * TOP_K];
 
 static sidelane_tensor_t tensor(CUdeviceptr at, uint64_t rows) {
-    return (sidelane_tensor_t){.data = (void *)at, .rows = rows, .columns = HIDDEN, .dtype = SIDELANE_DTYPE_F32};
+    return (sidelane_tensor_t){.data = (void *)at, .rows = rows, .columns = HIDDEN, .dtype = SIDELANE_DTYPE_F32,
+                               .place = SIDELANE_PLACE_DEVICE};
+}
+
+// Rows of a dispatch, and where its experts write.
+static void received(sidelane_rows_t *rows, sidelane_handle_t *handle, sidelane_rows_info_t *in,
+                     sidelane_output_t **output, sidelane_output_info_t *to) {
+    CHECK(sidelane_handle_output(handle, output));
+    in->size = sizeof *in, to->size = sizeof *to;
+    CHECK(sidelane_rows_info(rows, in));
+    CHECK(sidelane_output_info(*output, to));
 }
 
 // Every token comes home as itself, times a factor.
@@ -40,34 +51,33 @@ static float by_rank(const int32_t *chosen) {
     return chosen[0] / (int32_t)experts_of_a_rank == chosen[1] / (int32_t)experts_of_a_rank ? 1 : 2;
 }
 
-static void planned(sidelane_group_t *group, sidelane_stream_t *stream, CUstream cuda, const sidelane_tensor_t *tx,
-                    const sidelane_routing_t *routing, const sidelane_tensor_t *out) {
-    sidelane_planned_t *planned = NULL;
+static void exact(sidelane_group_t *group, sidelane_stream_t *stream, CUstream cuda, const sidelane_tensor_t *tx,
+                  const sidelane_routing_t *routing, const sidelane_tensor_t *out) {
+    sidelane_ep_t *ep = NULL;
     sidelane_ep_options_t options = {.size = sizeof options, .experts = EXPERTS, .top_k = TOP_K, .hidden = HIDDEN,
-                                     .dtype = SIDELANE_DTYPE_F32, .max_tokens = MOST};
-    sidelane_planned_options_t more = {.size = sizeof more, .pool = 1 << 20};
-    CHECK(sidelane_planned_build(group, &options, NULL, &more, stream, &planned));
-    sidelane_planned_info_t info = {.size = sizeof info};
-    CHECK(sidelane_planned_info(planned, &info));
-    REQUIRE(info.cuda_stream == cuda);
+                                     .dtype = SIDELANE_DTYPE_F32, .max_tokens = MOST, .stream = stream,
+                                     .device_heap = 1 << 20};
+    CHECK(sidelane_ep_build(group, &options, NULL, &ep));
+    sidelane_ep_info_t info = {.size = sizeof info};
+    CHECK(sidelane_ep_info(ep, &info));
+    REQUIRE(info.cuda_stream == cuda && info.place == SIDELANE_PLACE_DEVICE && info.device == info.rank);
+    REQUIRE(strcmp(info.executor, "planner") == 0);
     experts_of_a_rank = info.local_experts;
 
     for (int round = 0; round < 3; round++) {
         // Enqueued; then sizes are asked for, which come from all ranks. Rows are on their way meanwhile.
-        sidelane_planned_dispatch_t *dispatch = NULL;
-        sidelane_planned_rows_t *rows = NULL;
-        sidelane_planned_handle_t *handle = NULL;
-        sidelane_planned_output_t *output = NULL;
-        CHECK(sidelane_planned_dispatch_start(planned, tx, routing, &dispatch));
-        CHECK(sidelane_planned_dispatch_finish(dispatch, &rows, &handle));
-        sidelane_planned_handle_info_t layout = {.size = sizeof layout};
-        CHECK(sidelane_planned_handle_info(handle, &layout));
+        sidelane_pending_dispatch_t *dispatching = NULL;
+        sidelane_rows_t *rows = NULL;
+        sidelane_handle_t *handle = NULL;
+        sidelane_output_t *output = NULL;
+        CHECK(sidelane_ep_dispatch_start(ep, tx, routing, &dispatching));
+        CHECK(sidelane_dispatch_finish(dispatching, &rows, &handle));
+        sidelane_handle_info_t layout = {.size = sizeof layout};
+        CHECK(sidelane_handle_info(handle, &layout));
         REQUIRE(layout.tokens == tx->rows && layout.local_experts == info.local_experts);
-        CHECK(sidelane_planned_handle_output(handle, &output));
-        sidelane_planned_rows_info_t in = {.size = sizeof in};
-        sidelane_output_info_t to = {.size = sizeof to};
-        CHECK(sidelane_planned_rows_info(rows, &in));
-        CHECK(sidelane_planned_output_info(output, &to));
+        sidelane_rows_info_t in;
+        sidelane_output_info_t to;
+        received(rows, handle, &in, &output, &to);
         REQUIRE(in.rows == layout.rows && to.rows == layout.rows && in.row_bytes == ROW && in.arrived == NULL);
 
         // Experts: kernels on the stream, from in.data to to.data, would not wait for it.
@@ -83,58 +93,86 @@ static void planned(sidelane_group_t *group, sidelane_stream_t *stream, CUstream
         }
         REQUIRE(row == layout.rows);
         CUDA(cuMemcpyHtoD((CUdeviceptr)to.data, work, layout.rows * ROW));
-        CHECK(sidelane_planned_rows_close(rows));
+        CHECK(sidelane_rows_close(rows));
 
-        sidelane_planned_combine_t *combine = NULL;
-        CHECK(sidelane_planned_combine(planned, output, handle, out, round == 2 ? &combine : NULL));
-        CUDA(cuStreamSynchronize(cuda));
+        // Whole, in halves, and of rows that lie elsewhere on the device.
+        sidelane_tensor_t same = tensor((CUdeviceptr)to.data, layout.rows);
+        if (round == 1) {
+            sidelane_pending_combine_t *combining = NULL;
+            CHECK(sidelane_ep_combine_start(ep, output, NULL, handle, &combining));
+            CHECK(sidelane_combine_finish(combining, out));
+        } else {
+            CHECK(sidelane_ep_combine(ep, round == 0 ? output : NULL, round == 0 ? NULL : &same, handle, out));
+        }
+        CHECK(sidelane_ep_synchronize(ep));
         uint32_t status;
-        CHECK(sidelane_planned_handle_status(handle, &status));
-        REQUIRE(status == SIDELANE_PLANNED_WELL);
+        CHECK(sidelane_handle_status(handle, &status));
+        REQUIRE(status == SIDELANE_CALL_OK);
         verify((CUdeviceptr)out->data, tx->rows, by_expert);
 
-        sidelane_planned_report_t report = {.size = sizeof report};
-        CHECK(sidelane_planned_handle_report(handle, &report));
+        sidelane_report_t report = {.size = sizeof report};
+        CHECK(sidelane_handle_report(handle, &report));
         REQUIRE(strcmp(report.kernels[0].name, "order") == 0);
+        REQUIRE(report.copied_bytes == (round == 2 ? layout.rows * ROW : 0));
         // Before CUDA 13.1 multiprocessors copy the rows that stay on the device.
         REQUIRE(report.enqueued.copies_by_sms <= report.enqueued.copies);
-        if (combine) {
-            CHECK(sidelane_planned_combine_finish(combine, &report));
-            REQUIRE(strcmp(report.lanes[0].name, "own") == 0 && report.enqueued.copies > 0);
-        }
-        CHECK(sidelane_planned_handle_close(handle));
+        CHECK(sidelane_handle_returned(handle, &report));
+        REQUIRE(strcmp(report.lanes[0].name, "own") == 0 && report.enqueued.copies > 0);
+        if (round == 2) CHECK(sidelane_output_close(output));
+        CHECK(sidelane_handle_close(handle));
     }
-    CHECK(sidelane_planned_close(planned));
+    CHECK(sidelane_ep_close(ep));
 }
 
 static void slots(sidelane_group_t *group, sidelane_stream_t *stream, CUstream cuda, const sidelane_tensor_t *tx,
                   const sidelane_routing_t *routing, const sidelane_tensor_t *out) {
-    sidelane_slots_t *slots = NULL;
-    sidelane_slots_options_t options = {.size = sizeof options, .experts = EXPERTS, .top_k = TOP_K, .hidden = HIDDEN,
-                                        .dtype = SIDELANE_DTYPE_F32, .max_tokens = MOST};
-    CHECK(sidelane_slots_build(group, &options, NULL, stream, &slots));
-    sidelane_slots_info_t info = {.size = sizeof info};
-    CHECK(sidelane_slots_info(slots, &info));
+    sidelane_ep_t *ep = NULL;
+    sidelane_ep_options_t options = {.size = sizeof options, .experts = EXPERTS, .top_k = TOP_K, .hidden = HIDDEN,
+                                     .dtype = SIDELANE_DTYPE_F32, .max_tokens = MOST, .stream = stream,
+                                     .mode = SIDELANE_MODE_SLOTS, .mode_rows = MOST, .order = SIDELANE_ORDER_RANK,
+                                     .layout = SIDELANE_LAYOUT_RANK_MAJOR};
+    CHECK(sidelane_ep_build(group, &options, NULL, &ep));
+    sidelane_ep_info_t info = {.size = sizeof info};
+    CHECK(sidelane_ep_info(ep, &info));
+    REQUIRE(strcmp(info.executor, "constant-program") == 0);
 
     // Nothing here waits for the device: what a graph could hold.
+    sidelane_report_t out_way = {.size = sizeof out_way}, back = {.size = sizeof back};
     for (int round = 0; round < 3; round++) {
-        CHECK(sidelane_slots_dispatch_start(slots, stream, tx, routing));
-        CHECK(sidelane_slots_dispatch_finish(slots, stream));
+        sidelane_rows_t *rows = NULL;
+        sidelane_handle_t *handle = NULL;
+        sidelane_output_t *output = NULL;
+        sidelane_rows_info_t in;
+        sidelane_output_info_t to;
+        CHECK(sidelane_ep_dispatch(ep, tx, routing, &rows, &handle));
+        received(rows, handle, &in, &output, &to);
+        uint64_t bytes = MOST * in.row_bytes; // of a rank
+        REQUIRE(in.rows == info.ranks * MOST && to.rows == in.rows && in.row_bytes == ROW);
         for (uint64_t r = 0; r < info.ranks; r++) {
-            CUdeviceptr from = (CUdeviceptr)info.received + r * info.slot_bytes + info.rows_at;
-            CUdeviceptr to = (CUdeviceptr)info.partials + r * info.partial_bytes;
-            CUDA(cuMemcpyDtoDAsync(to, from, info.partial_bytes, cuda));
+            CUdeviceptr from = (CUdeviceptr)in.data + r * in.slot_bytes + in.slot_rows_at;
+            CUDA(cuMemcpyDtoDAsync((CUdeviceptr)to.data + r * bytes, from, bytes, cuda));
         }
-        CHECK(sidelane_slots_combine_start(slots, stream));
-        CHECK(sidelane_slots_combine_finish(slots, stream, out));
+        CHECK(sidelane_ep_combine(ep, output, NULL, handle, out));
+        CHECK(sidelane_handle_report(handle, &out_way));
+        CHECK(sidelane_handle_returned(handle, &back));
+        CHECK(sidelane_rows_close(rows));
+        CHECK(sidelane_handle_close(handle));
     }
-    CHECK(sidelane_slots_synchronize(slots, stream));
-    CHECK(sidelane_slots_status(slots));
+    CHECK(sidelane_ep_synchronize(ep));
     verify((CUdeviceptr)out->data, tx->rows, by_rank);
-    sidelane_slots_report_t report = {.size = sizeof report};
-    CHECK(sidelane_slots_report(slots, &report));
-    REQUIRE(report.dispatch.copies == info.ranks - 1 && strcmp(report.kernels[2].name, "sum") == 0);
-    CHECK(sidelane_slots_close(slots));
+    REQUIRE(out_way.enqueued.copies == info.ranks - 1 && strcmp(out_way.kernels[0].name, "pack") == 0);
+    REQUIRE(back.enqueued.copies > 0 && strcmp(back.kernels[0].name, "sum") == 0);
+
+    // A dispatch that nothing follows.
+    sidelane_rows_t *rows = NULL;
+    sidelane_handle_t *handle = NULL;
+    CHECK(sidelane_ep_dispatch(ep, tx, routing, &rows, &handle));
+    CHECK(sidelane_ep_release(ep, handle));
+    CHECK(sidelane_ep_synchronize(ep));
+    CHECK(sidelane_ep_check(ep));
+    CHECK(sidelane_rows_close(rows));
+    CHECK(sidelane_handle_close(handle));
+    CHECK(sidelane_ep_close(ep));
 }
 
 int main(void) {
@@ -167,11 +205,12 @@ int main(void) {
     CUdeviceptr dx = on_device(x, sizeof x), dids = on_device(ids, sizeof ids);
     CUdeviceptr dweights = on_device(weights, sizeof weights), dout = on_device(y, sizeof y);
     sidelane_tensor_t tx = tensor(dx, tokens), out = tensor(dout, tokens);
-    sidelane_routing_t routing = {.experts = (int32_t *)dids, .weights = (float *)dweights, .tokens = tokens, .top_k = TOP_K};
+    sidelane_routing_t routing = {.experts = (int32_t *)dids, .weights = (float *)dweights, .tokens = tokens,
+                                  .top_k = TOP_K, .place = SIDELANE_PLACE_DEVICE};
 
-    planned(group, stream, cuda, &tx, &routing, &out);
+    exact(group, stream, cuda, &tx, &routing, &out);
     slots(group, stream, cuda, &tx, &routing, &out);
-    printf("rank %u of %u: planned and in slots, all sums right\n", me.rank, me.ranks);
+    printf("rank %u of %u: exact sizes and fixed slots, all sums right\n", me.rank, me.ranks);
 
     CHECK(sidelane_stream_close(stream));
     CUDA(cuStreamDestroy(cuda));

@@ -1,10 +1,14 @@
-// Sidelane from C: worlds, one-sided windows, expert-parallel dispatch and combine (in memory of the host, or of a GPU on
-// your own streams), the gate.
+// Sidelane from C: worlds, one-sided windows, expert-parallel dispatch and combine, the gate.
 //
-// Every call returns a status; sidelane_last_message() says in a sentence what is wrong. Handles are tickets and no
-// addresses: they may be closed in any order, and one that was closed is refused, not followed. Structs that begin with
-// `size` may grow: set it to sizeof, and all that you do not use to 0. Calls on one object come one after another; a second
-// thread gets SIDELANE_ERROR_BUSY. docs/from-c.md shows whole programs.
+// A layer has its rows on the host, or on a GPU and its calls on a stream of yours: the stream in
+// its options says which. The functions are the same. On a device they enqueue, and results are
+// there for what you enqueue next.
+//
+// Every call returns a status; sidelane_last_message() says in a sentence what is wrong. Handles
+// are tickets and no addresses: they may be closed in any order, and one that was closed is
+// refused, not followed. Structs that begin with `size` may grow: set it to sizeof, and all that
+// you do not use to 0. Calls on one object come one after another; a second thread gets
+// SIDELANE_ERROR_BUSY. docs/from-c.md shows whole programs.
 //
 // Made by cbindgen from bindings/c: do not edit.
 
@@ -201,23 +205,29 @@
 // Every row goes to every rank, which copies those of its experts: for small groups.
 #define SIDELANE_STRATEGY_GATHER 1
 
-// All is well.
-#define SIDELANE_PLANNED_WELL 0
+// Memory of the host.
+#define SIDELANE_PLACE_HOST 0
+
+// Memory that the layer's device reaches: its own, or pinned memory of the host.
+#define SIDELANE_PLACE_DEVICE 1
+
+// The call did what it was asked for.
+#define SIDELANE_CALL_OK 0
 
 // This rank's input was refused: nothing moved, and sums are zeros.
-#define SIDELANE_PLANNED_REFUSED 1
+#define SIDELANE_CALL_REFUSED 1
 
-// Another rank's input was refused, likewise.
-#define SIDELANE_PLANNED_PEER_REFUSED 2
+// Another rank's input was refused: nothing moved, and sums are zeros.
+#define SIDELANE_CALL_PEER_REFUSED 2
 
-// A rank has no room, or more rows than its budget, likewise.
-#define SIDELANE_PLANNED_NO_ROOM 3
+// A rank has no room, or more rows than its budget: nothing moved, and sums are zeros.
+#define SIDELANE_CALL_NO_ROOM 3
 
-// Ranks make different calls, likewise.
-#define SIDELANE_PLANNED_DIFFER 4
+// Ranks make different calls: nothing moved, and sums are zeros.
+#define SIDELANE_CALL_MISMATCH 4
 
-// The world is dead.
-#define SIDELANE_PLANNED_DEAD 65536
+// The world has failed.
+#define SIDELANE_CALL_WORLD_FAILED 65536
 
 // What a call came to. `sidelane_last_message()` says it in a sentence.
 enum sidelane_status_t
@@ -289,32 +299,11 @@ typedef struct sidelane_pending_combine_t sidelane_pending_combine_t;
 // A dispatch that was started.
 typedef struct sidelane_pending_dispatch_t sidelane_pending_dispatch_t;
 
-// Dispatch and combine on a stream, planned beside it.
-typedef struct sidelane_planned_t sidelane_planned_t;
-
-// A combine that is enqueued.
-typedef struct sidelane_planned_combine_t sidelane_planned_combine_t;
-
-// A dispatch that is enqueued.
-typedef struct sidelane_planned_dispatch_t sidelane_planned_dispatch_t;
-
-// The placement of such a dispatch: combines follow it. Its seat is free when handle, rows and outputs are closed.
-typedef struct sidelane_planned_handle_t sidelane_planned_handle_t;
-
-// What experts on the device write into.
-typedef struct sidelane_planned_output_t sidelane_planned_output_t;
-
-// Rows that such a dispatch brings. Their memory goes to later calls when they are closed.
-typedef struct sidelane_planned_rows_t sidelane_planned_rows_t;
-
 // Rows that a dispatch brought. They go back to the receive pool when they are closed.
 typedef struct sidelane_rows_t sidelane_rows_t;
 
 // How many rows each rank has, and so where they lie among those of all.
 typedef struct sidelane_shares_t sidelane_shares_t;
-
-// Dispatch and combine on streams, in fixed slots.
-typedef struct sidelane_slots_t sidelane_slots_t;
 
 // A CUDA stream of the caller's, and the device it is of.
 typedef struct sidelane_stream_t sidelane_stream_t;
@@ -462,6 +451,7 @@ typedef struct {
 } sidelane_gate_call_t;
 
 // The choices of this rank's tokens, two arrays `[tokens, top_k]`. An id of -1 is a dropped choice.
+// It is the caller's memory, as that of a tensor.
 typedef struct {
     // Expert ids.
     const int32_t *experts;
@@ -471,8 +461,8 @@ typedef struct {
     uint64_t tokens;
     // Choices per token.
     uint32_t top_k;
-    // 0.
-    uint32_t reserved;
+    // Where both arrays lie: SIDELANE_PLACE_...
+    uint32_t place;
 } sidelane_routing_t;
 
 // What a router decided. It may be read until the gate's next call, or until the gate is closed.
@@ -579,7 +569,8 @@ typedef struct {
     uint64_t tokens;
 } sidelane_weights_input_t;
 
-// Settings of a layer: all ranks must choose alike. 0 is the default of everything but `experts`, `top_k` and `hidden`.
+// Settings of a layer: all ranks must choose alike. 0 is the default of everything but `experts`,
+// `top_k` and `hidden`. A setting that a layer on a device does not have is refused by name.
 typedef struct {
     // sizeof(sidelane_ep_options_t).
     size_t size;
@@ -617,8 +608,16 @@ typedef struct {
     uint32_t fp8;
     // 1: relays hand on in few large copies (rank-major over pxn).
     uint32_t spans;
-    // 0.
-    uint32_t reserved;
+    // Device, exact sizes or a budget: dispatches that may be alive at once. Each has memory for
+    // all rows it may send. Default: 2.
+    uint32_t max_in_flight;
+    // Rows lie on the device of this stream, and calls go on the stream. NULL: rows lie on the
+    // host.
+    sidelane_stream_t *stream;
+    // Device, exact sizes: bytes of the device's memory in which dispatches receive and experts
+    // write. In a group of several nodes whose NICs do not reach the device, as much memory of the
+    // host is pinned, too. Default: 256 MiB.
+    uint64_t device_heap;
 } sidelane_ep_options_t;
 
 // Which rank holds which expert, if not in contiguous blocks. An expert may have several replicas.
@@ -657,10 +656,19 @@ typedef struct {
     uint64_t record_bytes;
     // With fp8: where in a record the scales begin, in bytes.
     uint64_t record_scales_offset;
+    // Device: the stream of its calls, as the caller named it.
+    void *cuda_stream;
+    // Where its rows lie: SIDELANE_PLACE_...
+    uint32_t place;
+    // Device: its number.
+    uint32_t device;
+    // What carries its calls out: "host-stepper", "planner" or "constant-program".
+    char executor[24];
 } sidelane_ep_info_t;
 
-// A row-major matrix `[rows, columns]`, its rows without gaps. It is the caller's memory: read or written during the call
-// alone, unless a function says otherwise.
+// A row-major matrix `[rows, columns]`, its rows without gaps. It is the caller's memory. On the
+// host it is read or written during the call alone, unless a function says otherwise. On a device
+// it stays there, and stays as it is, until the layer's stream has passed the call.
 typedef struct {
     // The first element. May be NULL if there is none.
     void *data;
@@ -670,11 +678,13 @@ typedef struct {
     uint64_t columns;
     // Type of an element: SIDELANE_DTYPE_...
     uint32_t dtype;
-    // 0.
-    uint32_t reserved;
+    // Where the elements lie: SIDELANE_PLACE_... On a device they begin at a multiple of 16 bytes.
+    uint32_t place;
 } sidelane_tensor_t;
 
-// The layout of a dispatch. What it points to may be read until the handle is closed; where there is nothing, the count is 0.
+// The layout of a dispatch. What it points to may be read until the handle is closed, by the host,
+// but for `status`. Where there is nothing, the count is 0: so it is for sizes that stay on the
+// device.
 typedef struct {
     // sizeof(sidelane_handle_info_t).
     size_t size;
@@ -690,7 +700,8 @@ typedef struct {
     const int64_t *padded_tokens_per_expert;
     // Segments of the rows: one per local expert; rank-major, one.
     uint64_t segments;
-    // Routing weight of each row, [rows], 0 for pads; rank-major, of each row and choice, [rows, top_k].
+    // Host: routing weight of each row, [rows], 0 for pads; rank-major, of each row and choice,
+    // [rows, top_k].
     const float *row_weights;
     // How many weights.
     uint64_t row_weight_count;
@@ -712,25 +723,61 @@ typedef struct {
     const uint32_t *required_rows;
     // Ranks.
     uint64_t ranks;
+    // Device: how the last call along the handle ended at this rank, for kernels: a word of
+    // SIDELANE_CALL_..., written before the stream goes on. In fixed slots, values between
+    // SIDELANE_CALL_OK and SIDELANE_CALL_WORLD_FAILED are what a kernel has found;
+    // sidelane_ep_check() says it.
+    const uint32_t *status;
 } sidelane_handle_info_t;
 
-// Received rows. What it points to may be read and changed until the rows are closed.
+// Received rows. What it points to may be read and changed until the rows are closed. On a device
+// all pointers are the device's, and the rows are there for what is enqueued on the layer's stream
+// behind the dispatch.
+//
+// In fixed slots on a device, a slot of each rank, by rank, lies at `data`. A slot begins with its
+// header: uint32_t rows that are used, uint32_t tokens of the source; at `slot_experts_at` the
+// local expert of each row and choice, int32_t [max_tokens, top_k], -1 for those that are
+// elsewhere; at `slot_weights_at` their weights, float. At `slot_rows_at` the rows begin,
+// [max_tokens, hidden]. What is not used is zero, experts -1.
 typedef struct {
     // sizeof(sidelane_rows_info_t).
     size_t size;
     // The rows, without gaps. With fp8 each is a record: values first, then scales.
     void *data;
-    // Number of rows, pads counted.
+    // Number of rows, pads counted; after sidelane_dispatch_unfinished(), those of the budget; in
+    // fixed slots, those of all slots.
     uint64_t rows;
     // Bytes of a row.
     uint64_t row_bytes;
+    // Planner: routing weight of each row, [rows]; 0 for pads.
+    const float *weights;
+    // Planner: rows of each local expert, then the same with pads, [2, local experts].
+    const int64_t *counts;
+    // Planner: rows as they arrived, where engines relay (SIDELANE_ROUTE_PXN across nodes); else
+    // NULL.
+    const void *arrived;
+    // Planner: for each row which of `arrived` it is, -1 for pads, [rows]; NULL as `arrived` is.
+    const int32_t *index;
+    // Fixed slots on a device: bytes of a slot; 0 elsewhere.
+    uint64_t slot_bytes;
+    // Bytes from the start of a slot to its local experts.
+    uint64_t slot_experts_at;
+    // Bytes from the start of a slot to its weights.
+    uint64_t slot_weights_at;
+    // Bytes from the start of a slot to its rows.
+    uint64_t slot_rows_at;
 } sidelane_rows_info_t;
 
 // What experts write. It may be written until the output is used up or closed.
+//
+// In fixed slots on a device it is [ranks, max_tokens, hidden]: row i of rank r is what this
+// rank's experts make of row i of the slot of r, weighted and added up. Rows that a slot does not
+// use may be left as they are.
 typedef struct {
     // sizeof(sidelane_output_info_t).
     size_t size;
-    // The rows, without gaps. Their contents are undefined at first.
+    // The rows, without gaps; on a device, its address there. Their contents are undefined at
+    // first.
     void *data;
     // Number of rows, pads counted. What pad rows hold is never read.
     uint64_t rows;
@@ -752,7 +799,8 @@ typedef struct {
 
 // A lane, and how many ranks it reaches.
 typedef struct {
-    // "own", "shm", the lane between nodes, or "relay": of ranks that are reached through others. Empty: no more lanes.
+    // "own", "shm", "copy engine" (that of devices within a node), the lane between nodes, or
+    // "relay": of ranks that are reached through others. Empty: no more lanes.
     char name[16];
     // Ranks.
     uint64_t ranks;
@@ -786,17 +834,59 @@ typedef struct {
     uint64_t rail;
 } sidelane_hops_t;
 
-// How the bytes of a dispatch went at this rank.
+// What a stream, and rails beside it, were asked to do.
+typedef struct {
+    // Calls that enqueued a batch of copies.
+    uint64_t batches;
+    // Copies, in batches or one by one.
+    uint64_t copies;
+    // Bytes of rows and of what goes with them, zeros included.
+    uint64_t bytes;
+    // Of these, bytes that stayed at this rank.
+    uint64_t own_bytes;
+    // Copies that were enqueued one by one: the driver has no batches, or the stream takes none.
+    uint64_t single_copies;
+    // Copies within one device that multiprocessors make: single ones, and before CUDA 13.1 those
+    // of batches, too.
+    uint64_t copies_by_sms;
+    // Memory operations: writes and waits.
+    uint64_t memory_operations;
+    // Bytes that left the device by memory of the host, on the way to other nodes; not among
+    // `bytes`.
+    uint64_t out_bytes;
+    // Bytes that came in by memory of the host, zeros included; not among `bytes`.
+    uint64_t in_bytes;
+    // Puts on rails.
+    uint64_t rail_puts;
+    // Their bytes, headers and messages among them.
+    uint64_t rail_bytes;
+    // Signals over rails.
+    uint64_t rail_signals;
+    // Of the puts, those of rows that cards read from memory of a device and wrote to that of
+    // another.
+    uint64_t straight_puts;
+    // Their bytes.
+    uint64_t straight_bytes;
+} sidelane_enqueued_t;
+
+// The name of a kernel; empty: no more kernels.
+typedef struct {
+    // It ends with a zero byte.
+    char name[32];
+} sidelane_kernel_name_t;
+
+// How the bytes of one call went at this rank: of a dispatch, or of a return. The host counts what
+// it moved, a device what its stream was asked to do; the other fields are zero.
 typedef struct {
     // sizeof(sidelane_report_t).
     size_t size;
     // The lanes in use.
     sidelane_lane_t lanes[8];
-    // What this rank moved in the dispatch.
+    // Host: what this rank moved in the call.
     sidelane_moved_t moved;
-    // What of that it handed on for others.
+    // Host: the part of it that this rank relayed.
     sidelane_moved_t relayed;
-    // What it moved in the last combine or gradient along the handle; 0 before the first.
+    // Host: what it moved in the last combine or gradient along the handle; 0 before the first.
     sidelane_moved_t returned;
     // As planned: a row for each (token, expert) or, rank-major, each (token, rank).
     sidelane_hops_t wanted;
@@ -814,6 +904,22 @@ typedef struct {
     uint64_t home_row_bytes;
     // Bytes that combines and gradients along the handle copied, because rows did not lie in an output of it.
     uint64_t copied_bytes;
+    // What carried the call out: as in sidelane_ep_info_t.
+    char executor[24];
+    // Device: what the stream was asked to do.
+    sidelane_enqueued_t enqueued;
+    // Device: kernels that ran on the stream before rows were packed, or after they had landed.
+    sidelane_kernel_name_t kernels[4];
+    // Device, fixed slots: other ranks on this rank's own device.
+    uint64_t same_device;
+    // Device: why rows between nodes are staged in memory of the host, if they are: the lane that
+    // registers memory of the host alone, "messages" (signals are), "card" (it does not take the
+    // device's memory), "unordered" (the device sees no order of what cards write), "one queue"
+    // (CUDA_DEVICE_MAX_CONNECTIONS is 1), "another rank".
+    char detour[16];
+    // Device: how cards know the device's memory, where rows between nodes go straight from it and
+    // to it: "dma-buf" or "address".
+    char registration[16];
 } sidelane_report_t;
 
 // Settings of a collective: all ranks must choose alike. 0 is the default of everything but `columns`.
@@ -845,212 +951,6 @@ typedef struct {
     // Rows of all ranks.
     uint64_t rows;
 } sidelane_shares_info_t;
-
-// Settings of an exchange that is planned beside a stream, beside those of a layer. All ranks must choose alike; 0 is the default.
-typedef struct {
-    // sizeof(sidelane_planned_options_t).
-    size_t size;
-    // Bytes of the device's memory in which eager dispatches receive and experts write. In a group of several nodes as much
-    // memory of the host is pinned beside it. Default: 256 MiB.
-    uint64_t pool;
-    // Dispatches that may be alive at once: each has memory for all rows it may send. Default: 2.
-    uint32_t seats;
-    // 0.
-    uint32_t reserved;
-} sidelane_planned_options_t;
-
-// What such an exchange is.
-typedef struct {
-    // sizeof(sidelane_planned_info_t).
-    size_t size;
-    // The stream of its calls, as the caller named it.
-    void *cuda_stream;
-    // Its device.
-    uint32_t device;
-    // This rank's position in the group.
-    uint32_t rank;
-    // Number of ranks.
-    uint32_t ranks;
-    // Experts of this rank, replicas counted each.
-    uint32_t local_experts;
-} sidelane_planned_info_t;
-
-// Rows that a dispatch brings, in memory of the device. They are there for what is enqueued on the exchange's stream behind the dispatch.
-// All pointers are the device's.
-typedef struct {
-    // sizeof(sidelane_planned_rows_info_t).
-    size_t size;
-    // The rows, [rows, hidden], without gaps.
-    void *data;
-    // Number of rows, pads counted; with a budget, as many as that has.
-    uint64_t rows;
-    // Bytes of a row.
-    uint64_t row_bytes;
-    // Routing weight of each row, [rows]; 0 for pads.
-    const float *weights;
-    // Rows of each local expert, then the same with pads: [2, local experts].
-    const int64_t *counts;
-    // Rows as they arrived, where engines relay (SIDELANE_ROUTE_PXN across nodes); else NULL.
-    const void *arrived;
-    // For each row which of `arrived` it is, -1 for pads, [rows]; NULL as `arrived` is.
-    const int32_t *index;
-} sidelane_planned_rows_info_t;
-
-// The placement of a dispatch. What it points to may be read until the handle is closed, by the host; but `status` is the
-// device's. After sidelane_planned_dispatch_unfinished() counts and sizes are not known here: 0.
-typedef struct {
-    // sizeof(sidelane_planned_handle_info_t).
-    size_t size;
-    // Rows received, pads counted.
-    uint64_t rows;
-    // Tokens that this rank dispatched.
-    uint64_t tokens;
-    // Rows of each local expert, [local_experts].
-    const int64_t *tokens_per_expert;
-    // The same, pads counted: the segments of the rows, [local_experts].
-    const int64_t *padded_tokens_per_expert;
-    // Local experts.
-    uint64_t local_experts;
-    // Which of this rank's choices were dropped for want of room (1), [tokens, top_k].
-    const uint8_t *dropped;
-    // How many choices.
-    uint64_t dropped_count;
-    // Rows that each rank needed, [ranks].
-    const uint32_t *required_rows;
-    // Ranks.
-    uint64_t ranks;
-    // How the last call of this dispatch or its combines ended, for kernels: a word of SIDELANE_PLANNED_...
-    const uint32_t *status;
-} sidelane_planned_handle_info_t;
-
-// What a stream, and rails beside it, were asked to do.
-typedef struct {
-    // Calls that enqueued a batch of copies.
-    uint64_t batches;
-    // Copies, in batches or one by one.
-    uint64_t copies;
-    // Bytes of rows and of what goes with them, zeros included.
-    uint64_t bytes;
-    // Of these, bytes that stayed at this rank.
-    uint64_t own_bytes;
-    // Copies that were enqueued one by one: the driver has no batches, or the stream takes none.
-    uint64_t single_copies;
-    // Copies within one device that multiprocessors make: single ones, and before CUDA 13.1 those
-    // of batches, too.
-    uint64_t copies_by_sms;
-    // Memory operations: writes and waits.
-    uint64_t memory_operations;
-    // Bytes that left the device by memory of the host, on the way to other nodes; not among `bytes`.
-    uint64_t out_bytes;
-    // Bytes that came in by memory of the host, zeros included; not among `bytes`.
-    uint64_t in_bytes;
-    // Puts on rails.
-    uint64_t rail_puts;
-    // Their bytes, headers and messages among them.
-    uint64_t rail_bytes;
-    // Signals over rails.
-    uint64_t rail_signals;
-    // Of the puts, those of rows that cards read from memory of a device and wrote to that of another.
-    uint64_t straight_puts;
-    // Their bytes.
-    uint64_t straight_bytes;
-} sidelane_enqueued_t;
-
-// The name of a kernel; empty: no more kernels.
-typedef struct {
-    // It ends with a zero byte.
-    char name[32];
-} sidelane_kernel_name_t;
-
-// How the bytes of one call of an exchange beside a stream went at this rank.
-typedef struct {
-    // sizeof(sidelane_planned_report_t).
-    size_t size;
-    // The lanes in use; "copy engine" is that within the node.
-    sidelane_lane_t lanes[8];
-    // Why rows that cross go by memory of the host, if any do: the lane that registers memory of the host alone, "messages" (signals
-    // are), "card" (it does not take the device's memory), "unordered" (the device sees no order of what cards write),
-    // "one queue" (CUDA_DEVICE_MAX_CONNECTIONS is 1), "another rank".
-    char detour[16];
-    // What the planner's stream was asked to do.
-    sidelane_enqueued_t enqueued;
-    // Kernels that ran on the caller's stream: before rows were packed, or after they had landed.
-    sidelane_kernel_name_t kernels[4];
-    // How cards know the device's memory, where rows cross straight from it and to it: "dma-buf" or "address".
-    char registration[16];
-} sidelane_planned_report_t;
-
-// What a dispatch and a combine in slots ask of a stream.
-typedef struct {
-    // sizeof(sidelane_slots_report_t).
-    size_t size;
-    // Between packed and landed.
-    sidelane_enqueued_t dispatch;
-    // Between the experts' rows and the sum.
-    sidelane_enqueued_t combine;
-    // Kernels, none of them in between.
-    sidelane_kernel_name_t kernels[4];
-    // Ranks on this rank's own device. Multiprocessors make the copies to them, but for batches
-    // from CUDA 13.1 on.
-    uint64_t same_device;
-    // Why rows that cross go by memory of the host, if any do: as of a planned report.
-    char detour[16];
-    // How cards know the device's memory, where rows cross straight.
-    char registration[16];
-} sidelane_slots_report_t;
-
-// Settings of an exchange in slots: all ranks must choose alike. 0 is the default of `dtype` and `max_tokens`.
-typedef struct {
-    // sizeof(sidelane_slots_options_t).
-    size_t size;
-    // Number of experts. 0 if there is an expert map.
-    uint32_t experts;
-    // Choices per token.
-    uint32_t top_k;
-    // Elements of a row, which must be a multiple of 16 bytes.
-    uint32_t hidden;
-    // Their type: SIDELANE_DTYPE_...
-    uint32_t dtype;
-    // The most tokens of a rank in one call: so many rows move to each rank in each call. Default: 128.
-    uint32_t max_tokens;
-    // 0.
-    uint32_t reserved;
-} sidelane_slots_options_t;
-
-// Where things lie, the same in every call. All pointers are the device's.
-//
-// A slot begins with its header: uint32_t rows that are used, uint32_t tokens of the source; at `experts_at` local experts of each row,
-// int32_t [max_tokens, top_k], -1 for those that are elsewhere; at `weights_at` weights beside them, float; at `rows_at` the rows. What
-// is not used is zero, experts -1.
-typedef struct {
-    // sizeof(sidelane_slots_info_t).
-    size_t size;
-    // This rank's position in the group.
-    uint32_t rank;
-    // Number of ranks.
-    uint32_t ranks;
-    // The most tokens of a rank.
-    uint32_t max_tokens;
-    // Rows of a slot, those of its header counted.
-    uint32_t slot_rows;
-    // What was received: a slot of each rank, by rank. As a tensor [ranks * slot_rows, hidden].
-    const void *received;
-    // Bytes of a slot.
-    uint64_t slot_bytes;
-    // Where in a slot the local experts begin.
-    uint64_t experts_at;
-    // Where in a slot the weights begin.
-    uint64_t weights_at;
-    // Where in a slot the rows begin.
-    uint64_t rows_at;
-    // Where experts leave their partial rows, [ranks, max_tokens, hidden]: row i of rank r is what this rank's experts make of row i of
-    // the slot of r, weighted and added up. Rows that a slot does not use may be left as they are.
-    void *partials;
-    // Bytes of the partial rows of a rank.
-    uint64_t partial_bytes;
-    // A word that is 0 while all is well, for kernels.
-    const uint32_t *status;
-} sidelane_slots_info_t;
 
 #ifdef __cplusplus
 extern "C" {
@@ -1264,7 +1164,43 @@ sidelane_status_t sidelane_gate_weights_backward(sidelane_gate_t *gate,
                                                  const sidelane_weights_input_t *input,
                                                  float *d_logits);
 
+// Names a stream of the caller's, on a device by its number: a `cudaStream_t` or `CUstream`, NULL
+// for the legacy default stream. Loads the driver, and uses the device's primary context, as the
+// CUDA runtime does. Local.
+//
+// The caller's word: `cuda_stream` is NULL or a stream, which is not destroyed before the handle,
+// every layer that uses it and every dispatch of these are closed or finished; `stream` is NULL or
+// valid.
+sidelane_status_t sidelane_stream_borrow(uint32_t device, void *cuda_stream, sidelane_stream_t **stream);
+
+// Closes the handle; the stream stays the caller's. Layers that use it keep it until they are
+// closed. NULL is nothing.
+sidelane_status_t sidelane_stream_close(sidelane_stream_t *stream);
+
+// Fixed slots on a device: enqueues the next calls on another stream of the device. The caller
+// orders the streams by events. Local. Other layers refuse it by name.
+sidelane_status_t sidelane_ep_set_stream(sidelane_ep_t *ep, sidelane_stream_t *stream);
+
+// Waits until everything in the layer's stream is done, and says how it went: SIDELANE_OK, the
+// reason of the world's failure, or what a kernel has found. If a live rank is silent for longer
+// than the world's deadline, the world ends. On the host there is nothing to wait for.
+sidelane_status_t sidelane_ep_synchronize(sidelane_ep_t *ep);
+
+// What is known to be wrong, without waiting: SIDELANE_OK, the reason of the world's failure, or
+// what a kernel has found. Local.
+sidelane_status_t sidelane_ep_check(sidelane_ep_t *ep);
+
 // Builds a layer on a group. Collective. `expert_map` may be NULL: experts in contiguous blocks.
+//
+// With a stream in the options, rows lie on its device. The mode chooses what carries the calls
+// out:
+//
+//   SIDELANE_MODE_EAGER, _BUDGET   a planner thread: expert-major rows, sums by expert
+//   SIDELANE_MODE_SLOTS            a constant program: rank-major rows, sums by rank, `mode_rows`
+//                                  equal to `max_tokens`
+//
+// The stream must be idle, or become so by itself: it is tried. Kernels must be loaded early: set
+// CUDA_MODULE_LOADING=EAGER before the program starts.
 //
 // The caller's word: pointers are NULL or valid; `options` is as large as its size says.
 sidelane_status_t sidelane_ep_build(sidelane_group_t *group,
@@ -1297,24 +1233,32 @@ sidelane_status_t sidelane_ep_quantise(sidelane_ep_t *ep,
 // The caller's word: `tokens` is NULL or valid.
 sidelane_status_t sidelane_ep_tokens(sidelane_ep_t *ep, uint32_t count, sidelane_tokens_t **tokens);
 
-// Closes the layer. Rows, outputs and handles that are open stay readable. NULL is nothing.
+// Closes the layer. Rows, outputs and handles that are open stay as they are. On a device it waits
+// until the planner has served what was enqueued. Graphs that hold its calls must have drained,
+// and are not launched again. Its memory is free as soon as the stream is idle in a later build or
+// close. NULL is nothing.
 sidelane_status_t sidelane_ep_close(sidelane_ep_t *ep);
 
 // Sends every token to the ranks of its experts, and receives the rows of this rank's experts. Collective.
 //
-// `x` is [tokens, hidden], of records with fp8 [tokens, record_bytes]. Both results are the caller's to close.
+// `x` is [tokens, hidden], of records with fp8 [tokens, record_bytes]. Both results are the
+// caller's to close.
 //
-// The caller's word: pointers are NULL or valid; tensors and arrays are as large as they say, and nobody writes to them
-// meanwhile.
+// On a device the call is enqueued, and the rows are there for what is enqueued next. A planner
+// waits for the counts of all ranks, which give the sizes; in fixed slots nobody waits, and a call
+// that is refused is not enqueued and can be made again.
+//
+// The caller's word: pointers are NULL or valid; tensors and arrays are as large as they say, and
+// nobody writes to them meanwhile.
 sidelane_status_t sidelane_ep_dispatch(sidelane_ep_t *ep,
                                        const sidelane_tensor_t *x,
                                        const sidelane_routing_t *routing,
                                        sidelane_rows_t **rows,
                                        sidelane_handle_t **handle);
 
-// The layout of a dispatch, before its rows: how many come to each expert, and with which weights. No row moves. Collective.
-// sidelane_ep_dispatch_cached() brings rows along it, as often as there are tokens for this routing, and takes the memory for them.
-// The handle is the caller's to close.
+// The layout of a dispatch, before its rows: how many come to each expert, and with which weights.
+// No row moves. Collective. sidelane_ep_dispatch_cached() brings rows along it, as often as there
+// are tokens for this routing, and takes the memory for them. The handle is the caller's to close.
 //
 // The caller's word: as sidelane_ep_dispatch().
 sidelane_status_t sidelane_ep_prepare(sidelane_ep_t *ep,
@@ -1335,7 +1279,15 @@ sidelane_status_t sidelane_ep_dispatch_cached(sidelane_ep_t *ep,
 // The caller's word: `info` is NULL, or as large as its size says.
 sidelane_status_t sidelane_handle_info(sidelane_handle_t *handle, sidelane_handle_info_t *info);
 
-// Closes the handle. Rows and outputs of it that are open stay as they are. NULL is nothing.
+// How the last call along the handle ended at this rank: the status word as the host sees it now.
+// It is final once the stream has passed the call. On the host it is SIDELANE_CALL_OK: calls
+// return their errors there.
+//
+// The caller's word: `status` is NULL or valid.
+sidelane_status_t sidelane_handle_status(sidelane_handle_t *handle, uint32_t *status);
+
+// Closes the handle. Rows and outputs of it that are open stay as they are. On a device the
+// dispatch is no longer in flight when handle, rows and outputs are closed. NULL is nothing.
 sidelane_status_t sidelane_handle_close(sidelane_handle_t *handle);
 
 // Says where received rows lie.
@@ -1343,15 +1295,16 @@ sidelane_status_t sidelane_handle_close(sidelane_handle_t *handle);
 // The caller's word: `info` is NULL, or as large as its size says.
 sidelane_status_t sidelane_rows_info(sidelane_rows_t *rows, sidelane_rows_info_t *info);
 
-// Closes rows: they go back to the receive pool. NULL is nothing.
+// Closes rows: their memory goes back to the receive pool, and on a device to calls that are
+// enqueued later. NULL is nothing.
 sidelane_status_t sidelane_rows_close(sidelane_rows_t *rows);
 
-// A buffer of the received rows' shape that combine takes without a copy: experts write into it. Local. After a combine that
-// was refused, this is the buffer of that combine, as it was.
+// A buffer of the received rows' shape that combine takes without a copy: experts write into it.
+// Local. On the host, after a combine that was refused, this is the buffer of that combine, as it
+// was.
 //
 // The caller's word: `output` is NULL or valid.
-sidelane_status_t sidelane_handle_output(sidelane_handle_t *handle,
-                                         sidelane_output_t **output);
+sidelane_status_t sidelane_handle_output(sidelane_handle_t *handle, sidelane_output_t **output);
 
 // Says where experts are to write.
 //
@@ -1371,16 +1324,28 @@ sidelane_status_t sidelane_tokens_close(sidelane_tokens_t *tokens);
 
 // Brings expert outputs back to their tokens and sums them into `out`, [tokens, hidden]. Collective.
 //
-// Either `output`, the buffer of sidelane_handle_output(), which peers read in place and which is used up, or `rows`, a
-// tensor [rows, hidden] anywhere, which is copied once; the other is NULL. If an argument cannot be used, `output` stays
-// open. After any other error that leaves the world alive, sidelane_handle_output() gives its buffer again, as it was.
+// Either `output`, the buffer of sidelane_handle_output(), which peers read in place and which is
+// used up, or `rows`, a tensor [rows, hidden] anywhere in the place of the layer, which is copied
+// once; the other is NULL. If an argument cannot be used, `output` stays open. After any other
+// error that leaves the world usable, sidelane_handle_output() on the host gives its buffer again,
+// as it was.
 //
-// The caller's word: pointers are NULL or valid; tensors are as large as they say, and nobody else uses them meanwhile.
+// On a device the call is enqueued, and `out` is there for what is enqueued next. What is wrong
+// with this rank's own arguments is said here, and sidelane_handle_returned() says how the call
+// went on all ranks. A combine that was refused leaves zeros where `out` has room for them.
+//
+// The caller's word: pointers are NULL or valid; tensors are as large as they say, and nobody else
+// uses them meanwhile.
 sidelane_status_t sidelane_ep_combine(sidelane_ep_t *ep,
                                       sidelane_output_t *output,
                                       const sidelane_tensor_t *rows,
                                       sidelane_handle_t *handle,
                                       const sidelane_tensor_t *out);
+
+// Fixed slots on a device, instead of a combine: what was received has been read, and nothing
+// returns. NULL for `handle` is the last dispatch. Collective. Other layers refuse it by name:
+// their dispatches need no combine.
+sidelane_status_t sidelane_ep_release(sidelane_ep_t *ep, sidelane_handle_t *handle);
 
 // Gradient of dispatch: sums row gradients to their tokens, [tokens, hidden]. Collective.
 //
@@ -1409,28 +1374,43 @@ sidelane_status_t sidelane_ep_combine_backward(sidelane_ep_t *ep,
                                                sidelane_rows_t **rows,
                                                float *weight_gradients);
 
-// First half of sidelane_ep_dispatch(): announces memory and publishes counts, and does not wait. Until it is finished the
-// layer takes no other call, and what this rank does for other nodes is done in a thread of its own.
+// First half of sidelane_ep_dispatch(): announces memory and publishes counts, and does not wait.
+// Until it is finished the layer takes no other call. On the host, what this rank does for other
+// nodes is done in a thread of its own; on a device the dispatch is enqueued.
 //
-// Input that the library refuses is reported by the second half, on all ranks.
+// Input that the library refuses is reported by the second half, on all ranks. In fixed slots on a
+// device it is refused here, at this rank alone, and the call can be made again.
 //
-// The caller's word: as sidelane_ep_dispatch(), and `x` and the arrays of `routing` stay as they are until the dispatch is
-// finished or closed.
+// The caller's word: as sidelane_ep_dispatch(), and `x` and the arrays of `routing` stay as they
+// are until the dispatch is finished or closed.
 sidelane_status_t sidelane_ep_dispatch_start(sidelane_ep_t *ep,
                                              const sidelane_tensor_t *x,
                                              const sidelane_routing_t *routing,
                                              sidelane_pending_dispatch_t **pending);
 
-// Second half of a dispatch: waits for the counts of all, places, moves the rows, and waits for those that come here.
-// Collective. `pending` is used up.
+// Second half of a dispatch. The host waits for the counts of all ranks, moves the rows, and waits
+// for those that come here. A planner waits for the counts alone, and in fixed slots nobody waits:
+// rows are there for what is enqueued next. Collective. `pending` is used up.
 //
 // The caller's word: `rows` and `handle` are NULL or valid.
 sidelane_status_t sidelane_dispatch_finish(sidelane_pending_dispatch_t *pending,
                                            sidelane_rows_t **rows,
                                            sidelane_handle_t **handle);
 
-// First half of sidelane_ep_combine(): offers this rank's rows, and does not wait for the others'. Until it is finished
-// layer and handle take no other call, and what this rank does for other nodes is done in a thread of its own.
+// Second half with sizes that stay on the device: nothing waits. With a budget, the number of rows
+// stands in sidelane_rows_info_t.counts, and the handle's status word says whether they came. So
+// the call can be captured into a graph. `pending` is used up. Exact sizes and layers on the host
+// have no such sizes: the call is then finished as far as the other ranks see it, and refused here
+// by name.
+//
+// The caller's word: as sidelane_dispatch_finish().
+sidelane_status_t sidelane_dispatch_unfinished(sidelane_pending_dispatch_t *pending,
+                                               sidelane_rows_t **rows,
+                                               sidelane_handle_t **handle);
+
+// First half of sidelane_ep_combine(): offers this rank's rows, and does not wait for the others'.
+// Until it is finished layer and handle take no other call, and on the host what this rank does
+// for other nodes is done in a thread of its own.
 //
 // The caller's word: as sidelane_ep_combine().
 sidelane_status_t sidelane_ep_combine_start(sidelane_ep_t *ep,
@@ -1439,23 +1419,34 @@ sidelane_status_t sidelane_ep_combine_start(sidelane_ep_t *ep,
                                             sidelane_handle_t *handle,
                                             sidelane_pending_combine_t **pending);
 
-// Second half of a combine: waits until all ranks offer their rows, and sums into `out`, [tokens, hidden]. Collective.
-// `pending` is used up. If `out` cannot be used, the other ranks get their sums and this one gets none.
+// Second half of a combine, into `out`, [tokens, hidden]. The host waits until all ranks offer
+// their rows, and sums; on a device the sums are there for what is enqueued next. Collective.
+// `pending` is used up. If `out` cannot be used, the other ranks get their sums and this one gets
+// none.
 //
 // The caller's word: as sidelane_ep_combine().
-sidelane_status_t sidelane_combine_finish(sidelane_pending_combine_t *pending,
-                                          const sidelane_tensor_t *out);
+sidelane_status_t sidelane_combine_finish(sidelane_pending_combine_t *pending, const sidelane_tensor_t *out);
 
-// Closes a dispatch that will not be finished: the other ranks cannot go on, so the world ends. NULL is nothing.
+// Closes a dispatch that will not be finished: the other ranks cannot go on, so the world ends,
+// whether rows lie on the host or on a device. NULL is nothing.
 sidelane_status_t sidelane_pending_dispatch_close(sidelane_pending_dispatch_t *pending);
 
-// Closes a combine that will not be finished: the other ranks cannot go on, so the world ends. NULL is nothing.
+// Closes a combine that will not be finished: the other ranks cannot go on, so the world ends,
+// whether rows lie on the host or on a device. NULL is nothing.
 sidelane_status_t sidelane_pending_combine_close(sidelane_pending_combine_t *pending);
 
-// Says how the bytes of a dispatch went.
+// Says how the bytes of a dispatch went. On a device with a planner it waits until the rows have
+// landed.
 //
 // The caller's word: `report` is NULL, or as large as its size says.
 sidelane_status_t sidelane_handle_report(sidelane_handle_t *handle, sidelane_report_t *report);
+
+// Says how the last combine or gradient along the handle went. On a device with a planner it waits
+// until the rows are back, though not for their sums, and returns the refusal of the call, on
+// whatever rank: its sums are zeros then. Ask before another combine along the handle is enqueued.
+//
+// The caller's word: `report` is NULL (then nothing is written), or as large as its size says.
+sidelane_status_t sidelane_handle_returned(sidelane_handle_t *handle, sidelane_report_t *report);
 
 // Builds a collective on a group. Collective.
 //
@@ -1522,202 +1513,6 @@ sidelane_status_t sidelane_shares_report(sidelane_shares_t *shares, sidelane_rep
 
 // Closes shares. NULL is nothing.
 sidelane_status_t sidelane_shares_close(sidelane_shares_t *shares);
-
-// Names a stream of the caller's, on a device by its number: a `cudaStream_t` or `CUstream`, NULL for the legacy default stream. Loads the driver,
-// and uses the device's primary context, as the CUDA runtime does. Local.
-//
-// The caller's word: `cuda_stream` is NULL or a stream, which is not destroyed before the handle, every exchange that was built
-// with it and every dispatch of these are closed or finished; `stream` is NULL or valid.
-sidelane_status_t sidelane_stream_borrow(uint32_t device,
-                                         void *cuda_stream,
-                                         sidelane_stream_t **stream);
-
-// Closes the handle; the stream stays the caller's. Exchanges that were built with it keep it until they are closed. NULL is
-// nothing.
-sidelane_status_t sidelane_stream_close(sidelane_stream_t *stream);
-
-// Builds an exchange whose rows lie on a device and whose calls go on `stream`. Collective. `options` are those of a layer: expert-major, sums
-// by expert, eager or with a budget; anything else is refused. `expert_map` and `planned_options` may be NULL.
-//
-// The stream must be idle, or come to be so by itself: it is tried. Kernels must be loaded early: set
-// CUDA_MODULE_LOADING=EAGER before the program starts.
-//
-// The caller's word: pointers are NULL or valid; structs are as large as their sizes say.
-sidelane_status_t sidelane_planned_build(sidelane_group_t *group,
-                                         const sidelane_ep_options_t *options,
-                                         const sidelane_expert_map_t *expert_map,
-                                         const sidelane_planned_options_t *planned_options,
-                                         sidelane_stream_t *stream,
-                                         sidelane_planned_t **planned);
-
-// Says what an exchange is.
-//
-// The caller's word: `info` is NULL, or as large as its size says.
-sidelane_status_t sidelane_planned_info(sidelane_planned_t *planned, sidelane_planned_info_t *info);
-
-// Closes the exchange: waits until what was enqueued is served. Graphs that hold its calls must have drained, and are not to
-// be launched again. Its memory is free as soon as the stream is idle in a later build or close. NULL is nothing.
-sidelane_status_t sidelane_planned_close(sidelane_planned_t *planned);
-
-// Enqueues that every token goes to the ranks of its experts, and that the rows of this rank's experts come. Collective;
-// nobody waits. What is enqueued on the exchange's stream afterwards finds the rows.
-//
-// `x` is [tokens, hidden], and `routing` has its arrays, in memory of the device: they must stay there, and stay as they
-// are, until the stream has come past. With a budget the call may be captured into a graph.
-//
-// The caller's word: pointers are NULL or valid; tensors and arrays are as large as they say.
-sidelane_status_t sidelane_planned_dispatch_start(sidelane_planned_t *planned,
-                                                  const sidelane_tensor_t *x,
-                                                  const sidelane_routing_t *routing,
-                                                  sidelane_planned_dispatch_t **dispatch);
-
-// Waits until all ranks have said how many rows they have: not for the rows. `dispatch` is used up. Both results are the
-// caller's to close.
-//
-// The caller's word: `rows` and `handle` are NULL or valid.
-sidelane_status_t sidelane_planned_dispatch_finish(sidelane_planned_dispatch_t *dispatch,
-                                                   sidelane_planned_rows_t **rows,
-                                                   sidelane_planned_handle_t **handle);
-
-// With a budget: goes on without waiting. How many rows come stands on the device (sidelane_planned_rows_info_t.counts).
-// `dispatch` is used up.
-//
-// The caller's word: as sidelane_planned_dispatch_finish().
-sidelane_status_t sidelane_planned_dispatch_unfinished(sidelane_planned_dispatch_t *dispatch,
-                                                       sidelane_planned_rows_t **rows,
-                                                       sidelane_planned_handle_t **handle);
-
-// Closes a dispatch that nobody asks about. Its rows come all the same. NULL is nothing.
-sidelane_status_t sidelane_planned_dispatch_close(sidelane_planned_dispatch_t *dispatch);
-
-// Says where the rows of a dispatch lie.
-//
-// The caller's word: `info` is NULL, or as large as its size says.
-sidelane_status_t sidelane_planned_rows_info(sidelane_planned_rows_t *rows,
-                                             sidelane_planned_rows_info_t *info);
-
-// Closes rows: their memory goes to calls that are enqueued later. NULL is nothing.
-sidelane_status_t sidelane_planned_rows_close(sidelane_planned_rows_t *rows);
-
-// Says how the rows of a dispatch lie.
-//
-// The caller's word: `info` is NULL, or as large as its size says.
-sidelane_status_t sidelane_planned_handle_info(sidelane_planned_handle_t *handle,
-                                               sidelane_planned_handle_info_t *info);
-
-// How the last call of the dispatch or its combines ended, SIDELANE_PLANNED_...; sure once the stream has come past.
-//
-// The caller's word: `status` is NULL or valid.
-sidelane_status_t sidelane_planned_handle_status(sidelane_planned_handle_t *handle,
-                                                 uint32_t *status);
-
-// A buffer of the rows' shape where peers can read it: experts write into it. Local.
-//
-// The caller's word: `output` is NULL or valid.
-sidelane_status_t sidelane_planned_handle_output(sidelane_planned_handle_t *handle,
-                                                 sidelane_planned_output_t **output);
-
-// Closes the handle. Rows and outputs of it that are open stay as they are. NULL is nothing.
-sidelane_status_t sidelane_planned_handle_close(sidelane_planned_handle_t *handle);
-
-// Says where experts are to write, in memory of the device.
-//
-// The caller's word: `info` is NULL, or as large as its size says.
-sidelane_status_t sidelane_planned_output_info(sidelane_planned_output_t *output,
-                                               sidelane_output_info_t *info);
-
-// Closes an output that was not used up. NULL is nothing.
-sidelane_status_t sidelane_planned_output_close(sidelane_planned_output_t *output);
-
-// Enqueues that expert outputs come back to their tokens and are summed into `out`, [tokens, hidden] in memory of the device.
-// Collective; nobody waits. `output` is used up, whatever becomes of the call. `out` is there for what is enqueued on the exchange's
-// stream afterwards.
-//
-// `combine` may be NULL: there is no need to finish it, and what is wrong with this rank's own arguments is then said here. A combine
-// that was refused leaves zeros where `out` has room for them, and says why in the handle's status.
-//
-// The caller's word: pointers are NULL or valid; `out` is as large as it says, and stays there until the stream has come
-// past.
-sidelane_status_t sidelane_planned_combine(sidelane_planned_t *planned,
-                                           sidelane_planned_output_t *output,
-                                           sidelane_planned_handle_t *handle,
-                                           const sidelane_tensor_t *out,
-                                           sidelane_planned_combine_t **combine);
-
-// Waits until the rows are home, though not for their sums, and says how their bytes went. `combine` is used up. To be asked
-// before another combine of the same dispatch is enqueued.
-//
-// The caller's word: `report` is NULL (then nothing is said), or as large as its size says.
-sidelane_status_t sidelane_planned_combine_finish(sidelane_planned_combine_t *combine,
-                                                  sidelane_planned_report_t *report);
-
-// Closes a combine that nobody asks about. The sums are made all the same. NULL is nothing.
-sidelane_status_t sidelane_planned_combine_close(sidelane_planned_combine_t *combine);
-
-// Says how the bytes of a dispatch went. Waits until its rows have landed.
-//
-// The caller's word: `report` is NULL, or as large as its size says.
-sidelane_status_t sidelane_planned_handle_report(sidelane_planned_handle_t *handle,
-                                                 sidelane_planned_report_t *report);
-
-// Says what a dispatch and a combine in slots ask of a stream.
-//
-// The caller's word: `report` is NULL, or as large as its size says.
-sidelane_status_t sidelane_slots_report(sidelane_slots_t *slots, sidelane_slots_report_t *report);
-
-// Builds an exchange in slots on the device of `stream`. Collective. `expert_map` may be
-// NULL. Kernels must be loaded early: set CUDA_MODULE_LOADING=EAGER before the program starts.
-//
-// The caller's word: pointers are NULL or valid; `options` is as large as its size says.
-sidelane_status_t sidelane_slots_build(sidelane_group_t *group,
-                                       const sidelane_slots_options_t *options,
-                                       const sidelane_expert_map_t *expert_map,
-                                       sidelane_stream_t *stream,
-                                       sidelane_slots_t **slots);
-
-// Says where things lie.
-//
-// The caller's word: `info` is NULL, or as large as its size says.
-sidelane_status_t sidelane_slots_info(sidelane_slots_t *slots, sidelane_slots_info_t *info);
-
-// Closes the exchange, when the host has enqueued its last call. Graphs that hold its calls are not to be launched again. NULL
-// is nothing.
-sidelane_status_t sidelane_slots_close(sidelane_slots_t *slots);
-
-// First half of a dispatch in slots: packs, and sends. Collective; nobody waits. `x` is [tokens, hidden], and `routing` has
-// its arrays, in memory of the device. It may be captured into a graph. A call that is refused can be made again.
-//
-// The caller's word: pointers are NULL or valid; tensors and arrays are as large as they say, and stay there, as they are, until
-// the stream has come past.
-sidelane_status_t sidelane_slots_dispatch_start(sidelane_slots_t *slots,
-                                                sidelane_stream_t *stream,
-                                                const sidelane_tensor_t *x,
-                                                const sidelane_routing_t *routing);
-
-// Second half: the stream waits for the rows of all ranks. What is enqueued afterwards finds the slots.
-sidelane_status_t sidelane_slots_dispatch_finish(sidelane_slots_t *slots, sidelane_stream_t *stream);
-
-// First half of a combine in slots: sends the partial rows home. Collective; nobody waits.
-sidelane_status_t sidelane_slots_combine_start(sidelane_slots_t *slots, sidelane_stream_t *stream);
-
-// Second half: the stream waits for them, and sums those of each token, by rank, ascending, into `out`, [tokens, hidden] in
-// memory of the device.
-//
-// The caller's word: as sidelane_slots_dispatch_start().
-sidelane_status_t sidelane_slots_combine_finish(sidelane_slots_t *slots,
-                                                sidelane_stream_t *stream,
-                                                const sidelane_tensor_t *out);
-
-// Instead of a combine: what was received has been read, and nothing comes home. Collective.
-sidelane_status_t sidelane_slots_release(sidelane_slots_t *slots, sidelane_stream_t *stream);
-
-// Waits until everything in the stream is done, and says how it went. If a rank that lives is silent for longer than the world's
-// deadline, the world ends.
-sidelane_status_t sidelane_slots_synchronize(sidelane_slots_t *slots,
-                                             sidelane_stream_t *stream);
-
-// Whether all is well, without waiting: SIDELANE_OK, the world's cause of death, or what a kernel has found.
-sidelane_status_t sidelane_slots_status(sidelane_slots_t *slots);
 
 #ifdef __cplusplus
 }  // extern "C"

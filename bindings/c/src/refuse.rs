@@ -1,19 +1,25 @@
 //! Enters a collective call only to refuse it.
 //!
-//! When the border cannot use an argument, the other ranks are in the call already, or will be. So this rank enters, too, with
-//! something that the library refuses for certain: all ranks get an error, nothing moves, and the next call works. What the
-//! caller is told is what the border found.
+//! When the border cannot use an argument, the other ranks are in the call already, or will be. So
+//! this rank enters it, too, and the library refuses it: all ranks get an error, nothing moves, and
+//! the next call works. The caller is told what the border found.
 
 use std::fs::File;
 
-use half::bf16;
-use sidelane::device::Range;
-use sidelane::ep::planned::{PlannedExchange, Tokens};
-use sidelane::ep::{Collective, Contribution, Handle, Shares};
-use sidelane::error::PlanError;
-use sidelane::gate::Routing;
-use sidelane::plan::ExpertMap;
-use sidelane::{Dtype, Element, ExpertParallel, Group};
+use sidelane::ep::{Collective, Handle, Shares, Tensor, TensorMut};
+use sidelane::error::{CallKind, Error, PlanError};
+use sidelane::{Dtype, ExpertParallel, Group};
+
+use crate::fault::Fault;
+
+/// A call of a layer, along a handle if there is one. Returns what the caller is told: `fault`, or
+/// what ended the world meanwhile.
+pub fn call(ep: &mut ExpertParallel, kind: CallKind, handle: Option<&Handle>, fault: Fault) -> Fault {
+    match ep.refuse(kind, handle, PlanError::RefusedHere.into()) {
+        Error::Plan(PlanError::RefusedHere) => fault,
+        other => other.into(),
+    }
+}
 
 /// A build: with settings that no rank can use.
 pub fn build(group: &Group) {
@@ -35,57 +41,18 @@ pub fn register(group: &Group) {
     let _ = File::open("/dev/null").map(|nothing| group.register(nothing.into()));
 }
 
-/// A dispatch: with one choice too many.
-pub fn dispatch(ep: &mut ExpertParallel) {
-    let _ = too_many(ep).map(|routing| ep.dispatch::<f32>(&[], &routing).map(drop));
-}
-
-/// A prepare: likewise.
-pub fn prepare(ep: &mut ExpertParallel) {
-    let _ = too_many(ep).map(|routing| ep.prepare(&routing).map(drop));
-}
-
-fn too_many(ep: &ExpertParallel) -> Result<Routing<'static>, PlanError> {
-    Routing::new(ep.top_k().saturating_add(1), Vec::new(), Vec::new())
-}
-
-/// A call along a handle, as `call` makes it with elements that are not the rows'. Without a handle no such call can be
-/// entered: then the others hear that this rank is in another one.
-pub fn along(ep: &mut ExpertParallel, dtype: Dtype, handle: Option<&Handle>, call: Call) {
-    match (handle, dtype) {
-        (None, _) => dispatch(ep),
-        (Some(handle), Dtype::F32) => enter::<bf16>(ep, handle, call),
-        (Some(handle), _) => enter::<f32>(ep, handle, call),
-    }
-}
-
-/// Another expert map: of one rank more than there are.
-pub fn expert_map(ep: &mut ExpertParallel) {
-    let (experts, ranks) = (ep.expert_map().experts(), ep.size() + 1);
-    let _ = ExpertMap::contiguous(experts, ranks).map(|map| ep.set_expert_map(map));
-}
-
-/// A dispatch beside a stream: of a tensor that no device may touch. Its seat is free again at once.
-pub fn planned_dispatch(exchange: &mut PlannedExchange, nowhere: &Range) {
-    drop(exchange.dispatch(Tokens { x: nowhere, experts: nowhere, weights: nowhere }));
-}
-
-/// A call of a collective, with elements that are not the rows'; without shares as [`along`].
+/// A call of a collective, with elements that are not the rows'. Without shares no call along them
+/// can be entered: then the others hear that this rank is in another one.
 pub fn gathering(collective: &mut Collective, dtype: Dtype, shares: Option<&Shares>, call: Gathering) {
-    match dtype {
-        Dtype::F32 => gather::<bf16>(collective, shares, call),
-        _ => gather::<f32>(collective, shares, call),
-    }
-}
-
-fn gather<E: Element>(collective: &mut Collective, shares: Option<&Shares>, call: Gathering) {
-    let wrong = Contribution::Elsewhere { bytes: &[], dtype: E::DTYPE };
+    let dtype = if dtype == Dtype::F32 { Dtype::Bf16 } else { Dtype::F32 };
+    let wrong = Tensor::Host { bytes: &[], dtype };
     match (shares, call) {
-        (Some(shares), Gathering::Along) => drop(collective.all_gather_along::<E>(&[], shares)),
+        (Some(shares), Gathering::Along) => drop(collective.all_gather_along(wrong, shares)),
         (Some(shares), Gathering::Sum) => {
-            drop(collective.reduce_scatter_into::<E>(wrong, shares, &mut []));
+            let none = TensorMut::Host { bytes: &mut [], dtype };
+            drop(collective.reduce_scatter_into(wrong, shares, none));
         }
-        _ => drop(collective.all_gather::<E>(&[])),
+        _ => drop(collective.all_gather(wrong)),
     }
 }
 
@@ -95,25 +62,4 @@ pub enum Gathering {
     All,
     Along,
     Sum,
-}
-
-/// Which call.
-#[derive(Clone, Copy, Debug)]
-pub enum Call {
-    Combine,
-    DispatchBackward,
-    CachedDispatch,
-    CombineBackward,
-}
-
-fn enter<E: Element>(ep: &mut ExpertParallel, handle: &Handle, call: Call) {
-    let wrong = Contribution::Elsewhere { bytes: &[], dtype: E::DTYPE };
-    match call {
-        Call::Combine => drop(ep.combine_into::<E>(wrong, handle, &mut [])),
-        Call::DispatchBackward => {
-            drop(ep.dispatch_backward_into::<E>(wrong, None, handle, &mut [], &mut []));
-        }
-        Call::CachedDispatch => drop(ep.dispatch_cached::<E>(&[], handle)),
-        Call::CombineBackward => drop(ep.combine_backward::<E>(&[], handle)),
-    }
 }

@@ -55,26 +55,31 @@ pub const SIDELANE_STRATEGY_EXCHANGE: u32 = 0;
 /// Every row goes to every rank, which copies those of its experts: for small groups.
 pub const SIDELANE_STRATEGY_GATHER: u32 = 1;
 
-/// All is well.
-pub const SIDELANE_PLANNED_WELL: u32 = 0;
+/// Memory of the host.
+pub const SIDELANE_PLACE_HOST: u32 = 0;
+/// Memory that the layer's device reaches: its own, or pinned memory of the host.
+pub const SIDELANE_PLACE_DEVICE: u32 = 1;
+
+/// The call did what it was asked for.
+pub const SIDELANE_CALL_OK: u32 = 0;
 /// This rank's input was refused: nothing moved, and sums are zeros.
-pub const SIDELANE_PLANNED_REFUSED: u32 = 1;
-/// Another rank's input was refused, likewise.
-pub const SIDELANE_PLANNED_PEER_REFUSED: u32 = 2;
-/// A rank has no room, or more rows than its budget, likewise.
-pub const SIDELANE_PLANNED_NO_ROOM: u32 = 3;
-/// Ranks make different calls, likewise.
-pub const SIDELANE_PLANNED_DIFFER: u32 = 4;
-/// The world is dead.
-pub const SIDELANE_PLANNED_DEAD: u32 = 65536;
+pub const SIDELANE_CALL_REFUSED: u32 = 1;
+/// Another rank's input was refused: nothing moved, and sums are zeros.
+pub const SIDELANE_CALL_PEER_REFUSED: u32 = 2;
+/// A rank has no room, or more rows than its budget: nothing moved, and sums are zeros.
+pub const SIDELANE_CALL_NO_ROOM: u32 = 3;
+/// Ranks make different calls: nothing moved, and sums are zeros.
+pub const SIDELANE_CALL_MISMATCH: u32 = 4;
+/// The world has failed.
+pub const SIDELANE_CALL_WORLD_FAILED: u32 = 65536;
 
 const _: () = {
-    use sidelane::ep::planned::Status;
-    assert!(Status::WELL.0 == SIDELANE_PLANNED_WELL && Status::REFUSED.0 == SIDELANE_PLANNED_REFUSED);
-    assert!(
-        Status::PEER_REFUSED.0 == SIDELANE_PLANNED_PEER_REFUSED && Status::DEAD.0 == SIDELANE_PLANNED_DEAD
-    );
-    assert!(Status::NO_ROOM.0 == SIDELANE_PLANNED_NO_ROOM && Status::DIFFER.0 == SIDELANE_PLANNED_DIFFER);
+    use sidelane::ep::Status;
+    assert!(Status::OK.0 == SIDELANE_CALL_OK && Status::REFUSED.0 == SIDELANE_CALL_REFUSED);
+    assert!(Status::PEER_REFUSED.0 == SIDELANE_CALL_PEER_REFUSED);
+    assert!(Status::NO_ROOM.0 == SIDELANE_CALL_NO_ROOM);
+    assert!(Status::MISMATCH.0 == SIDELANE_CALL_MISMATCH);
+    assert!(Status::WORLD_FAILED.0 == SIDELANE_CALL_WORLD_FAILED);
 };
 
 /// A choice among few, by its number.

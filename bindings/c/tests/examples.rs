@@ -26,11 +26,11 @@ fn a_ring_adds_up_with_one_sided_puts_from_the_static_library() {
 }
 
 #[test]
-fn a_layer_goes_through_memory_of_devices_planned_and_in_slots() {
+fn a_layer_goes_through_memory_of_devices_in_exact_sizes_and_slots() {
     let program = compiled(&example("gpu_layer"), "gpu_layer", Linked::WithDriver);
     let mut job = launch(1, 2);
     let out = succeeded(&with_devices(&mut job).arg(program).output().expect("it starts"), "gpu_layer");
-    assert_eq!(out.matches("planned and in slots, all sums right").count(), 2, "{out}");
+    assert_eq!(out.matches("exact sizes and fixed slots, all sums right").count(), 2, "{out}");
 }
 
 #[test]

@@ -1,5 +1,5 @@
-// A layer in a CUDA graph, once planned with a budget and once in slots: captured by CUDA's own calls, and launched with other
-// tokens each time.
+// A layer in a CUDA graph, once with a budget and once in fixed slots: captured by CUDA's own
+// calls, and launched with other tokens each time.
 
 #include <string.h>
 
@@ -17,7 +17,8 @@ static sidelane_tensor_t tx, out;
 static sidelane_routing_t routing;
 
 static sidelane_tensor_t tensor(CUdeviceptr at) {
-    return (sidelane_tensor_t){.data = (void *)at, .rows = TOKENS, .columns = HIDDEN, .dtype = SIDELANE_DTYPE_F32};
+    return (sidelane_tensor_t){.data = (void *)at, .rows = TOKENS, .columns = HIDDEN, .dtype = SIDELANE_DTYPE_F32,
+                               .place = SIDELANE_PLACE_DEVICE};
 }
 
 // Launches the graph with other tokens and other choices: each comes home as often as `times` says of its choices.
@@ -54,60 +55,43 @@ static CUgraphExec captured(void) {
     return made;
 }
 
-static void planned(void) {
-    sidelane_planned_t *planned;
-    sidelane_ep_options_t options = {.size = sizeof options, .experts = EXPERTS, .top_k = TOP_K, .hidden = HIDDEN,
-                                     .dtype = SIDELANE_DTYPE_F32, .max_tokens = TOKENS, .mode = SIDELANE_MODE_BUDGET,
-                                     .mode_rows = BUDGET};
-    CHECK(sidelane_planned_build(group, &options, NULL, NULL, stream, &planned));
-    sidelane_planned_dispatch_t *dispatch;
-    sidelane_planned_rows_t *rows;
-    sidelane_planned_handle_t *handle;
-    sidelane_planned_output_t *output;
+// A layer in this mode, its dispatch and its combine in a graph.
+static void in_a_graph(sidelane_ep_options_t options, float (*times)(const int32_t *)) {
+    sidelane_ep_t *ep;
+    options.size = sizeof options, options.stream = stream;
+    options.experts = EXPERTS, options.top_k = TOP_K, options.hidden = HIDDEN;
+    options.dtype = SIDELANE_DTYPE_F32, options.max_tokens = TOKENS;
+    CHECK(sidelane_ep_build(group, &options, NULL, &ep));
+    sidelane_pending_dispatch_t *dispatching;
+    sidelane_rows_t *rows;
+    sidelane_handle_t *handle;
+    sidelane_output_t *output;
     CUDA(cuStreamBeginCapture(cuda, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
-    CHECK(sidelane_planned_dispatch_start(planned, &tx, &routing, &dispatch));
-    CHECK(sidelane_planned_dispatch_unfinished(dispatch, &rows, &handle));
-    sidelane_planned_rows_info_t in = {.size = sizeof in};
+    CHECK(sidelane_ep_dispatch_start(ep, &tx, &routing, &dispatching));
+    CHECK(sidelane_dispatch_unfinished(dispatching, &rows, &handle));
+    sidelane_rows_info_t in = {.size = sizeof in};
     sidelane_output_info_t to = {.size = sizeof to};
-    CHECK(sidelane_planned_rows_info(rows, &in));
-    CHECK(sidelane_planned_handle_output(handle, &output));
-    CHECK(sidelane_planned_output_info(output, &to));
-    REQUIRE(in.rows == BUDGET && to.rows == BUDGET);
-    CUDA(cuMemcpyDtoDAsync((CUdeviceptr)to.data, (CUdeviceptr)in.data, in.rows * in.row_bytes, cuda));
-    CHECK(sidelane_planned_combine(planned, output, handle, &out, NULL));
-    CUgraphExec graph = captured();
-    replayed(graph, chosen);
-    uint32_t status;
-    CHECK(sidelane_planned_handle_status(handle, &status));
-    REQUIRE(status == SIDELANE_PLANNED_WELL);
-    CUDA(cuGraphExecDestroy(graph));
-    CHECK(sidelane_planned_rows_close(rows));
-    CHECK(sidelane_planned_handle_close(handle));
-    CHECK(sidelane_planned_close(planned));
-}
-
-static void slots(void) {
-    sidelane_slots_t *slots;
-    sidelane_slots_options_t options = {.size = sizeof options, .experts = EXPERTS, .top_k = TOP_K, .hidden = HIDDEN,
-                                        .dtype = SIDELANE_DTYPE_F32, .max_tokens = TOKENS};
-    CHECK(sidelane_slots_build(group, &options, NULL, stream, &slots));
-    sidelane_slots_info_t info = {.size = sizeof info};
-    CHECK(sidelane_slots_info(slots, &info));
-    CUDA(cuStreamBeginCapture(cuda, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
-    CHECK(sidelane_slots_dispatch_start(slots, stream, &tx, &routing));
-    CHECK(sidelane_slots_dispatch_finish(slots, stream));
-    for (uint64_t r = 0; r < info.ranks; r++) {
-        CUdeviceptr from = (CUdeviceptr)info.received + r * info.slot_bytes + info.rows_at;
-        CUDA(cuMemcpyDtoDAsync((CUdeviceptr)info.partials + r * info.partial_bytes, from, info.partial_bytes, cuda));
+    CHECK(sidelane_rows_info(rows, &in));
+    CHECK(sidelane_handle_output(handle, &output));
+    CHECK(sidelane_output_info(output, &to));
+    // Slots lie behind their headers; a budget has no slots.
+    uint64_t parts = in.slot_bytes ? 2 : 1, bytes = in.rows * in.row_bytes / parts;
+    REQUIRE(in.rows == (in.slot_bytes ? 2 * TOKENS : BUDGET) && to.rows == in.rows);
+    for (uint64_t part = 0; part < parts; part++) {
+        CUdeviceptr from = (CUdeviceptr)in.data + part * in.slot_bytes + in.slot_rows_at;
+        CUDA(cuMemcpyDtoDAsync((CUdeviceptr)to.data + part * bytes, from, bytes, cuda));
     }
-    CHECK(sidelane_slots_combine_start(slots, stream));
-    CHECK(sidelane_slots_combine_finish(slots, stream, &out));
+    CHECK(sidelane_ep_combine(ep, output, NULL, handle, &out));
     CUgraphExec graph = captured();
-    replayed(graph, ranks_of);
-    CHECK(sidelane_slots_synchronize(slots, stream));
-    CHECK(sidelane_slots_status(slots));
+    replayed(graph, times);
+    uint32_t status;
+    CHECK(sidelane_handle_status(handle, &status));
+    REQUIRE(status == SIDELANE_CALL_OK);
+    CHECK(sidelane_ep_synchronize(ep));
     CUDA(cuGraphExecDestroy(graph));
-    CHECK(sidelane_slots_close(slots));
+    CHECK(sidelane_rows_close(rows));
+    CHECK(sidelane_handle_close(handle));
+    CHECK(sidelane_ep_close(ep));
 }
 
 int main(void) {
@@ -128,9 +112,13 @@ int main(void) {
     for (int i = 0; i < TOKENS * TOP_K; i++) weights[i] = 1;
     tx = tensor(on_device(x, BYTES)), out = tensor(on_device(y, BYTES));
     routing = (sidelane_routing_t){.experts = (int32_t *)on_device(ids, sizeof ids),
-                                   .weights = (float *)on_device(weights, sizeof weights), .tokens = TOKENS, .top_k = TOP_K};
-    planned();
-    slots();
+                                   .weights = (float *)on_device(weights, sizeof weights), .tokens = TOKENS, .top_k = TOP_K,
+                                   .place = SIDELANE_PLACE_DEVICE};
+    sidelane_ep_options_t budget = {.mode = SIDELANE_MODE_BUDGET, .mode_rows = BUDGET};
+    sidelane_ep_options_t slots = {.mode = SIDELANE_MODE_SLOTS, .mode_rows = TOKENS, .order = SIDELANE_ORDER_RANK,
+                                   .layout = SIDELANE_LAYOUT_RANK_MAJOR};
+    in_a_graph(budget, chosen);
+    in_a_graph(slots, ranks_of);
     printf("rank %u: graphs replayed\n", rank);
     CHECK(sidelane_stream_close(stream));
     CHECK(sidelane_group_close(group));

@@ -1,4 +1,5 @@
-// What a C program with devices can do wrong, on two ranks: each time a status and a sentence, and the next call works.
+// What a C program with devices can do wrong, on two ranks: each time a status and a sentence, and
+// the next call works.
 
 #include <string.h>
 
@@ -12,8 +13,7 @@ uint32_t rank;
 static sidelane_world_t *world;
 static sidelane_group_t *group;
 static sidelane_stream_t *stream;
-static sidelane_planned_t *planned;
-static sidelane_slots_t *slots;
+static sidelane_ep_t *ep, *slots;
 static CUstream cuda;
 
 static float x[TOKENS * HIDDEN], y[TOKENS * HIDDEN];
@@ -24,40 +24,51 @@ static sidelane_routing_t routing;
 
 static sidelane_ep_options_t good(void) {
     return (sidelane_ep_options_t){.size = sizeof(sidelane_ep_options_t), .experts = EXPERTS, .top_k = TOP_K,
-        .hidden = HIDDEN, .dtype = SIDELANE_DTYPE_F32, .max_tokens = 16};
+        .hidden = HIDDEN, .dtype = SIDELANE_DTYPE_F32, .max_tokens = 16, .max_in_flight = 1, .stream = stream,
+        .device_heap = 1 << 20};
 }
 
-static const sidelane_planned_options_t small = {.size = sizeof small, .pool = 1 << 20};
-
 static sidelane_tensor_t tensor(void *at) {
-    return (sidelane_tensor_t){.data = at, .rows = TOKENS, .columns = HIDDEN, .dtype = SIDELANE_DTYPE_F32};
+    return (sidelane_tensor_t){.data = at, .rows = TOKENS, .columns = HIDDEN, .dtype = SIDELANE_DTYPE_F32,
+        .place = SIDELANE_PLACE_DEVICE};
+}
+
+// Experts that change nothing, in exact sizes or in slots.
+static void experts(sidelane_rows_t *rows, sidelane_handle_t *handle, sidelane_output_t **output) {
+    sidelane_rows_info_t in = {.size = sizeof in};
+    sidelane_output_info_t to = {.size = sizeof to};
+    CHECK(sidelane_handle_output(handle, output));
+    CHECK(sidelane_rows_info(rows, &in));
+    CHECK(sidelane_output_info(*output, &to));
+    uint64_t parts = in.slot_bytes ? 2 : 1, bytes = in.rows * in.row_bytes / parts;
+    for (uint64_t part = 0; part < parts; part++) {
+        CUdeviceptr from = (CUdeviceptr)in.data + part * in.slot_bytes + in.slot_rows_at;
+        CUDA(cuMemcpyDtoDAsync((CUdeviceptr)to.data + part * bytes, from, bytes, cuda));
+    }
+    CHECK(sidelane_rows_close(rows));
 }
 
 // A dispatch that works, up to its output.
-static void dispatched(sidelane_planned_handle_t **handle, sidelane_planned_output_t **output) {
-    sidelane_planned_dispatch_t *dispatch;
-    sidelane_planned_rows_t *rows;
-    CHECK(sidelane_planned_dispatch_start(planned, &tx, &routing, &dispatch));
-    CHECK(sidelane_planned_dispatch_finish(dispatch, &rows, handle));
-    CHECK(sidelane_planned_handle_output(*handle, output));
-    sidelane_planned_rows_info_t in = {.size = sizeof in};
-    sidelane_output_info_t to = {.size = sizeof to};
-    CHECK(sidelane_planned_rows_info(rows, &in));
-    CHECK(sidelane_planned_output_info(*output, &to));
-    CUDA(cuMemcpyDtoDAsync((CUdeviceptr)to.data, (CUdeviceptr)in.data, in.rows * in.row_bytes, cuda));
-    CHECK(sidelane_planned_rows_close(rows));
+static void dispatched(sidelane_handle_t **handle, sidelane_output_t **output) {
+    sidelane_rows_t *rows;
+    CHECK(sidelane_ep_dispatch(ep, &tx, &routing, &rows, handle));
+    experts(rows, *handle, output);
+}
+
+static void sums_are_right(void) {
+    CUDA(cuMemcpyDtoH(y, (CUdeviceptr)out.data, sizeof y));
+    for (int i = 0; i < TOKENS * HIDDEN; i++) REQUIRE(y[i] == 2 * x[i]);
 }
 
 // What it is all for: whatever was refused before, a dispatch and a combine work.
 static void a_round_works(void) {
-    sidelane_planned_handle_t *handle;
-    sidelane_planned_output_t *output;
+    sidelane_handle_t *handle;
+    sidelane_output_t *output;
     dispatched(&handle, &output);
-    CHECK(sidelane_planned_combine(planned, output, handle, &out, NULL));
-    CUDA(cuStreamSynchronize(cuda));
-    CUDA(cuMemcpyDtoH(y, (CUdeviceptr)out.data, sizeof y));
-    for (int i = 0; i < TOKENS * HIDDEN; i++) REQUIRE(y[i] == 2 * x[i]);
-    CHECK(sidelane_planned_handle_close(handle));
+    CHECK(sidelane_ep_combine(ep, output, NULL, handle, &out));
+    CHECK(sidelane_ep_synchronize(ep));
+    sums_are_right();
+    CHECK(sidelane_handle_close(handle));
 }
 
 static void streams(void) {
@@ -69,119 +80,232 @@ static void streams(void) {
     REFUSED(sidelane_stream_close((sidelane_stream_t *)world), SIDELANE_ERROR_HANDLE, "a sidelane_stream_t was expected");
 }
 
-// One rank has no stream to build with: both are told.
+// One rank has no stream to build with, or settings that it cannot use: both are told.
 static void builds(void) {
     sidelane_ep_options_t options = good();
-    REFUSED_ON_BOTH(sidelane_planned_build(group, &options, NULL, &small, rank == 1 ? NULL : stream, &planned),
-                    SIDELANE_ERROR_HANDLE, "sidelane_stream_t is NULL", SIDELANE_ERROR_CALL, "whether their settings can be used");
-    options.layout = SIDELANE_LAYOUT_RANK_MAJOR;
-    REFUSED(sidelane_planned_build(group, &options, NULL, &small, stream, &planned), SIDELANE_ERROR_PLAN, "expert-major");
+    if (rank == 1) options.stream = (sidelane_stream_t *)world;
+    REFUSED_ON_BOTH(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_HANDLE,
+                    "a sidelane_stream_t was expected", SIDELANE_ERROR_CALL, "whether their settings can be used");
     options = good();
-    CHECK(sidelane_planned_build(group, &options, NULL, &small, stream, &planned));
-    sidelane_slots_options_t few = {.size = sizeof few, .experts = EXPERTS, .top_k = TOP_K, .hidden = HIDDEN,
-                                    .dtype = SIDELANE_DTYPE_F32, .max_tokens = TOKENS};
-    few.reserved = rank == 1;
-    REFUSED_ON_BOTH(sidelane_slots_build(group, &few, NULL, stream, &slots), SIDELANE_ERROR_ARGUMENT, "reserved",
+    if (rank == 1) options.stream = NULL, options.max_in_flight = 0, options.device_heap = 0;
+    REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_CALL, "whether rows lie on a device");
+    options = good();
+    options.layout = SIDELANE_LAYOUT_RANK_MAJOR;
+    REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_PLAN, "(planner): rank-major rows");
+    options = good();
+    options.stream = NULL;
+    REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_PLAN, "max_in_flight");
+    options = good();
+    CHECK(sidelane_ep_build(group, &options, NULL, &ep));
+    sidelane_ep_options_t few = good();
+    few.max_in_flight = 0, few.device_heap = 0;
+    few.mode = SIDELANE_MODE_SLOTS, few.layout = SIDELANE_LAYOUT_RANK_MAJOR, few.order = SIDELANE_ORDER_RANK;
+    few.max_tokens = TOKENS, few.mode_rows = rank == 1 ? TOKENS - 1 : TOKENS;
+    REFUSED_ON_BOTH(sidelane_ep_build(group, &few, NULL, &slots), SIDELANE_ERROR_PLAN, "fewer slots than tokens",
                     SIDELANE_ERROR_CALL, "whether their settings can be used");
-    few.reserved = 0;
-    CHECK(sidelane_slots_build(group, &few, NULL, stream, &slots));
+    few.mode_rows = TOKENS;
+    CHECK(sidelane_ep_build(group, &few, NULL, &slots));
 }
 
 // Tensors of one rank that the device cannot use: that rank is told at once, the other when it asks.
 static void dispatches(void) {
-    sidelane_tensor_t wide = tx, odd = tx, halves = tx;
+    sidelane_pending_dispatch_t *dispatching;
+    sidelane_rows_t *rows;
+    sidelane_handle_t *handle;
+    sidelane_tensor_t wide = tx, odd = tx, halves = tx, nowhere = tx;
     wide.columns = HIDDEN + 1;
     odd.data = (char *)odd.data + 4;
     halves.dtype = SIDELANE_DTYPE_BF16;
-    sidelane_routing_t on_host = routing, choosy = routing;
+    nowhere.place = SIDELANE_PLACE_HOST;
+    sidelane_routing_t on_host = routing, choosy = routing, unplaced = routing;
     on_host.experts = ids;
     choosy.top_k = 1;
+    unplaced.place = SIDELANE_PLACE_HOST;
     struct { const sidelane_tensor_t *x; const sidelane_routing_t *routing; sidelane_status_t status; const char *words; } wrong[] = {
         {NULL, &routing, SIDELANE_ERROR_ARGUMENT, "x is NULL"},
         {&host, &routing, SIDELANE_ERROR_DEVICE, "not memory of device"},
         {&other, &routing, SIDELANE_ERROR_DEVICE, "x at "},
         {&wide, &routing, SIDELANE_ERROR_ARGUMENT, "expected [3, 8]"},
-        {&halves, &routing, SIDELANE_ERROR_PLAN, "x"},
+        {&nowhere, &routing, SIDELANE_ERROR_PLAN, "x: of the host, expected of a device"},
         {&tx, &on_host, SIDELANE_ERROR_DEVICE, "routing.experts at "},
-        {&tx, &choosy, SIDELANE_ERROR_ARGUMENT, "routing is [3, 1]"},
+        {&tx, &choosy, SIDELANE_ERROR_ARGUMENT, "routing is [3, 1], expected [3, 2]"},
+        {&tx, &unplaced, SIDELANE_ERROR_PLAN, "routing: of the host"},
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
-        sidelane_planned_dispatch_t *dispatch;
+        REFUSED_ON_BOTH(sidelane_ep_dispatch(ep, rank == 1 ? wrong[i].x : &tx, rank == 1 ? wrong[i].routing : &routing,
+                                             &rows, &handle), wrong[i].status, wrong[i].words, SIDELANE_ERROR_CALL, "rank 1");
         if (rank == 1) {
-            REFUSED(sidelane_planned_dispatch_start(planned, wrong[i].x, wrong[i].routing, &dispatch), wrong[i].status,
+            REFUSED(sidelane_ep_dispatch_start(ep, wrong[i].x, wrong[i].routing, &dispatching), wrong[i].status,
                     wrong[i].words);
         } else {
-            sidelane_planned_rows_t *rows;
-            sidelane_planned_handle_t *handle;
-            CHECK(sidelane_planned_dispatch_start(planned, &tx, &routing, &dispatch));
-            REFUSED(sidelane_planned_dispatch_finish(dispatch, &rows, &handle), SIDELANE_ERROR_CALL, "rank 1");
+            CHECK(sidelane_ep_dispatch_start(ep, &tx, &routing, &dispatching));
+            REFUSED(sidelane_dispatch_finish(dispatching, &rows, &handle), SIDELANE_ERROR_CALL, "rank 1");
         }
     }
-    // What the kernels' alignment asks for is the library's to say, when it is asked.
-    sidelane_planned_dispatch_t *dispatch;
-    sidelane_planned_rows_t *rows;
-    sidelane_planned_handle_t *handle;
-    CHECK(sidelane_planned_dispatch_start(planned, rank == 1 ? &odd : &tx, &routing, &dispatch));
-    REFUSED_ON_BOTH(sidelane_planned_dispatch_finish(dispatch, &rows, &handle), SIDELANE_ERROR_DEVICE, "multiple of 16",
-                    SIDELANE_ERROR_CALL, "rank 1");
-    REFUSED(sidelane_planned_dispatch_finish(dispatch, &rows, &handle), SIDELANE_ERROR_HANDLE, "used up");
+    // Element type and the kernels' alignment are the library's to check, and said when the caller
+    // asks.
+    for (int misaligned = 0; misaligned < 2; misaligned++) {
+        CHECK(sidelane_ep_dispatch_start(ep, rank == 0 ? &tx : misaligned ? &odd : &halves, &routing, &dispatching));
+        REFUSED_ON_BOTH(sidelane_dispatch_finish(dispatching, &rows, &handle),
+                        misaligned ? SIDELANE_ERROR_DEVICE : SIDELANE_ERROR_PLAN,
+                        misaligned ? "multiple of 16" : "bf16", SIDELANE_ERROR_CALL, "rank 1");
+        REFUSED(sidelane_dispatch_finish(dispatching, &rows, &handle), SIDELANE_ERROR_HANDLE, "used up");
+    }
+    a_round_works();
+    // Exact sizes are not known without waiting.
+    CHECK(sidelane_ep_dispatch_start(ep, &tx, &routing, &dispatching));
+    REFUSED(sidelane_dispatch_unfinished(dispatching, &rows, &handle), SIDELANE_ERROR_PLAN, "a budget");
+    a_round_works();
+    // One call is pending at a time, and no more dispatches are in flight than was said.
+    sidelane_pending_dispatch_t *second;
+    CHECK(sidelane_ep_dispatch_start(ep, &tx, &routing, &dispatching));
+    REFUSED(sidelane_ep_dispatch_start(ep, &tx, &routing, &second), SIDELANE_ERROR_BUSY, "finish that first");
+    CHECK(sidelane_dispatch_finish(dispatching, &rows, &handle));
+    REFUSED(sidelane_ep_dispatch_start(ep, &tx, &routing, &second), SIDELANE_ERROR_CALL, "1 dispatches are in flight");
+    CHECK(sidelane_rows_close(rows));
+    CHECK(sidelane_handle_close(handle));
+    a_round_works();
+}
+
+// What a planner does not have is refused by name at every rank, whatever else is wrong.
+static void calls_that_are_not_there(void) {
+    sidelane_handle_t *handle, *prepared;
+    sidelane_output_t *output;
+    sidelane_rows_t *rows;
+    REFUSED_ON_BOTH(sidelane_ep_prepare(ep, rank == 1 ? NULL : &routing, &prepared), SIDELANE_ERROR_ARGUMENT,
+                    "routing is NULL", SIDELANE_ERROR_PLAN, "(planner): cached dispatch");
+    REFUSED(sidelane_ep_set_stream(ep, stream), SIDELANE_ERROR_PLAN, "calls on several streams");
+    dispatched(&handle, &output);
+    REFUSED(sidelane_ep_release(ep, handle), SIDELANE_ERROR_PLAN, "release without combine");
+    REFUSED_ON_BOTH(sidelane_ep_combine_backward(ep, rank == 1 ? NULL : &tx, handle, &rows, NULL), SIDELANE_ERROR_ARGUMENT,
+                    "gradients is NULL", SIDELANE_ERROR_PLAN, "(planner): gradients");
+    CHECK(sidelane_ep_combine(ep, output, NULL, handle, &out));
+    CHECK(sidelane_handle_returned(handle, NULL));
+    CHECK(sidelane_handle_close(handle));
     a_round_works();
 }
 
 static void combines(void) {
-    for (int wrong = 0; wrong < 2; wrong++) {
-        sidelane_planned_handle_t *handle;
-        sidelane_planned_output_t *output;
-        sidelane_planned_combine_t *combine;
+    enum { NO_PLACE, NO_OUTPUT, OVERLAP, MISTAKES };
+    for (int wrong = 0; wrong < MISTAKES; wrong++) {
+        sidelane_handle_t *handle;
+        sidelane_output_t *output;
         dispatched(&handle, &output);
         // To refuse takes no memory: there is none.
-        static sidelane_planned_output_t *all[1 << 13];
-        size_t taken = 0, most = rank == 1 && wrong ? sizeof all / sizeof *all : 0;
-        while (taken < most && sidelane_planned_handle_output(handle, all + taken) == SIDELANE_OK) taken++;
+        static sidelane_output_t *all[1 << 13];
+        size_t taken = 0, most = rank == 1 && wrong == NO_OUTPUT ? sizeof all / sizeof *all : 0;
+        while (taken < most && sidelane_handle_output(handle, all + taken) == SIDELANE_OK) taken++;
         REQUIRE(taken < most || !most);
-        if (rank == 1) {
-            REFUSED(sidelane_planned_combine(planned, wrong ? NULL : output, handle, wrong ? &out : &host, &combine),
-                    wrong ? SIDELANE_ERROR_HANDLE : SIDELANE_ERROR_DEVICE, wrong ? "is NULL" : "out at ");
-            CHECK(sidelane_planned_output_close(wrong ? output : NULL));
-            while (taken > 0) CHECK(sidelane_planned_output_close(all[--taken]));
+        sidelane_handle_info_t layout = {.size = sizeof layout};
+        CHECK(sidelane_handle_info(handle, &layout));
+        if (rank == 1 && wrong == NO_PLACE) {
+            REFUSED(sidelane_ep_combine(ep, output, NULL, handle, &host), SIDELANE_ERROR_DEVICE, "out at ");
+        } else if (rank == 1 && wrong == NO_OUTPUT) {
+            REFUSED(sidelane_ep_combine(ep, NULL, NULL, handle, &out), SIDELANE_ERROR_ARGUMENT,
+                    "outputs and tensors given = 0");
+        } else if (rank == 1) {
+            sidelane_tensor_t inside = out;
+            inside.rows = layout.rows;
+            REFUSED(sidelane_ep_combine(ep, NULL, &inside, handle, &out), SIDELANE_ERROR_ARGUMENT, "overlap");
         } else {
-            CHECK(sidelane_planned_combine(planned, output, handle, &out, &combine));
-            REFUSED(sidelane_planned_combine_finish(combine, NULL), SIDELANE_ERROR_CALL, "rank 1");
+            CHECK(sidelane_ep_combine(ep, output, NULL, handle, &out));
+            REFUSED(sidelane_handle_returned(handle, NULL), SIDELANE_ERROR_CALL, "rank 1");
         }
+        // An output that comes with another wrong argument stays open.
+        if (rank == 1) CHECK(sidelane_output_close(output));
+        while (taken > 0) CHECK(sidelane_output_close(all[--taken]));
         // Sums are zeros then, and the status says why.
-        CUDA(cuStreamSynchronize(cuda));
+        CHECK(sidelane_ep_synchronize(ep));
         uint32_t status;
-        CHECK(sidelane_planned_handle_status(handle, &status));
-        REQUIRE(status == (rank == 1 ? SIDELANE_PLANNED_REFUSED : SIDELANE_PLANNED_PEER_REFUSED));
-        CHECK(sidelane_planned_handle_close(handle));
+        CHECK(sidelane_handle_status(handle, &status));
+        REQUIRE(status == (rank == 1 ? SIDELANE_CALL_REFUSED : SIDELANE_CALL_PEER_REFUSED));
+        CUDA(cuMemcpyDtoH(y, (CUdeviceptr)out.data, sizeof y));
+        for (int i = 0; i < TOKENS * HIDDEN && rank == 0; i++) REQUIRE(y[i] == 0);
+        CHECK(sidelane_handle_close(handle));
         a_round_works();
     }
+    // With a handle that is none, while the one dispatch that may be in flight is alive.
+    sidelane_handle_t *handle;
+    sidelane_output_t *output;
+    dispatched(&handle, &output);
+    if (rank == 1) {
+        CHECK(sidelane_handle_close(handle));
+        REFUSED(sidelane_ep_combine(ep, output, NULL, handle, &out), SIDELANE_ERROR_HANDLE, "was closed");
+        CHECK(sidelane_output_close(output));
+    } else {
+        CHECK(sidelane_ep_combine(ep, output, NULL, handle, &out));
+        REFUSED(sidelane_handle_returned(handle, NULL), SIDELANE_ERROR_CALL, "rank 1");
+        CHECK(sidelane_handle_close(handle));
+    }
+    a_round_works();
+    // Too late to refuse: the other rank gets its sums.
+    sidelane_pending_combine_t *combining;
+    dispatched(&handle, &output);
+    CHECK(sidelane_ep_combine_start(ep, output, NULL, handle, &combining));
+    if (rank == 1) {
+        REFUSED(sidelane_combine_finish(combining, &other), SIDELANE_ERROR_DEVICE, "lies on device");
+    } else {
+        CHECK(sidelane_combine_finish(combining, &out));
+        CHECK(sidelane_ep_synchronize(ep));
+        sums_are_right();
+    }
+    CHECK(sidelane_handle_close(handle));
+    a_round_works();
 }
 
 // Nobody waits for a call that was refused: it is made again.
 static void calls_in_slots(void) {
-    sidelane_slots_info_t info = {.size = sizeof info};
-    CHECK(sidelane_slots_info(slots, &info));
-    REFUSED(sidelane_slots_dispatch_start(slots, stream, &host, &routing), SIDELANE_ERROR_DEVICE, "x at ");
-    REFUSED(sidelane_slots_combine_start(slots, stream), SIDELANE_ERROR_CALL, "start_dispatch");
-    REFUSED(sidelane_slots_dispatch_start(slots, NULL, &tx, &routing), SIDELANE_ERROR_HANDLE, "sidelane_stream_t is NULL");
+    sidelane_pending_dispatch_t *dispatching, *second;
+    sidelane_pending_combine_t *combining;
+    sidelane_rows_t *rows;
+    sidelane_handle_t *handle;
+    sidelane_output_t *output;
+    REFUSED(sidelane_ep_dispatch_start(slots, &host, &routing, &dispatching), SIDELANE_ERROR_DEVICE, "x at ");
+    REFUSED(sidelane_ep_set_stream(slots, NULL), SIDELANE_ERROR_HANDLE, "sidelane_stream_t is NULL");
+    CHECK(sidelane_ep_set_stream(slots, stream));
     sidelane_tensor_t more = tx;
     sidelane_routing_t too_many = routing;
     too_many.tokens = more.rows = TOKENS + 1;
-    REFUSED(sidelane_slots_dispatch_start(slots, stream, &more, &too_many), SIDELANE_ERROR_PLAN, "4");
-    CHECK(sidelane_slots_dispatch_start(slots, stream, &tx, &routing));
-    REFUSED(sidelane_slots_dispatch_start(slots, stream, &tx, &routing), SIDELANE_ERROR_CALL, "finish_dispatch");
-    CHECK(sidelane_slots_dispatch_finish(slots, stream));
-    for (uint64_t r = 0; r < info.ranks; r++) {
-        CUdeviceptr from = (CUdeviceptr)info.received + r * info.slot_bytes + info.rows_at;
-        CUDA(cuMemcpyDtoDAsync((CUdeviceptr)info.partials + r * info.partial_bytes, from, info.partial_bytes, cuda));
+    REFUSED(sidelane_ep_dispatch(slots, &more, &too_many, &rows, &handle), SIDELANE_ERROR_PLAN, "4");
+    CHECK(sidelane_ep_dispatch_start(slots, &tx, &routing, &dispatching));
+    REFUSED(sidelane_ep_dispatch_start(slots, &tx, &routing, &second), SIDELANE_ERROR_BUSY, "finish that first");
+    CHECK(sidelane_dispatch_finish(dispatching, &rows, &handle));
+    REFUSED(sidelane_ep_dispatch_start(slots, &tx, &routing, &second), SIDELANE_ERROR_CALL, "start_combine or release");
+    experts(rows, handle, &output);
+    CHECK(sidelane_ep_combine_start(slots, output, NULL, handle, &combining));
+    CHECK(sidelane_combine_finish(combining, &out));
+    CHECK(sidelane_ep_synchronize(slots));
+    sums_are_right();
+    REFUSED(sidelane_ep_release(slots, handle), SIDELANE_ERROR_CALL, "start_dispatch");
+    CHECK(sidelane_handle_close(handle));
+}
+
+// The other rank cannot go on without the second half: it started its own before this one is
+// closed.
+static void a_pending_call_that_is_closed(void) {
+    sidelane_pending_dispatch_t *dispatching;
+    sidelane_rows_t *rows;
+    sidelane_handle_t *handle;
+    sidelane_window_t *window;
+    CHECK(sidelane_group_window(group, 64, &window));
+    CHECK(sidelane_ep_dispatch_start(ep, &tx, &routing, &dispatching));
+    if (rank == 1) {
+        CHECK(sidelane_window_wait(window, 0, 1));
+        CHECK(sidelane_pending_dispatch_close(dispatching));
+    } else {
+        CHECK(sidelane_window_signal(window, 1, 1));
+        // Counts of rank 1 may be here already: then a later call says that the world has failed.
+        sidelane_status_t status = sidelane_dispatch_finish(dispatching, &rows, &handle);
+        REQUIRE(status == SIDELANE_OK || status == SIDELANE_ERROR_WORLD);
+        if (status == SIDELANE_OK) {
+            CHECK(sidelane_rows_close(rows));
+            CHECK(sidelane_handle_close(handle));
+        }
+        while (sidelane_ep_check(ep) == SIDELANE_OK) continue;
     }
-    CHECK(sidelane_slots_combine_start(slots, stream));
-    REFUSED(sidelane_slots_combine_finish(slots, stream, &other), SIDELANE_ERROR_DEVICE, "lies on device");
-    CHECK(sidelane_slots_combine_finish(slots, stream, &out));
-    CHECK(sidelane_slots_synchronize(slots, stream));
-    CUDA(cuMemcpyDtoH(y, (CUdeviceptr)out.data, sizeof y));
-    for (int i = 0; i < TOKENS * HIDDEN; i++) REQUIRE(y[i] == 2 * x[i]);
+    REFUSED(sidelane_ep_dispatch(ep, &tx, &routing, &rows, &handle), SIDELANE_ERROR_WORLD, "rank 1");
+    REFUSED(sidelane_ep_synchronize(ep), SIDELANE_ERROR_WORLD, "rank 1");
+    CHECK(sidelane_window_close(window));
 }
 
 int main(void) {
@@ -204,7 +328,10 @@ int main(void) {
     CUDA(cuMemAlloc(&dx, sizeof x + 32));
     CUDA(cuMemcpyHtoD(dx, x, sizeof x));
     tx = tensor((void *)dx);
-    out = tensor((void *)on_device(y, sizeof y));
+    // And room for rows that overlap the sums.
+    CUdeviceptr dout;
+    CUDA(cuMemAlloc(&dout, 2 * sizeof y));
+    out = tensor((void *)dout);
     other = tensor((void *)there);
     host = tensor(x);
     CUdeviceptr dids, dweights;
@@ -212,17 +339,20 @@ int main(void) {
     CUDA(cuMemAlloc(&dweights, sizeof weights + 8));
     CUDA(cuMemcpyHtoD(dids, ids, sizeof ids));
     CUDA(cuMemcpyHtoD(dweights, weights, sizeof weights));
-    routing = (sidelane_routing_t){.experts = (int32_t *)dids, .weights = (float *)dweights, .tokens = TOKENS, .top_k = TOP_K};
+    routing = (sidelane_routing_t){.experts = (int32_t *)dids, .weights = (float *)dweights, .tokens = TOKENS, .top_k = TOP_K,
+                                   .place = SIDELANE_PLACE_DEVICE};
 
     streams();
     builds();
     a_round_works();
     dispatches();
+    calls_that_are_not_there();
     combines();
     calls_in_slots();
+    a_pending_call_that_is_closed();
     printf("rank %u: refused as it should be\n", rank);
-    CHECK(sidelane_planned_close(planned));
-    CHECK(sidelane_slots_close(slots));
+    CHECK(sidelane_ep_close(ep));
+    CHECK(sidelane_ep_close(slots));
     CHECK(sidelane_stream_close(stream));
     CHECK(sidelane_group_close(group));
     CHECK(sidelane_world_close(world));

@@ -1,6 +1,7 @@
 // What a C program can do wrong, on two ranks: each time a status and a sentence, on every rank, and the next call works.
 
 #include <pthread.h>
+#include <stddef.h>
 #include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -134,7 +135,32 @@ static void ranks_that_build_differently(void) {
     sidelane_expert_map_t map = {.held = held, .experts_held = experts, .ranks = 2, .experts = 4};
     REFUSED_ON_BOTH(sidelane_ep_build(group, &options, &map, &ep), SIDELANE_ERROR_PLAN, "out of range",
                     SIDELANE_ERROR_CALL, "can be used");
+    // An older program does not know of devices.
+    options.size = offsetof(sidelane_ep_options_t, stream);
     CHECK(sidelane_ep_build(group, &options, NULL, &ep));
+    a_round_works();
+}
+
+// What the host does not have is refused by name at every rank.
+static void calls_that_are_not_there(void) {
+    sidelane_pending_dispatch_t *dispatching;
+    sidelane_rows_t *rows;
+    sidelane_handle_t *handle;
+    sidelane_report_t report = {.size = sizeof report}, back = {.size = sizeof back};
+    uint32_t status;
+    CHECK(sidelane_ep_dispatch(ep, &tx, &routing, &rows, &handle));
+    REFUSED(sidelane_ep_release(ep, handle), SIDELANE_ERROR_PLAN, "on the host (host-stepper): release without combine");
+    CHECK(sidelane_handle_status(handle, &status));
+    CHECK(sidelane_handle_report(handle, &report));
+    CHECK(sidelane_handle_returned(handle, &back));
+    REQUIRE(status == SIDELANE_CALL_OK && strcmp(report.executor, "host-stepper") == 0);
+    REQUIRE(back.moved.summed_bytes == 0 && report.enqueued.copies == 0 && report.kernels[0].name[0] == 0);
+    CHECK(sidelane_rows_close(rows));
+    CHECK(sidelane_handle_close(handle));
+    CHECK(sidelane_ep_dispatch_start(ep, &tx, &routing, &dispatching));
+    REFUSED(sidelane_dispatch_unfinished(dispatching, &rows, &handle), SIDELANE_ERROR_PLAN, "sizes on the device");
+    CHECK(sidelane_ep_synchronize(ep));
+    CHECK(sidelane_ep_check(ep));
     a_round_works();
 }
 
@@ -160,10 +186,12 @@ static void dispatches(void) {
     BAD_DISPATCH(&bad, &routing, SIDELANE_ERROR_ARGUMENT, "x is [2, 8], expected [3, 8]");
     bad = tx, bad.columns = (uint64_t)1 << 62;
     BAD_DISPATCH(&bad, &routing, SIDELANE_ERROR_ARGUMENT, "expected [3, 8]");
-    bad = tx, bad.reserved = 1;
-    BAD_DISPATCH(&bad, &routing, SIDELANE_ERROR_ARGUMENT, "no meaning yet");
+    bad = tx, bad.place = 2;
+    BAD_DISPATCH(&bad, &routing, SIDELANE_ERROR_ARGUMENT, "place = 2");
+    bad.place = SIDELANE_PLACE_DEVICE;
+    BAD_DISPATCH(&bad, &routing, SIDELANE_ERROR_PLAN, "x: of a device, expected of the host");
     wrong.top_k = 1, wrong.tokens = TOKENS;
-    BAD_DISPATCH(&tx, &wrong, SIDELANE_ERROR_PLAN, "routing");
+    BAD_DISPATCH(&tx, &wrong, SIDELANE_ERROR_ARGUMENT, "routing is [3, 1], expected [3, 2]");
     wrong = routing, wrong.tokens = (uint64_t)1 << 40;
     BAD_DISPATCH(&tx, &wrong, SIDELANE_ERROR_ARGUMENT, "routing: ");
     static const int32_t twice[TOKENS * TOP_K] = {0, 0, 1, 2, 3, 0}, unknown[TOKENS * TOP_K] = {0, 3, 1, 4, 3, 0};
@@ -247,9 +275,8 @@ static void combines(void) {
     CHECK(sidelane_output_info(output, &info));
     for (uint64_t i = 0; i < info.rows * HIDDEN; i++) ((float *)info.data)[i] = 3;
 
-    // With a handle that is none this rank cannot be in a combine.
     REFUSED_ON_BOTH(sidelane_ep_combine(ep, output, NULL, rank == 1 ? closed : handle, &ty), SIDELANE_ERROR_HANDLE,
-                    "was closed", SIDELANE_ERROR_CALL, "rank 0 is in Combine, rank 1 in Dispatch");
+                    "was closed", SIDELANE_ERROR_CALL, "input of rank 1 was refused");
     // Rank 0's output was used up by that call; its buffer is to be had again. Rank 1's stays open.
     sidelane_output_t *before = output;
     if (rank == 0) {
@@ -436,6 +463,7 @@ int main(void) {
     handles_that_are_none();
     windows();
     ranks_that_build_differently();
+    calls_that_are_not_there();
     dispatches();
     prepares();
     a_rank_without_tokens();

@@ -1,11 +1,12 @@
-//! How calls of an `ExpertParallel` are made from Python.
+//! Calls of an `ExpertParallel` from Python.
 //!
-//! Every call is collective, so a rank whose input is refused before the library sees it still enters the call, with
-//! something that the library refuses: the others get `CallError` (`PeerRefused`), nobody waits, and the next call works.
+//! Every call is collective. A rank whose input is refused before the library sees it enters the
+//! call by [`refuse`](sidelane::ExpertParallel::refuse): the others get `CallError`
+//! (`PeerRefused`), nobody waits, and the next call works.
 //!
 //! ```text
-//!   outward   dispatch along a handle, gradient of combine:   tokens --> rows
-//!   bring     combine, gradient of dispatch:                  rows (an output buffer, or elsewhere) --> tokens
+//!   dispatch, dispatch along a handle, gradient of combine:   tokens --> rows
+//!   combine, gradient of dispatch:                            rows (an output buffer, or elsewhere) --> tokens
 //! ```
 
 use std::sync::Arc;
@@ -13,57 +14,61 @@ use std::sync::Arc;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use sidelane::Dtype;
-use sidelane::ep::{Contribution, ExpertOutput, ExpertRows};
+use sidelane::device::Range;
+use sidelane::ep::{Choices, CombineInput, ExpertOutput, Tensor, TensorMut};
+use sidelane::error::{CallKind, PlanError};
 use sidelane::gate::Routing;
-use sidelane::memory::Pool;
 
+use crate::device::Place;
 use crate::errors::{Wrong, raise};
 use crate::handle::{Handle, Shape};
-use crate::input::Input;
-use crate::parallel::ExpertParallel;
+use crate::input::{Input, Rows};
+use crate::settings;
 use crate::slot::Slot;
-use crate::tensor::{Element, Kind, Memory, Outputs, Tensor};
+use crate::tensor::{self, Element, Kind, Memory, Outputs, extent_of};
 use crate::world::Seat;
 
-/// Runs code for the element type of rows.
-macro_rules! typed {
-    ($dtype:expr, $name:ident => $body:expr) => {
-        match $dtype {
-            Dtype::F32 => {
-                type $name = f32;
-                $body
-            }
-            Dtype::Bf16 => {
-                type $name = half::bf16;
-                $body
-            }
-            Dtype::F16 => {
-                type $name = half::f16;
-                $body
-            }
-            Dtype::Bytes => {
-                type $name = u8;
-                $body
-            }
-        }
-    };
+/// The choices of a dispatch.
+pub enum Chosen {
+    /// Copied from memory of the host.
+    Host(Routing<'static>),
+    /// In memory of the device: ids, then weights.
+    Device { ranges: [Range; 2], inputs: Vec<Input> },
 }
-pub(crate) use typed;
+
+impl Chosen {
+    /// As a call reads them.
+    pub fn choices(&self) -> Choices<'_> {
+        match self {
+            Chosen::Host(routing) => Choices::Host(routing),
+            Chosen::Device { ranges: [experts, weights], .. } => Choices::Device { experts, weights },
+        }
+    }
+}
 
 /// The inputs of a dispatch.
 pub struct Tokens {
-    pub x: Input,
-    pub dtype: Dtype,
-    pub routing: Routing<'static>,
+    pub x: Rows,
+    pub chosen: Chosen,
     pub kind: Kind,
 }
 
-/// What a call brings into a return.
-pub enum Brought {
-    /// The memory of an output buffer: it leaves it by [`with_buffer`].
-    Buffer(Arc<Memory>),
-    /// Any tensor.
-    Elsewhere(Input),
+impl Tokens {
+    /// What a stream may still read when the call is over.
+    pub fn inputs(&self) -> impl Iterator<Item = &Input> {
+        let chosen: &[Input] = match &self.chosen {
+            Chosen::Host(_) => &[],
+            Chosen::Device { inputs, .. } => &inputs[..],
+        };
+        chosen.iter().chain([&self.x.input])
+    }
+}
+
+/// Rows that a call brings into a return.
+pub struct Brought {
+    pub rows: Rows,
+    /// The output buffer that they are.
+    buffer: Option<Arc<Memory>>,
 }
 
 impl Brought {
@@ -71,50 +76,48 @@ impl Brought {
     pub fn look(
         y: &Bound<'_, PyAny>,
         what: &'static str,
-        columns: usize,
+        (columns, place): (usize, &Place),
         (outputs, owner): (&Outputs, &str),
     ) -> PyResult<Brought> {
-        let y = Input::new(y, what)?.columns(columns)?;
-        y.dtype()?;
-        let Some(memory) = outputs.find(&y) else { return Ok(Brought::Elsewhere(y)) };
-        if memory.is_owned() {
-            return Ok(Brought::Buffer(memory));
+        let rows = place.borrow(y, what)?.columns(columns)?.rows()?;
+        let buffer = outputs.find(&rows.input);
+        if buffer.as_ref().is_none_or(|memory| memory.is_owned()) {
+            return Ok(Brought { rows, buffer });
         }
         let message =
             format!("{what}: this output buffer went into an earlier call: ask for {owner}.output() again");
         Err(Wrong::Closed.error("UsedUp", &message, &[("tensor", what.into())]))
     }
+
+    /// Makes a call with these rows. An output buffer leaves its memory only here, where nobody but
+    /// the library can refuse the call, and is there `again` if that does.
+    pub fn lend<R>(
+        &self,
+        again: impl FnOnce() -> Result<ExpertOutput, sidelane::Error>,
+        call: impl FnOnce(CombineInput<'_>) -> Result<R, sidelane::Error>,
+    ) -> Result<R, sidelane::Error> {
+        let Some(memory) = &self.buffer else { return call(self.rows.tensor().into()) };
+        // None if another thread has brought it meanwhile: then it is for the library to refuse.
+        let done = call(memory.take::<ExpertOutput>().map_or_else(unusable, CombineInput::from));
+        if done.is_err()
+            && let Ok(mut again) = again()
+            && extent_of(&mut again).is_ok_and(|(address, bytes)| memory.is(address, bytes))
+        {
+            memory.put_back(Box::new(again));
+        }
+        done
+    }
 }
 
-/// Makes a call with an output buffer. It leaves its memory only here, where nobody but the library can refuse the call,
-/// and is there `again` if that does.
-pub fn with_buffer<R>(
-    memory: &Memory,
-    again: impl FnOnce() -> Result<ExpertOutput, sidelane::Error>,
-    call: impl FnOnce(Contribution<'_>) -> Result<R, sidelane::Error>,
-) -> Result<R, sidelane::Error> {
-    // None if another thread has brought it meanwhile: then it is for the library to refuse.
-    let done = call(memory.take::<ExpertOutput>().map_or_else(unusable, Contribution::from));
-    if done.is_err()
-        && let Ok(mut again) = again()
-        && again.rows_mut::<u8>().is_ok_and(|rows| memory.is(rows.as_ptr() as usize, rows.len()))
-    {
-        memory.put_back(Box::new(again));
-    }
-    done
+/// An instance, as its calls, pending ones among them, have it.
+#[derive(Clone)]
+pub struct Instance {
+    pub seat: Arc<Seat>,
+    pub slot: Arc<Slot<sidelane::ExpertParallel>>,
+    pub shape: Shape,
 }
 
-impl ExpertParallel {
-    /// What pending calls put back.
-    pub fn parts(&self) -> (&Arc<Seat>, &Arc<Slot<sidelane::ExpertParallel>>, &Shape) {
-        (&self.seat, &self.slot, &self.shape)
-    }
-
-    /// Elements and type of a row that is dispatched.
-    pub fn sent(&self) -> (usize, Dtype) {
-        self.sent
-    }
-
+impl Instance {
     /// A collective call.
     pub fn call<T: Send>(
         &self,
@@ -124,38 +127,52 @@ impl ExpertParallel {
         self.seat.call(py, &self.slot, call)
     }
 
-    /// As [`ExpertParallel::call`], along a handle.
-    pub fn along<T: Send>(
+    /// A collective call along a handle, or the refusal of one whose input cannot be used.
+    pub fn along<I: Send, T: Send>(
         &self,
         py: Python<'_>,
-        handle: &Handle,
-        call: impl FnOnce(&mut sidelane::ExpertParallel, &sidelane::ep::Handle) -> Result<T, sidelane::Error>
+        (kind, handle): (CallKind, &Handle),
+        input: PyResult<I>,
+        call: impl FnOnce(&mut sidelane::ExpertParallel, I, &sidelane::ep::Handle) -> Result<T, sidelane::Error>
         + Send,
     ) -> PyResult<T> {
-        handle.slot.lend(|held| self.call(py, |ep| call(ep, held)))
+        match input {
+            Ok(input) => handle.slot.lend(|held| self.call(py, |ep| call(ep, input, held))),
+            Err(error) => Err(self.refuse(py, kind, Some(handle), error)),
+        }
     }
 
-    /// Checks tokens, ids and weights.
-    pub fn tokens(
-        &self,
-        x: &Bound<'_, PyAny>,
-        experts: &Bound<'_, PyAny>,
-        weights: &Bound<'_, PyAny>,
-    ) -> PyResult<Tokens> {
-        let kind = Kind::of(x);
-        let x = Input::new(x, "x")?.columns(self.sent.0)?;
-        let dtype = x.dtype()?;
-        Ok(Tokens { x, dtype, routing: self.routing(experts, weights)?, kind })
+    /// Enters a call that this rank cannot make, so that the others hear of it. Returns the error
+    /// to raise here.
+    pub fn refuse(&self, py: Python<'_>, kind: CallKind, handle: Option<&Handle>, error: PyErr) -> PyErr {
+        let here = || PlanError::RefusedHere.into();
+        let said: PyResult<()> = match handle {
+            Some(handle) => {
+                handle.slot.lend(|held| self.call(py, |ep| Err(ep.refuse(kind, Some(held), here()))))
+            }
+            None => self.call(py, |ep| Err(ep.refuse(kind, None, here()))),
+        };
+        first(py, said, error)
+    }
+
+    /// Checks the inputs of a dispatch: tokens, ids and weights.
+    pub fn tokens(&self, py: Python<'_>, [x, experts, weights]: [&Bound<'_, PyAny>; 3]) -> PyResult<Tokens> {
+        let look = || {
+            let rows = self.shape.place.borrow(x, "x")?.columns(self.shape.sent.0)?.rows()?;
+            Ok(Tokens { x: rows, chosen: self.chosen(experts, weights)?, kind: Kind::of(x) })
+        };
+        look().map_err(|error| self.refuse(py, CallKind::Dispatch, None, error))
     }
 
     /// Checks ids and weights.
-    pub fn routing(
-        &self,
-        experts: &Bound<'_, PyAny>,
-        weights: &Bound<'_, PyAny>,
-    ) -> PyResult<Routing<'static>> {
-        let top_k = self.shape.top_k;
-        let ids = Input::new(experts, "experts")?.columns(top_k)?;
+    pub fn chosen(&self, experts: &Bound<'_, PyAny>, weights: &Bound<'_, PyAny>) -> PyResult<Chosen> {
+        let Shape { top_k, place, .. } = &self.shape;
+        let ids = place.borrow(experts, "experts")?.columns(*top_k)?;
+        let weights = place.borrow(weights, "weights")?.columns(*top_k)?.of(Element::F32)?;
+        if let (Some(experts), Some(range)) = (ids.range(), weights.range()) {
+            let ranges = [experts.clone(), range.clone()];
+            return Ok(Chosen::Device { ranges, inputs: vec![ids.of(Element::I32)?, weights] });
+        }
         let ids: Vec<i32> = match ids.element() {
             Element::I32 => ids.slice::<i32>()?.to_vec(),
             // What does not fit is no expert, and is named by the library.
@@ -165,157 +182,97 @@ impl ExpertParallel {
             }
             _ => return Err(ids.unfit("int32 or int64")),
         };
-        let weights = Input::new(weights, "weights")?.columns(top_k)?.of(Element::F32)?;
-        Routing::new(top_k as u32, ids, weights.slice::<f32>()?.to_vec()).map_err(raise)
+        let routing = Routing::new(*top_k as u32, ids, weights.slice::<f32>()?.to_vec());
+        Ok(Chosen::Host(routing.map_err(raise)?))
+    }
+
+    /// Checks tokens of a call along a handle.
+    pub fn rows(&self, x: &Bound<'_, PyAny>, what: &'static str, columns: usize) -> PyResult<Rows> {
+        self.shape.place.borrow(x, what)?.columns(columns)?.rows()
     }
 
     /// Checks expert outputs or gradients of rows.
     pub fn brought(&self, y: &Bound<'_, PyAny>, handle: &Handle, what: &'static str) -> PyResult<Brought> {
-        Brought::look(y, what, self.shape.hidden, (&handle.outputs, "handle"))
+        let Shape { hidden, place, .. } = &self.shape;
+        Brought::look(y, what, (*hidden, place), (&handle.outputs, "handle"))
     }
 
-    /// A return along a handle: combine, or the gradient of dispatch. `call` gets nothing where the input was refused.
-    pub fn bring<T: Send>(
-        &self,
-        py: Python<'_>,
-        handle: &Handle,
-        brought: PyResult<Brought>,
-        call: impl FnOnce(
-            &mut sidelane::ExpertParallel,
-            Contribution<'_>,
-            &sidelane::ep::Handle,
-        ) -> Result<T, sidelane::Error>
-        + Send,
-    ) -> PyResult<T> {
-        match brought {
-            Ok(Brought::Elsewhere(rows)) => {
-                let rows = contribution(&rows)?;
-                self.along(py, handle, |ep, handle| call(ep, rows, handle))
-            }
-            Ok(Brought::Buffer(memory)) => self.along(py, handle, |ep, handle| {
-                with_buffer(&memory, || handle.output(), |rows| call(ep, rows, handle))
-            }),
-            Err(error) => {
-                let refused = self.along(py, handle, |ep, handle| call(ep, unusable(), handle));
-                Err(first(py, refused, error))
-            }
-        }
-    }
-
-    /// Rows that came, as Python sees them.
-    pub fn rows<'py>(
+    /// Sums of a dispatch's tokens: where the caller wants them, or in new memory.
+    pub fn sums<'py>(
         &self,
         py: Python<'py>,
-        rows: ExpertRows,
-        kind: Kind,
-        sent: bool,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let (columns, dtype) = if sent { self.sent } else { (self.shape.hidden, self.shape.dtype) };
-        rows_of(py, rows, kind, (columns, dtype), &self.shape.pool)
-    }
-
-    /// Enters a dispatch in which this rank's input is refused.
-    pub fn refuse(&self, py: Python<'_>, error: PyErr) -> PyErr {
-        let top_k = self.shape.top_k;
-        let refused = self.call(py, |ep| ep.dispatch::<u8>(&[], &other_routing(top_k)?));
-        first(py, refused, error)
-    }
-
-    /// Tokens along a handle: gives `call` the element type, and something to refuse where the input cannot be used.
-    pub fn outward<T: Send>(
-        &self,
-        py: Python<'_>,
-        handle: &Handle,
-        (x, what, columns, sent): (&Bound<'_, PyAny>, &'static str, usize, Dtype),
-        call: impl FnOnce(
-            &mut sidelane::ExpertParallel,
-            Rows<'_>,
-            &sidelane::ep::Handle,
-        ) -> Result<T, sidelane::Error>
-        + Send,
-    ) -> PyResult<T> {
-        let checked = Input::new(x, what).and_then(|x| x.columns(columns)).and_then(|x| Ok((x.dtype()?, x)));
-        match checked {
-            Ok((dtype, x)) => {
-                let rows = Rows { bytes: x.slice::<u8>()?, dtype };
-                self.along(py, handle, |ep, handle| call(ep, rows, handle))
+        (tokens, kind): (usize, Kind),
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Sums<'py>> {
+        let Shape { hidden, dtype, place, .. } = &self.shape;
+        let shape = [tokens, *hidden];
+        let tensor = match (out, place) {
+            (Some(out), _) => out.clone(),
+            (None, Place::Host(_)) => return Ok(Sums::new_on_host(shape, *dtype, kind)),
+            (None, Place::Device(on)) if kind == Kind::Torch => on.torch_empty(py, shape, (*dtype).into())?,
+            (None, Place::Device(_)) => {
+                return Err(settings::wrong("out", "needed on a device, but for tensors of torch"));
             }
-            Err(error) => {
-                let dtype = if sent == Dtype::Bytes { Dtype::F32 } else { Dtype::Bytes };
-                let refused =
-                    self.along(py, handle, |ep, handle| call(ep, Rows { bytes: &[], dtype }, handle));
-                Err(first(py, refused, error))
+        };
+        let rows = place.borrow(&tensor, "out")?.columns(*hidden)?.writable()?.rows()?;
+        let torch = if out.is_none() { place.on().cloned() } else { None };
+        Ok(Sums::InTensor { rows, tensor, torch })
+    }
+}
+
+/// A tensor that sums are written to.
+pub enum Sums<'py> {
+    /// A new one on the host. Rows are multiples of 16 bytes.
+    OnHost { words: Vec<u64>, shape: [usize; 2], dtype: Dtype, kind: Kind },
+    /// One of the caller's library; with a stream, made for this call.
+    InTensor { rows: Rows, tensor: Bound<'py, PyAny>, torch: Option<Arc<crate::device::OnStream>> },
+}
+
+impl<'py> Sums<'py> {
+    /// Zeros on the host.
+    pub fn new_on_host(shape: [usize; 2], dtype: Dtype, kind: Kind) -> Self {
+        let bytes = shape[0] * shape[1] * dtype.size();
+        Sums::OnHost { words: vec![0; bytes.div_ceil(size_of::<u64>())], shape, dtype, kind }
+    }
+
+    /// As a call writes them.
+    pub fn tensor_mut(&mut self) -> TensorMut<'_> {
+        match self {
+            Sums::OnHost { words, dtype, .. } => {
+                TensorMut::Host { bytes: bytemuck::cast_slice_mut(words), dtype: *dtype }
+            }
+            Sums::InTensor { rows, .. } => rows.tensor_mut(),
+        }
+    }
+
+    /// What a stream may still write when the call is over.
+    pub fn input(&self) -> Option<&Input> {
+        match self {
+            Sums::OnHost { .. } => None,
+            Sums::InTensor { rows, .. } => Some(&rows.input),
+        }
+    }
+
+    /// As the caller gets them.
+    pub fn give(self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        match self {
+            Sums::OnHost { words, shape, dtype, kind } => {
+                kind.give(py, tensor::Tensor::of(words, &shape, dtype.into()))
+            }
+            Sums::InTensor { tensor, torch, .. } => {
+                torch.map_or(Ok(()), |on| on.before_torch(py))?;
+                Ok(tensor)
             }
         }
     }
-}
-
-/// Rows of a type that is known at run time.
-pub struct Rows<'a> {
-    pub bytes: &'a [u8],
-    pub dtype: Dtype,
-}
-
-/// Bytes as the elements that they are known to be; where there are none, their address means nothing.
-pub fn typed_rows<E: bytemuck::Pod>(bytes: &[u8]) -> &[E] {
-    if bytes.is_empty() { &[] } else { bytemuck::cast_slice(bytes) }
-}
-
-/// As [`typed_rows`], to write to.
-pub fn typed_mut<E: bytemuck::Pod>(bytes: &mut [u8]) -> &mut [E] {
-    if bytes.is_empty() { &mut [] } else { bytemuck::cast_slice_mut(bytes) }
-}
-
-/// Rows in the pool as a tensor of the caller's kind.
-pub fn rows_of<'py>(
-    py: Python<'py>,
-    mut rows: ExpertRows,
-    kind: Kind,
-    (columns, dtype): (usize, Dtype),
-    pool: &Arc<Pool>,
-) -> PyResult<Bound<'py, PyAny>> {
-    let count = rows.len() as usize;
-    let bytes = rows.rows_mut::<u8>().map_err(raise)?;
-    let (address, len) = (bytes.as_mut_ptr() as usize, bytes.len());
-    let memory = Memory::at(address, len, Box::new(rows), Some(Arc::clone(pool)));
-    kind.give(py, Tensor::new(memory, &[count, columns], dtype.into()))
-}
-
-/// Rows elsewhere, in whatever type they are: the library compares.
-pub fn contribution(rows: &Input) -> PyResult<Contribution<'_>> {
-    Ok(Contribution::Elsewhere { bytes: rows.slice::<u8>()?, dtype: rows.dtype()? })
 }
 
 /// Rows that every library refuses: bytes cannot be summed.
-pub fn unusable<'a>() -> Contribution<'a> {
-    Contribution::Elsewhere { bytes: &[], dtype: Dtype::Bytes }
-}
-
-/// A routing that is refused: of another number of choices.
-pub fn other_routing(top_k: usize) -> Result<Routing<'static>, sidelane::Error> {
-    Ok(Routing::new(top_k as u32 + 1, Vec::new(), Vec::new())?)
+pub fn unusable<'a>() -> CombineInput<'a> {
+    Tensor::Host { bytes: &[], dtype: Dtype::Bytes }.into()
 }
 
 /// Of this rank's own error and what the refused call said: Ctrl-C comes first.
 pub fn first<T>(py: Python<'_>, said: PyResult<T>, own: PyErr) -> PyErr {
     said.err().filter(|said| !said.is_instance_of::<PyException>(py)).unwrap_or(own)
-}
-
-impl ExpertParallel {
-    /// A tensor of sums, of tokens.
-    pub fn sums<E: bytemuck::Pod + Send>(&self, sums: Vec<E>) -> Tensor {
-        let rows = sums.len() / self.shape.hidden;
-        Tensor::of(sums, &[rows, self.shape.hidden], self.shape.dtype.into())
-    }
-
-    pub fn choices(&self, weights: Vec<f32>) -> Tensor {
-        let rows = weights.len() / self.shape.top_k;
-        Tensor::of(weights, &[rows, self.shape.top_k], Element::F32)
-    }
-
-    /// A tensor that sums are written to.
-    pub fn home(&self, out: &Bound<'_, PyAny>) -> PyResult<Input> {
-        let out = Input::new(out, "out")?.columns(self.shape.hidden)?.writable()?;
-        out.dtype().map(|_| out)
-    }
 }

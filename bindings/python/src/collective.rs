@@ -5,11 +5,12 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use sidelane::Dtype;
 use sidelane::dtype::Wire;
-use sidelane::ep::{Collective as Gathers, CollectiveBuilder, Shares as Layout};
-use sidelane::memory::Pool;
+use sidelane::ep::{Collective as Gathers, CollectiveBuilder, Shares as Layout, Tensor as Sent};
 
-use crate::calls::{Brought, contribution, first, rows_of, typed, unusable, with_buffer};
+use crate::calls::{Brought, Sums, first, unusable};
+use crate::device::Place;
 use crate::errors::raise;
+use crate::handle::tensor_of;
 use crate::input::Input;
 use crate::parallel::group_of;
 use crate::settings;
@@ -22,7 +23,7 @@ use crate::world::Seat;
 struct Shape {
     columns: usize,
     dtype: Dtype,
-    pool: Arc<Pool>,
+    place: Place,
 }
 
 /// All-gather and reduce-scatter over a group of ranks.
@@ -68,15 +69,17 @@ impl Collective {
         shares.slot.lend(|layout| self.call(py, |gathers| call(gathers, layout)))
     }
 
-    /// A type that rows do not have: what is brought in it is refused, and the others are told.
-    fn other(&self) -> Dtype {
-        if self.shape.dtype == Dtype::F32 { Dtype::Bf16 } else { Dtype::F32 }
-    }
-
-    fn mine(&self, rows: &Bound<'_, PyAny>) -> PyResult<(Input, Dtype)> {
-        let rows = Input::new(rows, "rows")?.columns(self.shape.columns)?;
-        let dtype = rows.dtype()?;
-        Ok((rows, dtype))
+    /// Makes a call with this rank's rows; where they cannot be used, with none of a type that the library refuses, so that
+    /// the others are told.
+    fn with<T>(&self, rows: &Bound<'_, PyAny>, call: impl FnOnce(Sent<'_>) -> PyResult<T>) -> PyResult<T> {
+        let checked = Input::new(rows, "rows").and_then(|rows| rows.columns(self.shape.columns)?.rows());
+        match checked {
+            Ok(mine) => call(mine.tensor()),
+            Err(error) => {
+                let dtype = if self.shape.dtype == Dtype::F32 { Dtype::Bf16 } else { Dtype::F32 };
+                Err(first(rows.py(), call(Sent::Host { bytes: &[], dtype }), error))
+            }
+        }
     }
 
     fn shares_of(&self, layout: Layout, kind: Kind) -> Shares {
@@ -91,7 +94,8 @@ impl Collective {
         rows: sidelane::ep::ExpertRows,
         kind: Kind,
     ) -> PyResult<Bound<'py, PyAny>> {
-        rows_of(py, rows, kind, (self.shape.columns, self.shape.dtype), &self.shape.pool)
+        let row = (self.shape.columns, self.shape.dtype);
+        kind.give(py, tensor_of(rows, row, self.shape.place.pool())?)
     }
 }
 
@@ -122,7 +126,7 @@ impl Collective {
         };
         let refuse = || Gathers::builder(&members).build().map(drop);
         let (slot, dtype) = seat.build(py, "Collective", set(), refuse, CollectiveBuilder::build)?;
-        let shape = Shape { columns, dtype, pool: Arc::clone(seat.world()?.pool()) };
+        let shape = Shape { columns, dtype, place: Place::Host(Arc::clone(seat.world()?.pool())) };
         Ok(Collective { seat: Arc::clone(seat), slot, shape, rank: members.rank(), size: members.size() })
     }
 
@@ -133,17 +137,7 @@ impl Collective {
         rows: &Bound<'py, PyAny>,
     ) -> PyResult<(Bound<'py, PyAny>, Shares)> {
         let kind = Kind::of(rows);
-        let (all, layout) = match self.mine(rows) {
-            Ok((rows, dtype)) => typed!(dtype, E => {
-                let rows = rows.slice::<E>()?;
-                self.call(py, |gathers| gathers.all_gather::<E>(rows))?
-            }),
-            Err(error) => {
-                let refused =
-                    typed!(self.other(), E => self.call(py, |gathers| gathers.all_gather::<E>(&[])));
-                return Err(first(py, refused, error));
-            }
-        };
+        let (all, layout) = self.with(rows, |rows| self.call(py, |gathers| gathers.all_gather(rows)))?;
         Ok((self.all(py, all, kind)?, self.shares_of(layout, kind)))
     }
 
@@ -160,52 +154,37 @@ impl Collective {
         rows: &Bound<'py, PyAny>,
         shares: &Shares,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let all = match self.mine(rows) {
-            Ok((rows, dtype)) => typed!(dtype, E => {
-                let rows = rows.slice::<E>()?;
-                self.along(py, shares, |gathers, layout| gathers.all_gather_along::<E>(rows, layout))?
-            }),
-            Err(error) => {
-                let refused = typed!(self.other(), E => {
-                    self.along(py, shares, |gathers, layout| gathers.all_gather_along::<E>(&[], layout))
-                });
-                return Err(first(py, refused, error));
-            }
-        };
+        let all = self.with(rows, |rows| {
+            self.along(py, shares, |gathers, layout| gathers.all_gather_along(rows, layout))
+        })?;
         self.all(py, all, Kind::of(rows))
     }
 
-    /// Sums over all ranks of this rank's rows. `rows` is `shares.output()`, used in place, or any tensor [rows of all, columns],
-    /// copied once.
+    /// Sums over all ranks of this rank's rows. `rows` is `shares.output()`, used in place, or any
+    /// tensor [rows of all, columns], copied once.
     fn reduce_scatter<'py>(
         &self,
         py: Python<'py>,
         rows: &Bound<'py, PyAny>,
         shares: &Shares,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let columns = self.shape.columns;
-        let brought = Brought::look(rows, "rows", columns, (&shares.outputs, "shares"));
-        let tensor = typed!(self.shape.dtype, E => {
-            let sums = match brought {
-                Ok(Brought::Elsewhere(rows)) => {
-                    let rows = contribution(&rows)?;
-                    self.along(py, shares, |gathers, layout| gathers.reduce_scatter::<E>(rows, layout))?
-                }
-                Ok(Brought::Buffer(memory)) => self.along(py, shares, |gathers, layout| {
-                    let again = || layout.output();
-                    with_buffer(&memory, again, |rows| gathers.reduce_scatter::<E>(rows, layout))
-                })?,
-                Err(error) => {
-                    let refused = self.along(py, shares, |gathers, layout| {
-                        gathers.reduce_scatter::<E>(unusable(), layout).map(drop)
-                    });
-                    return Err(first(py, refused, error));
-                }
-            };
-            let rows = sums.len() / columns;
-            Tensor::of(sums, &[rows, columns], self.shape.dtype.into())
-        });
-        Kind::of(rows).give(py, tensor)
+        let Shape { columns, dtype, place } = &self.shape;
+        let brought = match Brought::look(rows, "rows", (*columns, place), (&shares.outputs, "shares")) {
+            Ok(brought) => brought,
+            Err(error) => {
+                let refused = self.along(py, shares, |gathers, layout| {
+                    gathers.reduce_scatter::<u8>(unusable(), layout).map(drop)
+                });
+                return Err(first(py, refused, error));
+            }
+        };
+        let mine = shares.counts[self.rank as usize] as usize;
+        let mut sums = Sums::new_on_host([mine, *columns], *dtype, Kind::of(rows));
+        let target = sums.tensor_mut();
+        self.along(py, shares, |gathers, layout| {
+            brought.lend(|| layout.output(), |rows| gathers.reduce_scatter_into(rows, layout, target))
+        })?;
+        sums.give(py)
     }
 
     fn __repr__(&self) -> String {
@@ -215,17 +194,18 @@ impl Collective {
 
 #[pymethods]
 impl Shares {
-    /// A buffer [rows of all, columns] that a reduce-scatter takes without a copy. Its contents are undefined.
+    /// A buffer [rows of all, columns] that a reduce-scatter takes without a copy. Its contents are
+    /// undefined.
     fn output<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let output = self.slot.lend(|layout| layout.output().map_err(raise))?;
-        let Shape { columns, dtype, pool } = &self.shape;
-        let memory = self.outputs.of_host(output, pool)?;
+        let Shape { columns, dtype, place } = &self.shape;
+        let memory = self.outputs.add(output, place)?;
         self.kind.give(py, Tensor::new(memory, &[self.rows as usize, *columns], (*dtype).into()))
     }
 
     /// How the bytes of the all-gather went.
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let report = self.slot.lend(|layout| Ok(layout.handle().report().clone()))?;
+        let report = self.slot.lend(|layout| layout.handle().report().map_err(raise))?;
         Ok(pythonize::pythonize(py, &report)?)
     }
 

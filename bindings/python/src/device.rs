@@ -3,12 +3,13 @@
 //! ```text
 //!   producer's stream   makes x ---.                                        .--> uses rows        consumer's stream
 //!                                   \  __dlpack__(stream=ours)             /  __dlpack__(stream=theirs)
-//!   exchange's stream                '-> dispatch ......... rows there ---'
+//!   instance's stream                '-> dispatch ......... rows there ---'
 //! ```
 //!
-//! DLPack's rule: whoever lends sees to it that the tensor is there for what the borrower's stream is given next. So tensors may
-//! be made and used on any streams; those of the exchange's own wait for nothing. What is borrowed is given back when the stream
-//! has come past its last use: an event behind each call says so.
+//! DLPack's rule: whoever lends sees to it that the tensor is there for what the borrower's stream
+//! is given next. So tensors may be made and used on any streams; those of the instance's own wait
+//! for nothing. What is borrowed is given back when the stream has passed its last use: an event
+//! behind each call says so.
 
 #![allow(unsafe_code, reason = "addresses and streams of other libraries are used by contract")]
 
@@ -17,28 +18,71 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
-use sidelane::Dtype;
+use pyo3::types::PyDict;
 use sidelane::device::{Driver, Event, Range, Stream};
 use sidelane::error::DeviceError;
+use sidelane::memory::Pool;
 
 use crate::dlpack::Lent;
 use crate::errors::raise;
 use crate::input::Input;
 use crate::settings;
 use crate::slot::Maker;
-use crate::tensor::Element;
+use crate::tensor::{Element, Memory, Tensor};
 
 /// As DLPack has them: the legacy default stream, and none.
 const LEGACY: usize = 1;
 const NO_STREAM: isize = -1;
 
-/// What a dispatch sends: tensors that are lent, and their memory.
-pub struct Sent {
-    pub inputs: [Input; 3],
-    pub ranges: [Range; 3],
+/// Where an instance has its rows, with what keeps memory there.
+#[derive(Clone)]
+pub enum Place {
+    /// In the receive pool.
+    Host(Arc<Pool>),
+    /// On the device of this stream.
+    Device(Arc<OnStream>),
 }
 
-/// The stream of an exchange, and what it still uses.
+impl Place {
+    /// The stream, on a device.
+    pub fn on(&self) -> Option<&Arc<OnStream>> {
+        match self {
+            Place::Host(_) => None,
+            Place::Device(on) => Some(on),
+        }
+    }
+
+    /// The pool, on the host.
+    pub fn pool(&self) -> Option<Arc<Pool>> {
+        match self {
+            Place::Host(pool) => Some(Arc::clone(pool)),
+            Place::Device(_) => None,
+        }
+    }
+
+    /// Borrows a tensor of this place.
+    ///
+    /// # Errors
+    /// As [`Input::borrow`].
+    pub fn borrow(&self, object: &Bound<'_, PyAny>, what: &'static str) -> PyResult<Input> {
+        Input::borrow(object, what, self.on().map(Arc::as_ref))
+    }
+
+    /// Keeps inputs of a call that was just enqueued. On the host calls are over when they return.
+    pub fn keep<'i>(&self, inputs: impl IntoIterator<Item = &'i Input>) {
+        if let Place::Device(on) = self {
+            on.keep(inputs.into_iter().filter_map(Input::kept).collect());
+        }
+    }
+
+    /// A tensor in memory of this place.
+    pub fn tensor(&self, memory: Arc<Memory>, shape: &[usize], element: Element) -> Tensor {
+        let tensor = Tensor::new(memory, shape, element);
+        self.on().into_iter().fold(tensor, Tensor::on)
+    }
+}
+
+/// The stream of an instance, and tensors that it still uses.
 pub struct OnStream {
     maker: Maker,
     stream: Arc<Stream>,
@@ -48,18 +92,24 @@ pub struct OnStream {
 #[derive(Default)]
 struct Kept {
     /// Until a mark has been reached.
-    used: VecDeque<(Event, Vec<Lent>)>,
-    /// What graphs use.
-    captured: Vec<Lent>,
+    used: VecDeque<(Event, Vec<Arc<Lent>>)>,
+    /// For good: graphs may come back to it.
+    captured: Vec<Arc<Lent>>,
 }
 
 impl OnStream {
-    /// The stream with this handle on this device; what is not said is torch's current one.
+    /// The stream that settings name, if they name one: `device` is a number, or as torch writes
+    /// it. What is left out is torch's current one.
     ///
     /// # Errors
     /// `InputError` where nobody says which, `DeviceError`.
-    pub fn open(py: Python<'_>, device: Option<u32>, stream: Option<usize>) -> PyResult<Arc<Self>> {
-        let (device, stream) = match (device, stream) {
+    pub fn open(
+        py: Python<'_>,
+        device: Option<&Bound<'_, PyAny>>,
+        stream: Option<usize>,
+    ) -> PyResult<Option<Arc<Self>>> {
+        let (device, stream) = match (device.map(settings::device).transpose()?.flatten(), stream) {
+            (None, None) if device.is_none() => return Ok(None),
             (Some(device), Some(stream)) => (device, stream),
             (device, stream) => {
                 let (now, current) = of_torch(py, device)?;
@@ -69,11 +119,11 @@ impl OnStream {
         let opened = py.detach(|| {
             let context = Driver::open()?.context(device)?;
             let handle = std::ptr::with_exposed_provenance_mut(stream);
-            // SAFETY: a stream that the caller says there is, and keeps as long as the exchange.
+            // SAFETY: a stream that the caller says there is, and keeps as long as the instance.
             unsafe { Stream::borrow(&context, handle) }
         });
         let stream = Arc::new(opened.map_err(raise)?);
-        Ok(Arc::new(OnStream { maker: Maker::here(), stream, kept: Mutex::default() }))
+        Ok(Some(Arc::new(OnStream { maker: Maker::here(), stream, kept: Mutex::default() })))
     }
 
     /// The stream.
@@ -91,53 +141,27 @@ impl OnStream {
         self.stream.handle().addr()
     }
 
-    /// Borrows a tensor, which is there for what this stream is given next.
-    ///
-    /// # Errors
-    /// `InputError`.
-    pub fn borrow(&self, object: &Bound<'_, PyAny>, what: &'static str) -> PyResult<Input> {
-        Input::on_device(object, what, self.device(), self.handle().max(LEGACY))
+    /// Its number in DLPack.
+    pub fn dlpack_stream(&self) -> usize {
+        self.handle().max(LEGACY)
     }
 
-    /// A tensor's memory, to be used before [`OnStream::keep`] is told of it.
+    /// Memory of a tensor that is lent. [`OnStream::keep`] takes the loan once the memory is in
+    /// use.
     ///
     /// # Errors
     /// `DeviceError` where its library says what the driver does not.
-    pub fn range(&self, input: &Input) -> PyResult<Range> {
-        let (address, len) = input.place();
-        let address = if len == 0 { 0 } else { address as u64 };
-        // SAFETY: lent; `keep` holds it until the stream has come past.
-        unsafe { Range::lent(self.stream.context(), input.what(), address, len as u64) }.map_err(raise)
+    pub fn range(&self, what: &'static str, address: usize, bytes: usize) -> PyResult<Range> {
+        let address = if bytes == 0 { 0 } else { address as u64 };
+        // SAFETY: lent; `keep` holds it until the stream has passed its use.
+        unsafe { Range::lent(self.stream.context(), what, address, bytes as u64) }.map_err(raise)
     }
 
-    /// Borrows what a dispatch sends: `x`, experts and weights.
-    ///
-    /// # Errors
-    /// As [`OnStream::borrow`] and [`OnStream::range`].
-    pub fn tokens(
-        &self,
-        [x, experts, weights]: [&Bound<'_, PyAny>; 3],
-        (hidden, dtype): (usize, Dtype),
-        top_k: usize,
-    ) -> PyResult<Sent> {
-        let inputs = [
-            self.borrow(x, "x")?.columns(hidden)?.of(dtype.into())?,
-            self.borrow(experts, "experts")?.columns(top_k)?.of(Element::I32)?,
-            self.borrow(weights, "weights")?.columns(top_k)?.of(Element::F32)?,
-        ];
-        let [x, experts, weights] = &inputs;
-        Ok(Sent { ranges: [self.range(x)?, self.range(experts)?, self.range(weights)?], inputs })
-    }
-
-    /// Keeps what the stream was just given until it has come past. A graph may come back to it: that is kept for good.
-    pub fn keep(&self, inputs: impl IntoIterator<Item = Input>) -> Result<(), DeviceError> {
-        let lent: Vec<Lent> = inputs.into_iter().map(Input::into_lent).collect();
-        let mut marked = None;
-        if !self.stream.is_capturing()? {
-            let event = Event::new(self.stream.context())?;
-            event.record(&self.stream)?;
-            marked = Some(event);
-        }
+    /// Keeps what the stream was just given until it has passed that. What a graph may come back to
+    /// is kept for good, as is what no event can mark.
+    fn keep(&self, lent: Vec<Arc<Lent>>) {
+        let captured = self.stream.is_capturing() != Ok(false);
+        let marked = if captured { None } else { self.mark().ok() };
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let mut past = Vec::new();
         match marked {
@@ -152,7 +176,13 @@ impl OnStream {
         // Whoever gives back may want the interpreter, and with it whoever waits for the lock.
         drop(kept);
         drop(past);
-        Ok(())
+    }
+
+    /// An event behind what the stream was given so far.
+    fn mark(&self) -> Result<Event, DeviceError> {
+        let event = Event::new(self.stream.context())?;
+        event.record(&self.stream)?;
+        Ok(event)
     }
 
     /// Has a consumer's stream, by DLPack's number, wait for what this one was given so far.
@@ -165,17 +195,14 @@ impl OnStream {
                 .filter(|&number| number > 0)
                 .ok_or_else(|| PyBufferError::new_err(format!("{number} is no stream of CUDA")))?,
         };
-        if consumer == self.handle().max(LEGACY) {
+        if consumer == self.dlpack_stream() {
             return Ok(());
         }
         let handle = if consumer == LEGACY { 0 } else { consumer };
         let order = || {
-            let context = self.stream.context();
+            let theirs = std::ptr::with_exposed_provenance_mut(handle);
             // SAFETY: a stream of the consumer's, who is in a call that names it.
-            let theirs = unsafe { Stream::borrow(context, std::ptr::with_exposed_provenance_mut(handle)) }?;
-            let event = Event::new(context)?;
-            event.record(&self.stream)?;
-            theirs.wait_event(&event)
+            unsafe { Stream::borrow(self.stream.context(), theirs) }?.wait_event(&self.mark()?)
         };
         order().map_err(|error| {
             PyBufferError::new_err(format!("stream {consumer} cannot wait for this memory's: {error}"))
@@ -183,8 +210,37 @@ impl OnStream {
     }
 }
 
+impl OnStream {
+    /// An uninitialized tensor of torch's on this device.
+    ///
+    /// # Errors
+    /// Those of torch.
+    pub fn torch_empty<'py>(
+        &self,
+        py: Python<'py>,
+        shape: [usize; 2],
+        element: Element,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let torch = py.import("torch")?;
+        let named = PyDict::new(py);
+        named.set_item("dtype", torch.getattr(element.name())?)?;
+        named.set_item("device", format!("cuda:{}", self.device()))?;
+        torch.call_method("empty", (shape,), Some(&named))
+    }
+
+    /// Has torch's current stream wait for what this one was given so far.
+    ///
+    /// # Errors
+    /// Those of torch, and as [`OnStream::before`].
+    pub fn before_torch(&self, py: Python<'_>) -> PyResult<()> {
+        let (_, current) = of_torch(py, Some(self.device()))?;
+        self.before(Some(current.max(LEGACY) as isize))
+    }
+}
+
 impl Drop for OnStream {
-    /// Everything that was made on it is gone: waits for the stream, so that nobody keeps what it used. Streams of a dead world drain, too.
+    /// Everything that was made on it is gone: waits for the stream, so that nobody keeps what it
+    /// used. Streams of a dead world drain, too.
     fn drop(&mut self) {
         let kept = std::mem::take(self.kept.get_mut().unwrap_or_else(PoisonError::into_inner));
         let idle = || self.stream.is_capturing() == Ok(false) && self.stream.synchronize().is_ok();
@@ -192,16 +248,11 @@ impl Drop for OnStream {
         let wait = || Python::try_attach(|py| py.detach(idle)).unwrap_or_else(idle);
         let past = self.maker.is_here() && wait();
         if !past {
-            // What a broken device still uses, or that of a parent's process, is nobody's to give back here.
+            // What a broken device still uses, or that of a parent's process, is nobody's to give
+            // back here.
             std::mem::forget(kept);
         }
     }
-}
-
-/// A byte that no device may touch. As a tensor it is refused, whatever is expected: rows are multiples of 16 bytes.
-pub fn nowhere() -> Range {
-    // SAFETY: no device reaches it, so no stream takes it.
-    unsafe { Range::of_caller(0, 1, &[], Arc::new(())) }
 }
 
 /// The device and the stream that torch uses now.

@@ -1,52 +1,160 @@
-//! Handles: what a dispatch leaves to the calls that follow it.
+//! Received rows, and handles: what a dispatch leaves to the calls that follow it.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use pyo3::prelude::*;
 use sidelane::Dtype;
+use sidelane::device::Range;
+use sidelane::ep::{ExpertRows, Report, RowIndex};
 use sidelane::memory::Pool;
 
-use crate::errors::raise;
+use crate::calls::Instance;
+use crate::device::Place;
+use crate::errors::{Wrong, raise};
 use crate::slot::Slot;
-use crate::tensor::{Element, Kind, Outputs, Tensor};
+use crate::tensor::{Element, Kind, Memory, Outputs, Tensor};
+use crate::wait::{self, Interrupt};
+use crate::world::Seat;
 
 /// What is the same for all rows of an `ExpertParallel`.
 #[derive(Clone)]
 pub struct Shape {
-    /// Elements of a row that comes home.
+    /// Elements of a row that returns.
     pub hidden: usize,
     /// Their type.
     pub dtype: Dtype,
+    /// Elements and type of a row that is dispatched: others if it is a record.
+    pub sent: (usize, Dtype),
     /// Choices per token.
     pub top_k: usize,
     /// What goes with a row has a column per choice.
     pub rank_major: bool,
+    /// Ranks, and rows of a slot, where slots of a device are fixed.
+    pub slots: Option<[usize; 2]>,
     /// Where rows lie.
-    pub pool: Arc<Pool>,
+    pub place: Place,
+}
+
+impl Shape {
+    /// A tensor in memory of received rows, which keeps all of them.
+    fn part(&self, rows: &Arc<ExpertRows>, range: &Range, (shape, element): (&[usize], Element)) -> Tensor {
+        let (address, bytes) = (range.address() as usize, range.len() as usize);
+        let memory = Memory::at(address, bytes, Box::new(Arc::clone(rows)), None);
+        self.place.tensor(memory, shape, element)
+    }
+
+    /// A part of each slot, `[ranks, ..]`, where slots of a device are fixed.
+    fn slots(&self, rows: &Arc<ExpertRows>, part: Part) -> PyResult<Option<Tensor>> {
+        let (Some([ranks, tokens]), Some(slot)) = (self.slots, rows.slots()) else { return Ok(None) };
+        let (offset, shape, element) = match part {
+            Part::Used => (0, &[ranks][..], Element::I32),
+            Part::Experts => (slot.experts_at(), &[ranks, tokens, self.top_k][..], Element::I32),
+            Part::Weights => (slot.weights_at(), &[ranks, tokens, self.top_k][..], Element::F32),
+            Part::Rows => (slot.rows_at(), &[ranks, tokens, self.hidden][..], self.dtype.into()),
+        };
+        let range = rows.range().map_err(raise)?;
+        let range = range.part(offset, range.len() - offset).map_err(raise)?;
+        let tensor = self.part(rows, &range, (shape, element));
+        Ok(Some(tensor.apart(slot.bytes() as usize / element.size())))
+    }
+}
+
+/// Parts of a slot.
+#[derive(Clone, Copy)]
+enum Part {
+    Used,
+    Experts,
+    Weights,
+    Rows,
+}
+
+/// Received rows as a tensor.
+pub fn tensor_of(
+    rows: ExpertRows,
+    (columns, dtype): (usize, Dtype),
+    pool: Option<Arc<Pool>>,
+) -> PyResult<Tensor> {
+    let (shape, bytes) = ([rows.len() as usize, columns], rows.rows::<u8>().map_err(raise)?);
+    let (address, bytes) = (bytes.as_ptr() as usize, bytes.len());
+    Ok(Tensor::new(Memory::at(address, bytes, Box::new(rows), pool), &shape, dtype.into()))
 }
 
 /// The placement of one dispatch.
 #[pyclass(frozen, module = "sidelane")]
 pub struct Handle {
+    seat: Arc<Seat>,
     /// Lent to calls along it.
     pub slot: Slot<sidelane::ep::Handle>,
     shape: Shape,
     kind: Kind,
+    /// What was received on a device, as long as somebody has it; slots stay where they are.
+    received: Weak<ExpertRows>,
+    _slots: Option<Arc<ExpertRows>>,
     /// Output buffers that Python has.
     pub outputs: Outputs,
     #[pyo3(get)]
     rows: usize,
     #[pyo3(get)]
-    tokens: usize,
+    pub tokens: usize,
+}
+
+impl Instance {
+    /// A handle of a dispatch whose tokens were of this kind.
+    pub fn handle(&self, handle: sidelane::ep::Handle, rows: Option<&Arc<ExpertRows>>, kind: Kind) -> Handle {
+        Handle {
+            seat: Arc::clone(&self.seat),
+            rows: handle.rows() as usize,
+            tokens: handle.tokens() as usize,
+            slot: Slot::new("handle", handle),
+            shape: self.shape.clone(),
+            kind,
+            received: rows.map(Arc::downgrade).unwrap_or_default(),
+            _slots: self.shape.slots.and(rows.cloned()),
+            outputs: Outputs::default(),
+        }
+    }
+
+    /// What came of a dispatch, as Python sees it.
+    pub fn received<'py>(
+        &self,
+        py: Python<'py>,
+        (rows, handle): (ExpertRows, sidelane::ep::Handle),
+        kind: Kind,
+    ) -> PyResult<(Bound<'py, PyAny>, Handle)> {
+        let (shape, sent) = (&self.shape, self.shape.sent);
+        if let Some(pool) = shape.place.pool() {
+            let handle = self.handle(handle, None, kind);
+            return Ok((kind.give(py, tensor_of(rows, sent, Some(pool))?)?, handle));
+        }
+        let (range, rows) = (rows.range().map_err(raise)?, Arc::new(rows));
+        let tensor = match shape.slots(&rows, Part::Rows)? {
+            Some(tensor) => tensor,
+            None => shape.part(&rows, &range, (&[rows.len() as usize, sent.0], sent.1.into())),
+        };
+        Ok((kind.give(py, tensor)?, self.handle(handle, Some(&rows), kind)))
+    }
 }
 
 impl Handle {
-    /// Of a dispatch whose tokens were of this kind.
-    pub fn new(handle: sidelane::ep::Handle, shape: Shape, kind: Kind) -> Self {
-        let (rows, tokens) = (handle.rows() as usize, handle.tokens() as usize);
-        Handle { slot: Slot::new("handle", handle), shape, kind, outputs: Outputs::default(), rows, tokens }
+    /// What came with the rows, on a device.
+    fn on_device<'py>(
+        &self,
+        py: Python<'py>,
+        ask: impl FnOnce(&Shape, &Arc<ExpertRows>) -> PyResult<Option<Tensor>>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if self.shape.place.on().is_none() {
+            return Ok(None);
+        }
+        self.seat.world()?;
+        let received = self.received.upgrade().ok_or_else(|| {
+            let message =
+                "the rows of this dispatch are gone, and what came with them: ask while you have them";
+            Wrong::Closed.error("RowsGone", message, &[])
+        })?;
+        ask(&self.shape, &received)?.map(|tensor| self.kind.give(py, tensor)).transpose()
     }
 
+    /// Something that the host knows.
     fn ask<'py, T>(
         &self,
         py: Python<'py>,
@@ -56,11 +164,24 @@ impl Handle {
         let said = self.slot.lend(|handle| Ok(ask(handle)))?;
         self.kind.give(py, give(said))
     }
+
+    /// A report, as soon as it is known; Ctrl-C ends the wait, not the world.
+    fn told<'py>(
+        &self,
+        py: Python<'py>,
+        ask: impl FnOnce(&sidelane::ep::Handle) -> Result<Report, sidelane::Error> + Send,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let report = self.slot.lend(|handle| match &self.shape.place {
+            Place::Host(_) => ask(handle).map_err(raise),
+            Place::Device(_) => wait::call(py, &*self.seat.world()?, Interrupt::Ends, || ask(handle)),
+        })?;
+        Ok(pythonize::pythonize(py, &report)?)
+    }
 }
 
 #[pymethods]
 impl Handle {
-    /// Rows of each expert of this rank.
+    /// Rows of each expert of this rank; empty where sizes stay on a device.
     #[getter]
     fn tokens_per_expert(&self) -> PyResult<Vec<i64>> {
         self.slot.lend(|handle| Ok(handle.tokens_per_expert().to_vec()))
@@ -78,20 +199,32 @@ impl Handle {
         self.slot.lend(|handle| Ok(handle.required_rows().to_vec()))
     }
 
-    /// Routing weight of each row `[rows]`; rank-major `[rows, top_k]`.
+    /// Routing weight of each row `[rows]`, 0 for pads; rank-major `[rows, top_k]`, in fixed slots
+    /// of a device `[ranks, max_tokens, top_k]`.
     #[getter]
     fn row_weights<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let weights = self.on_device(py, |shape, rows| match shape.slots(rows, Part::Weights)? {
+            Some(weights) => Ok(Some(weights)),
+            None => {
+                let weights = rows.weights().map_err(raise)?;
+                Ok(Some(shape.part(rows, &weights, (&[rows.len() as usize], Element::F32))))
+            }
+        })?;
+        if let Some(weights) = weights {
+            return Ok(weights);
+        }
         let columns = if self.shape.rank_major { &[self.rows, self.shape.top_k][..] } else { &[self.rows] };
-        self.ask(
-            py,
-            |handle| handle.row_weights().to_vec(),
-            |values| Tensor::of(values, columns, Element::F32),
-        )
+        let give = |values| Tensor::of(values, columns, Element::F32);
+        self.ask(py, |handle| handle.row_weights().to_vec(), give)
     }
 
-    /// Rank-major: the local expert of each row and choice, `[rows, top_k]`; otherwise empty.
+    /// Rank-major: the local expert of each row and choice, `[rows, top_k]`, in fixed slots of a
+    /// device `[ranks, max_tokens, top_k]`; otherwise empty.
     #[getter]
     fn row_experts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        if let Some(experts) = self.on_device(py, |shape, rows| shape.slots(rows, Part::Experts))? {
+            return Ok(experts);
+        }
         let give = |values: Vec<i32>| {
             let rows = values.len() / self.shape.top_k;
             Tensor::of(values, &[rows, self.shape.top_k], Element::I32)
@@ -99,24 +232,58 @@ impl Handle {
         self.ask(py, |handle| handle.row_experts().to_vec(), give)
     }
 
-    /// Which choices were dropped for want of room, `[tokens, top_k]`.
+    /// In fixed slots of a device: the number of rows that each rank's slot uses, int32 `[ranks]`.
     #[getter]
-    fn dropped<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let (tokens, top_k) = (self.tokens, self.shape.top_k);
-        let give = |mut values: Vec<bool>| {
-            values.resize(tokens * top_k, false);
-            Tensor::of(values, &[tokens, top_k], Element::Bool)
-        };
-        self.ask(py, |handle| handle.dropped().to_vec(), give)
+    fn used<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.on_device(py, |shape, rows| shape.slots(rows, Part::Used))
     }
 
-    /// Where rows lie that were handed on in spans, `[rows]`: row v in visible order lies at index[v].
+    /// On a device: rows of each expert of this rank, then the same with pads, int64 `[2,
+    /// experts]`. None in fixed slots.
+    #[getter]
+    fn counts<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.on_device(py, |shape, rows| {
+            if shape.slots.is_some() {
+                return Ok(None);
+            }
+            let counts = rows.counts().map_err(raise)?;
+            Ok(Some(shape.part(rows, &counts, (&[2, counts.len() as usize / 16], Element::I64))))
+        })
+    }
+
+    /// Which choices were dropped for want of room, `[tokens, top_k]`, on the host; `[0, top_k]`
+    /// where sizes stay on a device.
+    #[getter]
+    fn dropped<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let top_k = self.shape.top_k;
+        let ask = |handle: &sidelane::ep::Handle| {
+            let mut dropped = handle.dropped().to_vec();
+            let known = !handle.required_rows().is_empty();
+            dropped.resize(if known { self.tokens * top_k } else { 0 }, false);
+            dropped
+        };
+        let give = |values: Vec<bool>| {
+            let tokens = values.len() / top_k;
+            Tensor::of(values, &[tokens, top_k], Element::Bool)
+        };
+        self.ask(py, ask, give)
+    }
+
+    /// Where rows lie, if not as they arrived, `[rows]`. On the host, after relays that copied
+    /// spans: visible row v lies at index[v]. On a device where copy engines relay: visible row v
+    /// is row index[v] of `arrived`, -1 for pads.
     #[getter]
     fn index<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let index = self.on_device(py, |shape, rows| {
+            let index = rows.arrivals().map(|(_, index)| index);
+            Ok(index.map(|index| shape.part(rows, index, (&[index.len() as usize / 4], Element::I32))))
+        })?;
+        if index.is_some() {
+            return Ok(index);
+        }
         let landing = self.slot.lend(|handle| {
-            Ok(handle
-                .index()
-                .map(|index| index.landing().iter().map(|&row| i64::from(row)).collect::<Vec<_>>()))
+            let landing = |index: &RowIndex| index.landing().iter().map(|&row| i64::from(row)).collect();
+            Ok(handle.index().map(landing))
         })?;
         let give = |rows: Vec<i64>| {
             let len = rows.len();
@@ -125,23 +292,61 @@ impl Handle {
         landing.map(give).transpose()
     }
 
+    /// On a device where copy engines relay: rows as they arrived, `[.., hidden]`.
+    #[getter]
+    fn arrived<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.on_device(py, |shape, rows| {
+            let Shape { hidden, dtype, .. } = *shape;
+            let row_bytes = hidden * dtype.size();
+            let sizes = |arrived: &Range| [arrived.len() as usize / row_bytes, hidden];
+            let arrived = rows.arrivals().map(|(arrived, _)| arrived);
+            Ok(arrived.map(|arrived| shape.part(rows, arrived, (&sizes(arrived), dtype.into()))))
+        })
+    }
+
     /// Bytes that calls along this handle have copied because rows did not lie in an output buffer.
     #[getter]
     fn copied_bytes(&self) -> PyResult<u64> {
         self.slot.lend(|handle| Ok(handle.copied_bytes()))
     }
 
-    /// A buffer `[rows, hidden]` that a combine takes without a copy. Its contents are undefined.
-    fn output<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let output = self.slot.lend(|handle| handle.output().map_err(raise))?;
-        let memory = self.outputs.of_host(output, &self.shape.pool)?;
-        self.kind.give(py, Tensor::new(memory, &[self.rows, self.shape.hidden], self.shape.dtype.into()))
+    /// How the last call along this handle ended on a device: 0 is well. Final once the stream has
+    /// passed it.
+    #[getter]
+    fn status(&self) -> PyResult<u32> {
+        self.slot.lend(|handle| Ok(handle.status_now().0))
     }
 
-    /// How the bytes of the dispatch went, as planned and as moved.
+    /// The same for kernels: the address of a word of 32 bits, as the device reaches it.
+    #[getter]
+    fn status_address(&self) -> PyResult<u64> {
+        self.slot.lend(|handle| Ok(handle.status().map_err(raise)?.address()))
+    }
+
+    /// A buffer `[rows, hidden]`, in fixed slots of a device `[ranks, max_tokens, hidden]`, that a
+    /// combine takes without a copy. Its contents are undefined.
+    fn output<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let output = self.slot.lend(|handle| handle.output().map_err(raise))?;
+        let Shape { hidden, dtype, place, .. } = &self.shape;
+        let rows = output.len() as usize;
+        let memory = self.outputs.add(output, place)?;
+        let shape = match self.shape.slots {
+            Some([ranks, tokens]) => &[ranks, tokens, *hidden][..],
+            None => &[rows, *hidden],
+        };
+        self.kind.give(py, place.tensor(memory, shape, (*dtype).into()))
+    }
+
+    /// How the bytes of the dispatch went. On a device this waits until its rows have landed.
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let report = self.slot.lend(|handle| Ok(handle.report().clone()))?;
-        Ok(pythonize::pythonize(py, &report)?)
+        self.told(py, sidelane::ep::Handle::report)
+    }
+
+    /// How the last combine along this handle went, or the last gradient that returned rows. On a
+    /// device this waits until the rows are back, though not for their sums, and raises the refusal
+    /// of that combine.
+    fn returned<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.told(py, sidelane::ep::Handle::returned)
     }
 
     fn __repr__(&self) -> String {

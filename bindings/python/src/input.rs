@@ -1,19 +1,35 @@
 //! Tensors that are handed in: looked at before they are used, so that errors can say what to do.
 
+use std::sync::Arc;
+
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use sidelane::Dtype;
+use sidelane::device::Range;
+use sidelane::ep::{Tensor, TensorMut};
+use sidelane::error::PlanError;
 
+use crate::device::OnStream;
 use crate::dlpack::{self, Lent};
-use crate::errors::Wrong;
+use crate::errors::{Wrong, raise};
 use crate::tensor::Element;
 
 /// A contiguous tensor, lent by another library.
 pub struct Input {
-    lent: Lent,
+    held: Held,
     what: &'static str,
     element: Element,
     shape: Vec<usize>,
+}
+
+/// Memory of a lent tensor.
+enum Held {
+    Host(Lent),
+    /// The stream still needs it when the call is over.
+    Device {
+        lent: Arc<Lent>,
+        range: Range,
+    },
 }
 
 fn wrong(what: &str, kind: &str, message: String) -> PyErr {
@@ -21,51 +37,29 @@ fn wrong(what: &str, kind: &str, message: String) -> PyErr {
 }
 
 impl Input {
-    /// Borrows a tensor in memory of the host; `what` it is called in errors.
+    /// Borrows a tensor in memory of the host; `what` is its name in errors.
     ///
     /// # Errors
-    /// `InputError`, with what to do about it.
+    /// `InputError`, with what to do about it; `PlanError` (`WrongPlace`) for memory of a device.
     pub fn new(object: &Bound<'_, PyAny>, what: &'static str) -> PyResult<Self> {
-        Self::where_it_fits(object, what, None, |device| Self::of_host(device, what))
+        Self::borrow(object, what, None)
     }
 
-    /// Borrows a tensor in memory of a device, which is there for what that stream is given next: its library sees to it.
+    /// Borrows a tensor in memory of the host or, with a stream, of the stream's device. Its
+    /// library has the tensor ready for what the stream is given next.
     ///
     /// # Errors
-    /// As [`Input::new`].
-    pub fn on_device(
-        object: &Bound<'_, PyAny>,
-        what: &'static str,
-        device: u32,
-        stream: usize,
-    ) -> PyResult<Self> {
-        Self::where_it_fits(object, what, Some(stream), |seen| {
-            if seen == (dlpack::CUDA, device as i32) {
-                return Ok(());
-            }
-            let message = format!(
-                "it lies on {}, and this exchange is of cuda:{device}: pass {what}.to(\"cuda:{device}\")",
-                name_of(seen)
-            );
-            Err(wrong(what, "Device", message))
-        })
-    }
-
-    fn where_it_fits(
-        object: &Bound<'_, PyAny>,
-        what: &'static str,
-        stream: Option<usize>,
-        fits: impl Fn((i32, i32)) -> PyResult<()>,
-    ) -> PyResult<Self> {
+    /// As [`Input::new`]; `DeviceError` where the tensor's library says what the driver does not.
+    pub fn borrow(object: &Bound<'_, PyAny>, what: &'static str, on: Option<&OnStream>) -> PyResult<Self> {
         if !object.hasattr("__dlpack__")? {
             let class = object.get_type().name()?;
             let message = format!("a {class} is no tensor: pass one that speaks DLPack (torch, numpy)");
             return Err(wrong(what, "NotATensor", message));
         }
         // Before a capsule is asked for: some libraries would copy, or wait for a stream.
-        fits(object.call_method0("__dlpack_device__")?.extract()?)?;
-        let lent = Lent::take(&Self::capsule(object, what, stream)?)?;
-        fits(lent.device())?;
+        check_place(object.call_method0("__dlpack_device__")?.extract()?, what, on)?;
+        let lent = Lent::take(&Self::capsule(object, what, on.map(OnStream::dlpack_stream))?)?;
+        check_place(lent.device(), what, on)?;
         let element = Element::of_code(lent.element()).ok_or_else(|| {
             let dlpack::ElementType { code, bits, lanes } = lent.element();
             let message = format!(
@@ -74,25 +68,20 @@ impl Input {
             );
             wrong(what, "Dtype", message)
         })?;
-        let input =
-            Input { shape: lent.shape().iter().map(|&size| size as usize).collect(), lent, what, element };
-        input.check_layout()?;
-        if input.len() > 0 && !input.lent.address().is_multiple_of(element.size()) {
+        let shape: Vec<usize> = lent.shape().iter().map(|&size| size as usize).collect();
+        let (address, len) = (lent.address(), shape.iter().product::<usize>());
+        check_layout(&lent, what, len)?;
+        if len > 0 && !address.is_multiple_of(element.size()) {
             return Err(misaligned(what, element));
         }
-        Ok(input)
-    }
-
-    fn of_host(device: (i32, i32), what: &str) -> PyResult<()> {
-        if [dlpack::CPU, dlpack::CUDA_HOST].contains(&device.0) {
-            return Ok(());
-        }
-        let message = format!(
-            "it lies on {}, and this exchange moves rows in host memory: pass {what}.cpu(), or use \
-             sidelane.PlannedExchange",
-            name_of(device)
-        );
-        Err(wrong(what, "Device", message))
+        let held = match on {
+            None => Held::Host(lent),
+            Some(on) => {
+                let range = on.range(what, address, len * element.size())?;
+                Held::Device { lent: Arc::new(lent), range }
+            }
+        };
+        Ok(Input { held, what, element, shape })
     }
 
     fn capsule<'py>(
@@ -121,32 +110,27 @@ impl Input {
         })
     }
 
-    fn check_layout(&self) -> PyResult<()> {
-        let (shape, strides) = (self.lent.shape(), self.lent.strides());
-        let mut next = 1;
-        let mut contiguous = true;
-        for (&size, &stride) in shape.iter().zip(strides).rev() {
-            contiguous &= size == 1 || stride == next;
-            next *= size;
+    fn lent(&self) -> &Lent {
+        match &self.held {
+            Held::Host(lent) => lent,
+            Held::Device { lent, .. } => lent,
         }
-        if !contiguous && self.len() > 0 {
-            let message = format!(
-                "it is not contiguous (shape {shape:?}, strides {strides:?}): pass {}.contiguous()",
-                self.what
-            );
-            return Err(wrong(self.what, "NotContiguous", message));
-        }
-        Ok(())
     }
 
-    /// What was lent, without the description.
-    pub fn into_lent(self) -> Lent {
-        self.lent
+    /// The loan that a stream needs after the call; none on the host.
+    pub fn kept(&self) -> Option<Arc<Lent>> {
+        match &self.held {
+            Held::Host(_) => None,
+            Held::Device { lent, .. } => Some(Arc::clone(lent)),
+        }
     }
 
-    /// What it is called in errors.
-    pub fn what(&self) -> &'static str {
-        self.what
+    /// Its memory on a device.
+    pub fn range(&self) -> Option<&Range> {
+        match &self.held {
+            Held::Host(_) => None,
+            Held::Device { range, .. } => Some(range),
+        }
     }
 
     /// Type of its elements.
@@ -166,7 +150,7 @@ impl Input {
 
     /// Where its bytes lie, and how many they are.
     pub fn place(&self) -> (usize, usize) {
-        (self.lent.address(), self.len() * self.element.size())
+        (self.lent().address(), self.len() * self.element.size())
     }
 
     /// An error unless its last axis has `columns` elements.
@@ -178,16 +162,6 @@ impl Input {
         Err(wrong(self.what, "Shape", message))
     }
 
-    /// An error unless it has so many rows.
-    pub fn rows(&self, rows: usize, of: &str) -> PyResult<()> {
-        let seen = self.shape.split_last().map_or(1, |(_, axes)| axes.iter().product::<usize>());
-        if seen == rows {
-            return Ok(());
-        }
-        let message = format!("its shape is {:?}, but there are {rows} {of}", self.shape);
-        Err(wrong(self.what, "Shape", message))
-    }
-
     /// An error unless its elements are these.
     pub fn of(self, element: Element) -> PyResult<Self> {
         if self.element == element {
@@ -196,17 +170,21 @@ impl Input {
         Err(self.unfit(element.name()))
     }
 
-    /// As rows, or an error.
-    pub fn dtype(&self) -> PyResult<Dtype> {
-        match self.element {
-            Element::F32 => Ok(Dtype::F32),
-            Element::F16 => Ok(Dtype::F16),
-            Element::Bf16 => Ok(Dtype::Bf16),
-            Element::U8 => Ok(Dtype::Bytes),
+    /// As rows.
+    ///
+    /// # Errors
+    /// `InputError` for elements that rows do not have.
+    pub fn rows(self) -> PyResult<Rows> {
+        let dtype = match self.element {
+            Element::F32 => Dtype::F32,
+            Element::F16 => Dtype::F16,
+            Element::Bf16 => Dtype::Bf16,
+            Element::U8 => Dtype::Bytes,
             Element::I32 | Element::I64 | Element::F64 | Element::Bool => {
-                Err(self.unfit("float32, bfloat16, float16 or uint8"))
+                return Err(self.unfit("float32, bfloat16, float16 or uint8"));
             }
-        }
+        };
+        Ok(Rows { input: self, dtype })
     }
 
     /// That its elements are not what they should be.
@@ -216,32 +194,102 @@ impl Input {
 
     /// An error if it must not be written to.
     pub fn writable(self) -> PyResult<Self> {
-        if !self.lent.read_only() {
+        if !self.lent().read_only() {
             return Ok(self);
         }
         Err(wrong(self.what, "ReadOnly", "it must not be written to".to_owned()))
     }
 
-    /// Its elements, which are known to be `T`.
+    /// Its elements on the host, which are known to be `T`.
+    ///
+    /// # Errors
+    /// `InputError` without an address, `PlanError` on a device.
     pub fn slice<T: bytemuck::Pod>(&self) -> PyResult<&[T]> {
         let len = self.len() * self.element.size() / size_of::<T>();
-        self.lent.elements(len).ok_or_else(|| misaligned(self.what, self.element))
-    }
-
-    /// Its elements, to write to.
-    pub fn slice_mut<T: bytemuck::Pod>(&mut self) -> PyResult<&mut [T]> {
-        let len = self.len() * self.element.size() / size_of::<T>();
-        match self.lent.elements_mut(len) {
-            Some(elements) => Ok(elements),
-            None => Err(misaligned(self.what, self.element)),
+        match &self.held {
+            Held::Host(lent) => lent.elements(len).ok_or_else(|| misaligned(self.what, self.element)),
+            Held::Device { .. } => Err(elsewhere(self.what, A_DEVICE, THE_HOST)),
         }
     }
+}
+
+/// A tensor whose elements can be rows: the library checks whether they are the rows that it
+/// expects.
+pub struct Rows {
+    pub input: Input,
+    pub dtype: Dtype,
+}
+
+impl Rows {
+    /// As a call reads it.
+    pub fn tensor(&self) -> Tensor<'_> {
+        let (_, bytes) = self.input.place();
+        match &self.input.held {
+            // Without an address there are no rows, which is for the library to refuse.
+            Held::Host(lent) => {
+                Tensor::Host { bytes: lent.elements(bytes).unwrap_or_default(), dtype: self.dtype }
+            }
+            Held::Device { range, .. } => Tensor::device(range, self.dtype),
+        }
+    }
+
+    /// As a call writes it.
+    pub fn tensor_mut(&mut self) -> TensorMut<'_> {
+        let (_, bytes) = self.input.place();
+        match &mut self.input.held {
+            Held::Host(lent) => {
+                TensorMut::Host { bytes: lent.elements_mut(bytes).unwrap_or_default(), dtype: self.dtype }
+            }
+            Held::Device { range, .. } => TensorMut::device(range, self.dtype),
+        }
+    }
+}
+
+const THE_HOST: &str = "the host";
+const A_DEVICE: &str = "a device";
+
+/// The library's refusal of a tensor of the other place.
+fn elsewhere(what: &'static str, seen: &'static str, expected: &'static str) -> PyErr {
+    raise(PlanError::WrongPlace { what, seen, expected })
+}
+
+/// Refuses memory on a DLPack device that a call on this stream, or on the host, cannot use.
+fn check_place(seen: (i32, i32), what: &'static str, on: Option<&OnStream>) -> PyResult<()> {
+    let host = [dlpack::CPU, dlpack::CUDA_HOST].contains(&seen.0);
+    match on {
+        None if host => Ok(()),
+        None => Err(elsewhere(what, A_DEVICE, THE_HOST)),
+        Some(on) if seen == (dlpack::CUDA, on.device() as i32) => Ok(()),
+        Some(_) if host => Err(elsewhere(what, THE_HOST, A_DEVICE)),
+        Some(on) => {
+            let (seen, device) = (name_of(seen), on.device());
+            let message = format!(
+                "it lies on {seen}, and rows lie on cuda:{device}: pass {what}.to(\"cuda:{device}\")"
+            );
+            Err(wrong(what, "Device", message))
+        }
+    }
+}
+
+fn check_layout(lent: &Lent, what: &str, len: usize) -> PyResult<()> {
+    let (shape, strides) = (lent.shape(), lent.strides());
+    let mut next = 1;
+    let mut contiguous = true;
+    for (&size, &stride) in shape.iter().zip(strides).rev() {
+        contiguous &= size == 1 || stride == next;
+        next *= size;
+    }
+    if !contiguous && len > 0 {
+        let message =
+            format!("it is not contiguous (shape {shape:?}, strides {strides:?}): pass {what}.contiguous()");
+        return Err(wrong(what, "NotContiguous", message));
+    }
+    Ok(())
 }
 
 /// A device as torch writes it.
 fn name_of((kind, id): (i32, i32)) -> String {
     match kind {
-        dlpack::CPU | dlpack::CUDA_HOST => "the host".to_owned(),
         dlpack::CUDA | 13 => format!("device cuda:{id}"),
         10 | 11 => format!("device rocm:{id}"),
         8 => format!("device mps:{id}"),

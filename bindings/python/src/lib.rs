@@ -4,7 +4,7 @@
 //! What is convenience (processes, process groups, autograd, Megatron) is Python, in `python/sidelane`.
 //!
 //! ```text
-//!   tensor (torch, numpy) --DLPack--> Imported --\                          /--> Tensor --DLPack--> torch, numpy
+//!   tensor (torch, numpy) --DLPack--> Input -----\                          /--> Tensor --DLPack--> torch, numpy
 //!                                                 Slot: one call at a time /
 //!   exception with fields <--- errors <--- wait: GIL released, asked for signals every 20 ms
 //! ```
@@ -18,9 +18,8 @@
 //! | [`errors`] | the library's errors as exceptions with their fields |
 //! | [`wait`], [`calls`] | calls that wait; those of `ExpertParallel` |
 //! | [`slot`] | values that are lent to calls; closed worlds, forked processes |
-//! | [`world`], [`window`], [`parallel`], [`pending`], [`handle`], [`collective`] | the classes, in memory of the host |
+//! | [`world`], [`window`], [`parallel`], [`pending`], [`handle`], [`collective`] | the classes |
 //! | [`gate`], [`losses`] | routers, and what they are trained by |
-//! | [`planned`], [`planned_handle`], [`slots`] | the classes, in memory of devices |
 
 mod calls;
 mod collective;
@@ -33,11 +32,8 @@ mod input;
 mod losses;
 mod parallel;
 mod pending;
-mod planned;
-mod planned_handle;
 mod settings;
 mod slot;
-mod slots;
 mod tensor;
 mod wait;
 mod window;
@@ -57,11 +53,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<collective::Collective>()?;
     module.add_class::<collective::Shares>()?;
     module.add_class::<tensor::Tensor>()?;
-    module.add_class::<planned::PlannedExchange>()?;
-    module.add_class::<planned::PlannedDispatch>()?;
-    module.add_class::<planned::PlannedCombine>()?;
-    module.add_class::<planned_handle::PlannedHandle>()?;
-    module.add_class::<slots::SlotsExchange>()?;
     module.add_class::<gate::Gate>()?;
     module.add_class::<gate::Decision>()?;
     module.add_function(wrap_pyfunction!(gate::preset, module)?)?;

@@ -4,27 +4,42 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use sidelane::Dtype;
-use sidelane::ep::ExpertParallelBuilder;
+use sidelane::ep::{ExpertParallelBuilder, ExpertRows};
+use sidelane::error::CallKind;
 use sidelane::plan::{ExpertMap, Mode, Overflow, RowLayout};
 
-use crate::calls::{Rows, Tokens, first, other_routing, typed, typed_mut, typed_rows, unusable};
+use crate::calls::{Instance, Sums};
+use crate::device::{OnStream, Place};
 use crate::errors::raise;
-use crate::handle::{Handle, Shape};
+use crate::handle::{Handle, Shape, tensor_of};
 use crate::input::Input;
 use crate::pending::{PendingCombine, PendingDispatch};
 use crate::settings;
-use crate::slot::Slot;
 use crate::tensor::{Element, Kind, Tensor};
-use crate::world::{Group, Seat, World};
+use crate::wait;
+use crate::world::{Group, World};
 
-/// MoE dispatch and combine over a group of ranks.
+/// MoE dispatch and combine over a group of ranks, on the host or on a stream of a GPU.
 #[pyclass(frozen, module = "sidelane")]
 pub struct ExpertParallel {
-    pub(crate) seat: Arc<Seat>,
-    pub(crate) slot: Arc<Slot<sidelane::ExpertParallel>>,
-    pub(crate) shape: Shape,
-    /// Elements and type of a row that is dispatched: others than those of `shape` if it is a record.
-    pub(crate) sent: (usize, Dtype),
+    instance: Instance,
+    /// Where its rows lie: "host", or "cuda:" and a number.
+    #[pyo3(get)]
+    place: String,
+    /// Number of its device, and handle of its stream.
+    #[pyo3(get)]
+    device: Option<u32>,
+    #[pyo3(get)]
+    stream: Option<usize>,
+    /// What carries its calls out.
+    #[pyo3(get)]
+    executor: &'static str,
+    #[pyo3(get)]
+    hidden: usize,
+    #[pyo3(get)]
+    top_k: u32,
+    #[pyo3(get)]
+    dtype: &'static str,
     #[pyo3(get)]
     rank: u32,
     #[pyo3(get)]
@@ -35,12 +50,13 @@ pub struct ExpertParallel {
 
 #[pymethods]
 impl ExpertParallel {
-    /// Collective: all ranks of the group choose alike.
+    /// Collective: all ranks of the group choose alike, but for device and stream.
     #[new]
     #[pyo3(signature = (
         group, *, experts=None, top_k=1, hidden, dtype=None, expert_map=None, order="expert", wire="f32",
         layout="expert-major", route="direct", strategy="exchange", align=1, max_tokens=4096, weighted=false,
-        spans=false, fp8=false, budget=None, slots=None, overflow="error"
+        spans=false, fp8=false, budget=None, slots=None, overflow="error", device=None, stream=None,
+        max_in_flight=None, device_heap=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "Python's keywords are its builder")]
     fn new(
@@ -64,11 +80,15 @@ impl ExpertParallel {
         budget: Option<u32>,
         slots: Option<u32>,
         overflow: &str,
+        device: Option<&Bound<'_, PyAny>>,
+        stream: Option<usize>,
+        max_in_flight: Option<u32>,
+        device_heap: Option<u64>,
     ) -> PyResult<Self> {
         let group = group_of(group)?;
         let (seat, members) = (group.get().seat(), group.get().get()?);
         let blank = sidelane::ExpertParallel::builder(&members).map_err(raise)?;
-        let set = || -> PyResult<(ExpertParallelBuilder<'_>, (Dtype, bool))> {
+        let set = || {
             let dtype = dtype.map_or(Ok(Dtype::Bf16), settings::dtype)?;
             let rows: RowLayout = settings::word("layout", layout)?;
             let overflow: Overflow = settings::word("overflow", overflow)?;
@@ -94,36 +114,50 @@ impl ExpertParallel {
                 .spans(spans)
                 .fp8(fp8)
                 .mode(mode);
-            Ok((placed(builder, experts, expert_map.as_deref())?, (dtype, rows == RowLayout::RankMajor)))
+            let on = OnStream::open(py, device, stream)?;
+            let builder = on.iter().fold(builder, |builder, on| builder.on(on.stream()));
+            let builder = max_in_flight.into_iter().fold(builder, ExpertParallelBuilder::max_in_flight);
+            let builder = device_heap.into_iter().fold(builder, ExpertParallelBuilder::device_heap);
+            let builder = placed(builder, experts, expert_map.as_deref())?;
+            Ok((builder, (dtype, rows == RowLayout::RankMajor, on)))
         };
-        let (slot, (dtype, rank_major)) =
+        let (slot, (dtype, rank_major, on)) =
             seat.build(py, "ExpertParallel", set(), || no_layer(&members), ExpertParallelBuilder::build)?;
-        let (pool, record) = slot.lend(|ep| Ok((Arc::clone(ep.pool()), ep.record())))?;
-        let shape = Shape { hidden, dtype, top_k: top_k as usize, rank_major, pool };
-        let sent = record.map_or((hidden, dtype), |record| (record.bytes(), Dtype::Bytes));
+        let (pool, record, place, executor) = slot.lend(|ep| {
+            Ok((Arc::clone(ep.pool()), ep.record(), ep.place().to_string(), ep.executor().name()))
+        })?;
         let (rank, size) = (members.rank(), members.size());
-        Ok(ExpertParallel { seat: Arc::clone(seat), slot, shape, sent, rank, size, weighted })
-    }
-
-    #[getter]
-    fn hidden(&self) -> usize {
-        self.shape.hidden
-    }
-
-    #[getter]
-    fn top_k(&self) -> usize {
-        self.shape.top_k
-    }
-
-    #[getter]
-    fn dtype(&self) -> &'static str {
-        Element::from(self.shape.dtype).name()
+        let (device, stream) = on.as_ref().map(|on| (on.device(), on.handle())).unzip();
+        let shape = Shape {
+            hidden,
+            dtype,
+            sent: record.map_or((hidden, dtype), |record| (record.bytes(), Dtype::Bytes)),
+            top_k: top_k as usize,
+            rank_major,
+            slots: device.and(slots).map(|_| [size as usize, max_tokens as usize]),
+            place: on.map_or(Place::Host(pool), Place::Device),
+        };
+        let (instance, dtype) =
+            (Instance { seat: Arc::clone(seat), slot, shape }, Element::from(dtype).name());
+        Ok(ExpertParallel {
+            instance,
+            place,
+            device,
+            stream,
+            executor,
+            hidden,
+            top_k,
+            dtype,
+            rank,
+            size,
+            weighted,
+        })
     }
 
     /// Where values and scales lie in a row that is dispatched in fp8.
     #[getter]
     fn record(&self) -> PyResult<Option<(usize, usize, usize, usize)>> {
-        self.slot.lend(|ep| {
+        self.instance.slot.lend(|ep| {
             let parts = |record: sidelane::dtype::RecordShape| {
                 (record.hidden(), record.scales_offset(), record.scales(), record.bytes())
             };
@@ -134,7 +168,7 @@ impl ExpertParallel {
     /// The experts that each rank holds.
     #[getter]
     fn expert_map(&self) -> PyResult<Vec<Vec<u32>>> {
-        self.slot.lend(|ep| {
+        self.instance.slot.lend(|ep| {
             let map = ep.expert_map();
             let held = |rank| map.slots_of(rank).map(|slot| map.expert_of(slot)).collect();
             Ok((0..map.ranks()).map(held).collect())
@@ -142,18 +176,15 @@ impl ExpertParallel {
     }
 
     fn set_expert_map(&self, py: Python<'_>, held: Vec<Vec<u32>>) -> PyResult<()> {
-        let experts = self.slot.lend(|ep| Ok(ep.expert_map().experts()))?;
+        let experts = self.instance.slot.lend(|ep| Ok(ep.expert_map().experts()))?;
         match map(Some(experts), &held) {
-            Ok(map) => self.call(py, |ep| ep.set_expert_map(map)),
-            Err(error) => {
-                // A map of other experts is refused everywhere.
-                let refused = self.call(py, |ep| ep.set_expert_map(ExpertMap::contiguous(experts + 1, 1)?));
-                Err(first(py, refused, error))
-            }
+            Ok(map) => self.instance.call(py, |ep| ep.set_expert_map(map)),
+            Err(error) => Err(self.instance.refuse(py, CallKind::ExpertMap, None, error)),
         }
     }
 
-    /// `x` [tokens, hidden], `experts` and `weights` [tokens, top_k]: the rows of this rank's experts, and a handle.
+    /// `x` [tokens, hidden], `experts` and `weights` [tokens, top_k]: the rows of this rank's
+    /// experts, and a handle. In fixed slots of a device, rows are [ranks, max_tokens, hidden].
     fn dispatch<'py>(
         &self,
         py: Python<'py>,
@@ -161,16 +192,10 @@ impl ExpertParallel {
         experts: &Bound<'py, PyAny>,
         weights: &Bound<'py, PyAny>,
     ) -> PyResult<(Bound<'py, PyAny>, Handle)> {
-        let Tokens { x, dtype, routing, kind } = match self.tokens(x, experts, weights) {
-            Ok(tokens) => tokens,
-            Err(error) => return Err(self.refuse(py, error)),
-        };
-        let (rows, handle) = typed!(dtype, E => {
-            let x = x.slice::<E>()?;
-            self.call(py, |ep| ep.dispatch::<E>(x, &routing))?
-        });
-        let handle = Handle::new(handle, self.shape.clone(), kind);
-        Ok((self.rows(py, rows, kind, true)?, handle))
+        let tokens = self.instance.tokens(py, [x, experts, weights])?;
+        let done = self.instance.call(py, |ep| ep.dispatch(tokens.x.tensor(), tokens.chosen.choices()));
+        self.instance.shape.place.keep(tokens.inputs());
+        self.instance.received(py, done?, tokens.kind)
     }
 
     /// The layout of a dispatch, before its rows: `dispatch_cached` brings them.
@@ -180,15 +205,11 @@ impl ExpertParallel {
         experts: &Bound<'_, PyAny>,
         weights: &Bound<'_, PyAny>,
     ) -> PyResult<Handle> {
-        let handle = match self.routing(experts, weights) {
-            Ok(routing) => self.call(py, |ep| ep.prepare(&routing))?,
-            Err(error) => {
-                let top_k = self.shape.top_k;
-                let refused = self.call(py, |ep| ep.prepare(&other_routing(top_k)?).map(drop));
-                return Err(first(py, refused, error));
-            }
+        let handle = match self.instance.chosen(experts, weights) {
+            Ok(chosen) => self.instance.call(py, |ep| ep.prepare(chosen.choices()))?,
+            Err(error) => return Err(self.instance.refuse(py, CallKind::Prepare, None, error)),
         };
-        Ok(Handle::new(handle, self.shape.clone(), Kind::of(weights)))
+        Ok(self.instance.handle(handle, None, Kind::of(weights)))
     }
 
     /// First half of `dispatch`. `x` must not change before the second.
@@ -199,10 +220,7 @@ impl ExpertParallel {
         experts: &Bound<'_, PyAny>,
         weights: &Bound<'_, PyAny>,
     ) -> PyResult<PendingDispatch> {
-        match self.tokens(x, experts, weights) {
-            Ok(tokens) => PendingDispatch::start(py, self, tokens),
-            Err(error) => Err(self.refuse(py, error)),
-        }
+        PendingDispatch::start(py, &self.instance, self.instance.tokens(py, [x, experts, weights])?)
     }
 
     /// `x` along the layout of an earlier dispatch: its rows.
@@ -212,14 +230,17 @@ impl ExpertParallel {
         x: &Bound<'py, PyAny>,
         handle: &Handle,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let (columns, sent) = self.sent;
-        let rows = self.outward(py, handle, (x, "x", columns, sent), |ep, Rows { bytes, dtype }, handle| {
-            typed!(dtype, E => ep.dispatch_cached::<E>(typed_rows(bytes), handle))
+        let sent = self.instance.shape.sent;
+        let tokens = self.instance.rows(x, "x", sent.0);
+        let rows = self.instance.along(py, (CallKind::CachedDispatch, handle), tokens, |ep, x, handle| {
+            ep.dispatch_cached(x.tensor(), handle)
         })?;
-        self.rows(py, rows, Kind::of(x), true)
+        self.rows(py, rows, Kind::of(x), sent)
     }
 
-    /// Sums the rows of each token: [tokens, hidden]. `y` is `handle.output()`, used in place, or any tensor, copied once.
+    /// Sums the rows of each token: [tokens, hidden]. `y` is `handle.output()`, used in place, or
+    /// any tensor, copied once. A device needs `out`, but for tensors of torch, and the sums are
+    /// there for what is enqueued next.
     #[pyo3(signature = (y, handle, out=None))]
     fn combine<'py>(
         &self,
@@ -228,29 +249,20 @@ impl ExpertParallel {
         handle: &Handle,
         out: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let brought = self.brought(y, handle, "y");
-        if let Some(out) = out {
-            let mut given = self.home(out);
-            let (brought, mut given) = match given.as_mut() {
-                Ok(given) => {
-                    let dtype = given.dtype()?;
-                    (brought, Some((given.slice_mut::<u8>()?, dtype)))
-                }
-                Err(_) => (given.map(drop).and(brought), None),
+        let sums = self.instance.sums(py, (handle.tokens, Kind::of(y)), out);
+        let (brought, mut sums) =
+            match sums.and_then(|sums| Ok((self.instance.brought(y, handle, "y")?, sums))) {
+                Ok(both) => both,
+                Err(error) => return Err(self.instance.refuse(py, CallKind::Combine, Some(handle), error)),
             };
-            self.bring(py, handle, brought, |ep, y, handle| match &mut given {
-                Some((out, dtype)) => typed!(*dtype, E => {
-                    ep.combine_into::<E>(y, handle, typed_mut(out))
-                }),
-                None => ep.combine::<u8>(y, handle).map(drop),
-            })?;
-            return Ok(out.clone());
-        }
-        let tensor = typed!(self.shape.dtype, E => {
-            let sums: Vec<E> = self.bring(py, handle, brought, |ep, y, handle| ep.combine::<E>(y, handle))?;
-            self.sums(sums)
-        });
-        Kind::of(y).give(py, tensor)
+        let target = sums.tensor_mut();
+        let done =
+            self.instance.along(py, (CallKind::Combine, handle), Ok(&brought), |ep, brought, handle| {
+                brought.lend(|| handle.output(), |rows| ep.combine_into(rows, handle, target))
+            });
+        self.instance.shape.place.keep(sums.input().into_iter().chain([&brought.rows.input]));
+        done?;
+        sums.give(py)
     }
 
     /// First half of `combine`.
@@ -260,17 +272,37 @@ impl ExpertParallel {
         y: &Bound<'_, PyAny>,
         handle: Py<Handle>,
     ) -> PyResult<PendingCombine> {
-        let brought = self.brought(y, handle.get(), "y");
-        match brought {
-            Ok(brought) => PendingCombine::start(py, self, brought, handle, Kind::of(y)),
-            Err(error) => {
-                let refused = self.along(py, handle.get(), |ep, handle| ep.combine::<u8>(unusable(), handle));
-                Err(first(py, refused, error))
-            }
+        match self.instance.brought(y, handle.get(), "y") {
+            Ok(brought) => PendingCombine::start(py, &self.instance, brought, handle, Kind::of(y)),
+            Err(error) => Err(self.instance.refuse(py, CallKind::Combine, Some(handle.get()), error)),
         }
     }
 
-    /// Gradient of `dispatch`: of tokens [tokens, hidden] and, if those of the row weights are given, of weights [tokens, top_k].
+    /// Fixed slots of a device, instead of a combine: what was received has been read, and nothing comes home.
+    /// Without a handle, of the last dispatch.
+    #[pyo3(signature = (handle=None))]
+    fn release(&self, py: Python<'_>, handle: Option<&Handle>) -> PyResult<()> {
+        match handle {
+            Some(handle) => handle.slot.lend(|held| self.instance.call(py, |ep| ep.release(Some(held)))),
+            None => self.instance.call(py, |ep| ep.release(None)),
+        }
+    }
+
+    /// Waits until everything in the stream is done, and raises what went wrong. Ctrl-C cancels the
+    /// world, which ends the stream's waits.
+    fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
+        let world = self.instance.seat.world()?;
+        self.instance.slot.lend(|ep| wait::meeting(py, || world.cancel(), move || ep.synchronize()))
+    }
+
+    /// Raises what is known to be wrong, without waiting.
+    fn check(&self) -> PyResult<()> {
+        self.instance.seat.world()?;
+        self.instance.slot.lend(|ep| ep.check().map_err(raise))
+    }
+
+    /// Gradient of `dispatch`: of tokens [tokens, hidden] and, if those of the row weights are
+    /// given, of weights [tokens, top_k].
     #[pyo3(signature = (row_gradients, handle, row_weight_gradients=None))]
     fn dispatch_backward<'py>(
         &self,
@@ -282,64 +314,86 @@ impl ExpertParallel {
         let weights = row_weight_gradients
             .map(|weights| Input::new(weights, "row_weight_gradients").and_then(|w| w.of(Element::F32)))
             .transpose();
-        let brought = self.brought(row_gradients, handle, "row_gradients");
-        let (brought, weights) = match (brought, weights) {
-            (brought, Ok(weights)) => (brought, weights),
-            (_, Err(error)) => (Err(error), None),
+        let brought = self.instance.brought(row_gradients, handle, "row_gradients");
+        let (brought, weights) = match weights {
+            Ok(weights) => (brought, weights),
+            Err(error) => (Err(error), None),
         };
         let weights = weights.as_ref().map(Input::slice::<f32>).transpose()?;
+        let Shape { hidden, dtype, top_k, .. } = self.instance.shape;
         let kind = Kind::of(row_gradients);
-        let (tokens, weights) = typed!(self.shape.dtype, E => {
-            let (tokens, weights) = self.bring(py, handle, brought, |ep, rows, handle| {
-                ep.dispatch_backward::<E>(rows, weights, handle)
-            })?;
-            (self.sums::<E>(tokens), weights)
-        });
-        let weights = weights.map(|weights| kind.give(py, self.choices(weights))).transpose()?;
-        Ok((kind.give(py, tokens)?, weights))
+        let mut sums = Sums::new_on_host([handle.tokens, hidden], dtype, kind);
+        let mut of_choices = vec![0.0; weights.map_or(0, |_| handle.tokens * top_k)];
+        let (target, of_weights) = (sums.tensor_mut(), &mut of_choices);
+        let call = (CallKind::DispatchBackward, handle);
+        self.instance.along(py, call, brought, |ep, brought, handle| {
+            let again = || handle.output();
+            brought.lend(again, |rows| ep.dispatch_backward_into(rows, weights, handle, target, of_weights))
+        })?;
+        Ok((sums.give(py)?, weights.map(|_| self.choices(py, of_choices, kind)).transpose()?))
     }
 
-    /// Gradient of `combine`: of rows [rows, hidden] and, of a weighted one, of weights [tokens, top_k].
+    /// Gradient of `combine`: of rows [rows, hidden] and, of a weighted one, of weights [tokens,
+    /// top_k].
     fn combine_backward<'py>(
         &self,
         py: Python<'py>,
         gradients: &Bound<'py, PyAny>,
         handle: &Handle,
     ) -> PyResult<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)> {
-        let (kind, input) =
-            (Kind::of(gradients), (gradients, "gradients", self.shape.hidden, self.shape.dtype));
-        let (rows, weights) = self.outward(py, handle, input, |ep, Rows { bytes, dtype }, handle| {
-            typed!(dtype, E => ep.combine_backward::<E>(typed_rows(bytes), handle))
+        let Shape { hidden, dtype, .. } = self.instance.shape;
+        let (kind, tokens) = (Kind::of(gradients), self.instance.rows(gradients, "gradients", hidden));
+        let call = (CallKind::CombineBackward, handle);
+        let (rows, weights) = self.instance.along(py, call, tokens, |ep, gradients, handle| {
+            ep.combine_backward(gradients.tensor(), handle)
         })?;
-        let weights = weights.map(|weights| kind.give(py, self.choices(weights))).transpose()?;
-        Ok((self.rows(py, rows, kind, false)?, weights))
+        let weights = weights.map(|weights| self.choices(py, weights, kind)).transpose()?;
+        Ok((self.rows(py, rows, kind, (hidden, dtype))?, weights))
     }
 
     /// Makes records of tokens for a dispatch in fp8: [tokens, record] of uint8.
     fn quantise<'py>(&self, py: Python<'py>, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let input = Input::new(x, "x")?.columns(self.shape.hidden)?;
-        let dtype = input.dtype()?;
-        let records = self.slot.lend(|ep| {
+        let tokens = Input::new(x, "x")?.columns(self.instance.shape.hidden)?.rows()?;
+        let records = self.instance.slot.lend(|ep| {
             let mut records = Vec::new();
-            typed!(dtype, E => ep.quantise::<E>(input.slice::<E>()?, &mut records).map_err(raise)?);
+            ep.quantise(tokens.tensor(), &mut records).map_err(raise)?;
             Ok(records)
         })?;
-        let rows = records.len() / self.sent.0;
-        Kind::of(x).give(py, Tensor::of(records, &[rows, self.sent.0], Element::U8))
+        let rows = records.len() / self.instance.shape.sent.0;
+        Kind::of(x).give(py, Tensor::of(records, &[rows, self.instance.shape.sent.0], Element::U8))
     }
 
     /// The lanes of the group, and how many ranks each reaches.
     #[getter]
     fn lanes(&self) -> PyResult<Vec<(&'static str, u32)>> {
-        self.slot.lend(|ep| Ok(ep.lanes().iter().map(|lane| (lane.lane, lane.ranks)).collect()))
+        self.instance.slot.lend(|ep| Ok(ep.lanes().iter().map(|lane| (lane.lane, lane.ranks)).collect()))
     }
 
     fn __repr__(&self) -> String {
-        let Shape { hidden, top_k, .. } = self.shape;
+        let ExpertParallel { rank, size, top_k, hidden, place, .. } = self;
         format!(
-            "sidelane.ExpertParallel(rank={}, size={}, top_k={top_k}, hidden={hidden})",
-            self.rank, self.size
+            "sidelane.ExpertParallel(rank={rank}, size={size}, top_k={top_k}, hidden={hidden}, place={place})"
         )
+    }
+}
+
+impl ExpertParallel {
+    /// Rows that came along a handle, which is of the host.
+    fn rows<'py>(
+        &self,
+        py: Python<'py>,
+        rows: ExpertRows,
+        kind: Kind,
+        row: (usize, Dtype),
+    ) -> PyResult<Bound<'py, PyAny>> {
+        kind.give(py, tensor_of(rows, row, self.instance.shape.place.pool())?)
+    }
+
+    /// Gradients of choices.
+    fn choices<'py>(&self, py: Python<'py>, weights: Vec<f32>, kind: Kind) -> PyResult<Bound<'py, PyAny>> {
+        let top_k = self.instance.shape.top_k;
+        let rows = weights.len() / top_k;
+        kind.give(py, Tensor::of(weights, &[rows, top_k], Element::F32))
     }
 }
 
@@ -352,27 +406,19 @@ pub fn group_of<'py>(group: &Bound<'py, PyAny>) -> PyResult<Bound<'py, Group>> {
 }
 
 /// A layer that no rank can build: of tokens that choose nobody.
-pub fn no_layer(members: &sidelane::Group) -> Result<(), sidelane::Error> {
+fn no_layer(members: &sidelane::Group) -> Result<(), sidelane::Error> {
     sidelane::ExpertParallel::builder(members)?.top_k(0).build().map(drop)
 }
 
 /// Says how many experts there are, and where.
-pub fn placed<'g>(
+fn placed<'g>(
     builder: ExpertParallelBuilder<'g>,
     experts: Option<u32>,
     held: Option<&[Vec<u32>]>,
 ) -> PyResult<ExpertParallelBuilder<'g>> {
-    Ok(match map_of(experts, held)? {
-        Some(map) => builder.expert_map(map),
-        None => builder.experts(experts.unwrap_or_default()),
-    })
-}
-
-/// The map, if it is not that of so many experts in contiguous blocks.
-pub fn map_of(experts: Option<u32>, held: Option<&[Vec<u32>]>) -> PyResult<Option<ExpertMap>> {
     match (experts, held) {
-        (experts, Some(held)) => map(experts, held).map(Some),
-        (Some(_), None) => Ok(None),
+        (experts, Some(held)) => Ok(builder.expert_map(map(experts, held)?)),
+        (Some(experts), None) => Ok(builder.experts(experts)),
         (None, None) => Err(settings::wrong("experts", "needed, unless there is an expert_map")),
     }
 }

@@ -1,31 +1,26 @@
 //! Calls that were started and are to be finished: relays go on in between.
 //!
-//! The library's pending call borrows all that it works on, so the object owns these together: the `ExpertParallel`, the
-//! tensors, the handle. They go back when the call is finished, or dropped, which cancels the world.
+//! The library's pending call borrows all that it works on, so the object owns these together: the
+//! `ExpertParallel`, the tensors, the handle. They go back when the call is finished, or dropped,
+//! which cancels the world.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use self_cell::{MutBorrow, self_cell};
-use sidelane::Dtype;
-use sidelane::ep::{PendingCombine as StartedCombine, PendingDispatch as StartedDispatch};
-use sidelane::gate::Routing;
+use sidelane::ep::{ExpertRows, PendingCombine as StartedCombine, PendingDispatch as StartedDispatch};
 
-use crate::calls::{Brought, Tokens, contribution, rows_of, typed, with_buffer};
+use crate::calls::{Brought, Instance, Tokens};
 use crate::errors::{Wrong, raise};
-use crate::handle::{Handle, Shape};
-use crate::input::Input;
-use crate::parallel::ExpertParallel;
-use crate::slot::{Maker, Slot};
-use crate::tensor::{Kind, Tensor};
+use crate::handle::Handle;
+use crate::slot::Maker;
+use crate::tensor::Kind;
 use crate::wait::{self, Interrupt};
-use crate::world::Seat;
 
 /// What a started dispatch works on.
 struct Sent {
     ep: MutBorrow<sidelane::ExpertParallel>,
-    x: Input,
-    routing: Routing<'static>,
+    tokens: Tokens,
 }
 
 type Dispatching<'a> = Option<StartedDispatch<'a>>;
@@ -42,7 +37,6 @@ self_cell!(
 struct Returned {
     ep: MutBorrow<sidelane::ExpertParallel>,
     handle: sidelane::ep::Handle,
-    tokens: usize,
 }
 
 type Combining<'a> = Option<StartedCombine<'a>>;
@@ -55,96 +49,103 @@ self_cell!(
     }
 );
 
-/// What a pending call has of the object that it was made on.
-struct Home {
+/// A started call, and what of Python's it was made on.
+struct Started<C> {
     maker: Maker,
-    seat: Arc<Seat>,
-    slot: Arc<Slot<sidelane::ExpertParallel>>,
-    shape: Shape,
+    instance: Instance,
     kind: Kind,
+    cell: Mutex<Option<C>>,
 }
 
-impl Home {
-    fn of(ep: &ExpertParallel, kind: Kind) -> Self {
-        let (seat, slot, shape) = ep.parts();
-        Home {
-            maker: Maker::here(),
-            seat: Arc::clone(seat),
-            slot: Arc::clone(slot),
-            shape: shape.clone(),
-            kind,
-        }
+impl<C> Started<C> {
+    fn new(instance: Instance, kind: Kind, cell: C) -> Self {
+        Started { maker: Maker::here(), instance, kind, cell: Mutex::new(Some(cell)) }
+    }
+
+    /// The call, for its second half, with its world.
+    fn take(&self) -> PyResult<(C, Arc<sidelane::World>)> {
+        self.maker.check("pending call")?;
+        let world = self.instance.seat.world()?;
+        Ok((self.left().ok_or_else(used_up)?, world))
+    }
+
+    /// The call, if it is not finished.
+    fn left(&self) -> Option<C> {
+        let here = self.maker.is_here();
+        here.then(|| self.cell.lock().unwrap_or_else(PoisonError::into_inner).take()).flatten()
     }
 }
 
-/// Takes a started call, once.
-fn take<T>(cell: &Mutex<Option<T>>) -> PyResult<T> {
-    cell.lock().unwrap_or_else(PoisonError::into_inner).take().ok_or_else(used_up)
+impl<C> Drop for Started<C> {
+    fn drop(&mut self) {
+        // Only a forked process has anything left here: it is the parent's.
+        std::mem::forget(self.cell.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+    }
 }
 
 fn used_up() -> PyErr {
     Wrong::Closed.error("UsedUp", "this pending call was finished before", &[])
 }
 
+/// The second half of a dispatch.
+type Finish = fn(StartedDispatch<'_>) -> Result<(ExpertRows, sidelane::ep::Handle), sidelane::Error>;
+
 /// A dispatch whose counts are on their way. Dropped before it is finished, it cancels the world.
 #[pyclass(frozen, module = "sidelane")]
-pub struct PendingDispatch {
-    home: Home,
-    sent: (usize, Dtype),
-    cell: Mutex<Option<DispatchCell>>,
-}
+pub struct PendingDispatch(Started<DispatchCell>);
 
 impl PendingDispatch {
     /// Starts one.
-    pub fn start(py: Python<'_>, ep: &ExpertParallel, tokens: Tokens) -> PyResult<Self> {
-        let Tokens { x, dtype, routing, kind } = tokens;
-        let home = Home::of(ep, kind);
-        let world = home.seat.world()?;
-        let owner = Sent { ep: MutBorrow::new(home.slot.take()?), x, routing };
+    pub fn start(py: Python<'_>, instance: &Instance, tokens: Tokens) -> PyResult<Self> {
+        let (instance, kind) = (instance.clone(), tokens.kind);
+        let world = instance.seat.world()?;
+        let owner = Sent { ep: MutBorrow::new(instance.slot.take()?), tokens };
         let started = wait::call(py, &world, Interrupt::Cancels, || {
-            Ok(DispatchCell::try_new_or_recover(owner, |Sent { ep, x, routing }| {
-                let ep = ep.borrow_mut();
-                typed!(dtype, E => match x.slice::<E>() {
-                    Ok(x) => ep.start_dispatch::<E>(x, routing).map(Some).map_err(raise),
-                    Err(error) => Err(error),
-                })
+            Ok(DispatchCell::try_new_or_recover(owner, |Sent { ep, tokens }| {
+                let started = ep.borrow_mut().start_dispatch(tokens.x.tensor(), tokens.chosen.choices());
+                // Also where it was refused: something may have been enqueued.
+                instance.shape.place.keep(tokens.inputs());
+                started.map(Some).map_err(raise)
             }))
         });
         match started? {
-            Ok(cell) => Ok(PendingDispatch { home, sent: ep.sent(), cell: Mutex::new(Some(cell)) }),
+            Ok(cell) => Ok(PendingDispatch(Started::new(instance, kind, cell))),
             Err((owner, error)) => {
-                home.slot.put_back(owner.ep.into_inner());
+                instance.slot.put_back(owner.ep.into_inner());
                 Err(error)
             }
         }
+    }
+
+    fn end<'py>(&self, py: Python<'py>, finish: Finish) -> PyResult<(Bound<'py, PyAny>, Handle)> {
+        let Started { instance, kind, .. } = &self.0;
+        let (mut cell, world) = self.0.take()?;
+        let done = wait::call(py, &world, Interrupt::Cancels, || {
+            cell.with_dependent_mut(|_, started| started.take().map(finish)).transpose()
+        });
+        instance.slot.put_back(cell.into_owner().ep.into_inner());
+        instance.received(py, done?.ok_or_else(used_up)?, *kind)
     }
 }
 
 #[pymethods]
 impl PendingDispatch {
-    /// Second half: the rows of this rank's experts, and a handle.
+    /// Second half: the rows of this rank's experts, and a handle. On a device it waits for sizes,
+    /// not for rows.
     fn finish<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, Handle)> {
-        self.home.maker.check("PendingDispatch")?;
-        let world = self.home.seat.world()?;
-        let mut cell = take(&self.cell)?;
-        let done = wait::call(py, &world, Interrupt::Cancels, || {
-            cell.with_dependent_mut(|_, started| started.take().map(StartedDispatch::finish)).transpose()
-        });
-        self.home.slot.put_back(cell.into_owner().ep.into_inner());
-        let (rows, handle) = done?.ok_or_else(used_up)?;
-        let handle = Handle::new(handle, self.home.shape.clone(), self.home.kind);
-        Ok((rows_of(py, rows, self.home.kind, self.sent, &self.home.shape.pool)?, handle))
+        self.end(py, |started| started.finish())
+    }
+
+    /// Second half with sizes that stay on the device: nothing waits.
+    fn unfinished<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, Handle)> {
+        self.end(py, |started| started.unfinished())
     }
 }
 
 impl Drop for PendingDispatch {
     fn drop(&mut self) {
-        let cell = self.cell.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        match cell {
-            Some(cell) if self.home.maker.is_here() => {
-                self.home.slot.put_back(cell.into_owner().ep.into_inner())
-            }
-            forked => std::mem::forget(forked),
+        if let Some(cell) = self.0.left() {
+            self.0.instance.slot.put_back(cell.into_owner().ep.into_inner());
         }
     }
 }
@@ -152,90 +153,82 @@ impl Drop for PendingDispatch {
 /// A combine whose rows peers may read. Dropped before it is finished, it cancels the world.
 #[pyclass(frozen, module = "sidelane")]
 pub struct PendingCombine {
-    home: Home,
+    started: Started<CombineCell>,
     handle: Py<Handle>,
-    cell: Mutex<Option<CombineCell>>,
 }
 
 impl PendingCombine {
     /// Starts one.
     pub fn start(
         py: Python<'_>,
-        ep: &ExpertParallel,
+        instance: &Instance,
         brought: Brought,
         handle: Py<Handle>,
         kind: Kind,
     ) -> PyResult<Self> {
-        let home = Home::of(ep, kind);
-        let world = home.seat.world()?;
-        let held = handle.get().slot.take()?;
-        let taken = match home.slot.take() {
+        let (instance, slot) = (instance.clone(), &handle.get().slot);
+        let world = instance.seat.world()?;
+        let held = slot.take()?;
+        let taken = match instance.slot.take() {
             Ok(taken) => taken,
             Err(error) => {
-                handle.get().slot.put_back(held);
+                slot.put_back(held);
                 return Err(error);
             }
         };
-        let tokens = held.tokens() as usize;
-        let owner = Returned { ep: MutBorrow::new(taken), handle: held, tokens };
+        let owner = Returned { ep: MutBorrow::new(taken), handle: held };
         let started = wait::call(py, &world, Interrupt::Cancels, || {
-            Ok(CombineCell::try_new_or_recover(owner, |Returned { ep, handle, .. }| {
+            Ok(CombineCell::try_new_or_recover(owner, |Returned { ep, handle }| {
                 let ep = ep.borrow_mut();
-                let started = match brought {
-                    Brought::Elsewhere(rows) => ep.start_combine(contribution(&rows)?, handle),
-                    Brought::Buffer(memory) => {
-                        with_buffer(&memory, || handle.output(), |rows| ep.start_combine(rows, handle))
-                    }
-                };
+                let started = brought.lend(|| handle.output(), |rows| ep.start_combine(rows, handle));
+                instance.shape.place.keep([&brought.rows.input]);
                 started.map(Some).map_err(raise)
             }))
         });
         match started? {
-            Ok(cell) => Ok(PendingCombine { home, handle, cell: Mutex::new(Some(cell)) }),
+            Ok(cell) => Ok(PendingCombine { started: Started::new(instance, kind, cell), handle }),
             Err((owner, error)) => {
-                handle.get().slot.put_back(owner.handle);
-                home.slot.put_back(owner.ep.into_inner());
+                slot.put_back(owner.handle);
+                instance.slot.put_back(owner.ep.into_inner());
                 Err(error)
             }
         }
+    }
+
+    fn put_back(&self, cell: CombineCell) {
+        let Returned { ep, handle } = cell.into_owner();
+        self.handle.get().slot.put_back(handle);
+        self.started.instance.slot.put_back(ep.into_inner());
     }
 }
 
 #[pymethods]
 impl PendingCombine {
-    /// Second half: sums of the rows of each token, [tokens, hidden].
-    fn finish<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.home.maker.check("PendingCombine")?;
-        let world = self.home.seat.world()?;
-        let mut cell = take(&self.cell)?;
-        let tensor = typed!(self.home.shape.dtype, E => {
-            let mut out: Vec<E> = vec![bytemuck::Zeroable::zeroed(); cell.borrow_owner().tokens * self.home.shape.hidden];
-            let done = wait::call(py, &world, Interrupt::Cancels, || {
-                cell.with_dependent_mut(|_, started| started.take().map(|started| started.finish(&mut out))).transpose()
-            });
-            self.put_back(cell);
-            done?;
-            let rows = out.len() / self.home.shape.hidden;
-            Tensor::of(out, &[rows, self.home.shape.hidden], self.home.shape.dtype.into())
+    /// Second half: sums of the rows of each token, [tokens, hidden], in `out` if it is given. A
+    /// device needs it, but for tensors of torch.
+    #[pyo3(signature = (out=None))]
+    fn finish<'py>(&self, py: Python<'py>, out: Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
+        let Started { maker, instance, kind, .. } = &self.started;
+        maker.check("pending call")?;
+        // Before the call is used up: it may be finished with another tensor.
+        let mut sums = instance.sums(py, (self.handle.get().tokens, *kind), out)?;
+        let (mut cell, world) = self.started.take()?;
+        let target = sums.tensor_mut();
+        let done = wait::call(py, &world, Interrupt::Cancels, || {
+            cell.with_dependent_mut(|_, started| started.take().map(|started| started.finish(target)))
+                .transpose()
         });
-        self.home.kind.give(py, tensor)
-    }
-}
-
-impl PendingCombine {
-    fn put_back(&self, cell: CombineCell) {
-        let Returned { ep, handle, .. } = cell.into_owner();
-        self.handle.get().slot.put_back(handle);
-        self.home.slot.put_back(ep.into_inner());
+        self.put_back(cell);
+        instance.shape.place.keep(sums.input());
+        done?;
+        sums.give(py)
     }
 }
 
 impl Drop for PendingCombine {
     fn drop(&mut self) {
-        let cell = self.cell.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        match cell {
-            Some(cell) if self.home.maker.is_here() => self.put_back(cell),
-            forked => std::mem::forget(forked),
+        if let Some(cell) = self.started.left() {
+            self.put_back(cell);
         }
     }
 }

@@ -34,3 +34,15 @@ pub fn dtype(value: &Bound<'_, PyAny>) -> PyResult<Dtype> {
         other => Err(wrong("dtype", &format!("`{other}` is none of float32, bfloat16, float16, uint8"))),
     }
 }
+
+/// A device's number: 1, "cuda:1", `torch.device("cuda", 1)`. None is torch's current one: "cuda".
+pub fn device(value: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
+    let name = value.str()?.to_string();
+    if name == "cuda" {
+        return Ok(None);
+    }
+    let number = name.strip_prefix("cuda:").unwrap_or(&name).parse();
+    number
+        .map(Some)
+        .map_err(|_| wrong("device", &format!("`{name}` is no GPU: pass its number, or \"cuda\"")))
+}

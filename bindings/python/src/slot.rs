@@ -133,44 +133,6 @@ impl<T> Slot<T> {
     }
 }
 
-/// A value that one call uses up.
-pub struct Once<T> {
-    what: &'static str,
-    maker: Maker,
-    held: Mutex<Option<T>>,
-}
-
-impl<T> Once<T> {
-    /// Holds a value; `what` it is called in errors.
-    pub fn new(what: &'static str, value: T) -> Self {
-        Once { what, maker: Maker::here(), held: Mutex::new(Some(value)) }
-    }
-
-    /// Takes the value for good.
-    ///
-    /// # Errors
-    /// `ForkedError`, `ClosedError`.
-    pub fn take(&self) -> PyResult<T> {
-        self.maker.check(self.what)?;
-        let held = self.held.lock().unwrap_or_else(PoisonError::into_inner).take();
-        held.ok_or_else(|| used_up(self.what))
-    }
-}
-
-impl<T> Drop for Once<T> {
-    fn drop(&mut self) {
-        if !self.maker.is_here() {
-            // The parent's to drop.
-            std::mem::forget(self.held.get_mut().unwrap_or_else(PoisonError::into_inner).take());
-        }
-    }
-}
-
-/// That something was used up.
-pub fn used_up(what: &str) -> PyErr {
-    Wrong::Closed.error("UsedUp", &format!("this {what} was used up by an earlier call"), &[])
-}
-
 impl<T: Send> Close for Slot<T> {
     fn close(&self) {
         let mut state = self.state();

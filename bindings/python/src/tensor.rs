@@ -1,7 +1,7 @@
 //! Memory that Python sees: rows, outputs, windows, results.
 //!
-//! A [`Tensor`] knows nothing but DLPack: torch, numpy and others make their own of it, on the same memory. Results come as
-//! what the input was ([`Kind`]).
+//! A [`Tensor`] knows nothing but DLPack: torch, numpy and others make their own of it, on the same
+//! memory. Results come as what the input was ([`Kind`]).
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -13,7 +13,7 @@ use sidelane::Dtype;
 use sidelane::ep::ExpertOutput;
 use sidelane::memory::Pool;
 
-use crate::device::OnStream;
+use crate::device::{OnStream, Place};
 use crate::dlpack::{self, ElementType, Lending};
 use crate::errors::raise;
 use crate::input::Input;
@@ -106,12 +106,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// The bytes of `owner`, which do not move when it is moved.
-    pub fn new(bytes: &mut [u8], owner: Box<dyn Any + Send>, pool: Option<Arc<Pool>>) -> Arc<Self> {
-        Self::at(bytes.as_mut_ptr() as usize, bytes.len(), owner, pool)
-    }
-
-    /// As [`Memory::new`], where the address is known.
+    /// The bytes of `owner` at this address, which do not move when it is moved.
     pub fn at(
         address: usize,
         bytes: usize,
@@ -167,17 +162,12 @@ impl Drop for Memory {
 pub struct Outputs(Mutex<Vec<Weak<Memory>>>);
 
 impl Outputs {
-    /// One more, in the pool.
-    pub fn of_host(&self, mut output: ExpertOutput, pool: &Arc<Pool>) -> PyResult<Arc<Memory>> {
-        let bytes = output.rows_mut::<u8>().map_err(raise)?;
-        let (address, len) = (bytes.as_mut_ptr() as usize, bytes.len());
-        Ok(self.add(Memory::at(address, len, Box::new(output), Some(Arc::clone(pool)))))
-    }
-
     /// One more.
-    pub fn add(&self, memory: Arc<Memory>) -> Arc<Memory> {
+    pub fn add(&self, mut output: ExpertOutput, place: &Place) -> PyResult<Arc<Memory>> {
+        let (address, bytes) = extent_of(&mut output).map_err(raise)?;
+        let memory = Memory::at(address, bytes, Box::new(output), place.pool());
         self.all().push(Arc::downgrade(&memory));
-        memory
+        Ok(memory)
     }
 
     /// The one that a tensor is, if it is all of one.
@@ -197,7 +187,17 @@ impl Outputs {
     }
 }
 
-/// Memory of the library with a shape. `torch.from_dlpack` and `numpy.from_dlpack` make tensors of it without a copy.
+/// Address and bytes of an output buffer.
+pub fn extent_of(output: &mut ExpertOutput) -> Result<(usize, usize), sidelane::Error> {
+    if let Ok(range) = output.range() {
+        return Ok((range.address() as usize, range.len() as usize));
+    }
+    let rows = output.rows_mut::<u8>()?;
+    Ok((rows.as_mut_ptr() as usize, rows.len()))
+}
+
+/// Memory of the library with a shape. `torch.from_dlpack` and `numpy.from_dlpack` make tensors of
+/// it without a copy.
 #[pyclass(frozen, skip_from_py_object, module = "sidelane")]
 #[derive(Clone)]
 pub struct Tensor {

@@ -1,19 +1,22 @@
 """Dispatch and combine on devices from Python, against the same on the host: to the bit."""
 
 import torch
-from devices import LENT, Device
+from devices import LENT, Device, OnDevice
 from routing import case, same
 
 import sidelane
 
 
 def exchanges(world, of, device, **settings):
-    """The exchange on the device, on a stream of its own, and the same on the host."""
+    """An instance on the device, on a stream of its own, and the same on the host."""
     settings = {"experts": of.experts, "top_k": of.top_k, "hidden": of.hidden, "dtype": of.x[0].dtype, "max_tokens": 16} | settings
     stream = device.new_stream()
-    planned = sidelane.PlannedExchange(world, **settings, pool=1 << 20, device=device.number, stream=stream)
+    on = {"device": device.number, "stream": stream, "device_heap": 1 << 20}
+    planned, host = sidelane.ExpertParallel(world, **settings, **on), sidelane.ExpertParallel(world, **settings)
     assert (planned.device, planned.stream) == (device.number, stream)
-    return planned, sidelane.ExpertParallel(world, **settings)
+    assert (planned.place, planned.executor) == (f"cuda:{device.number}", "planner")
+    assert (host.place, host.executor, host.device, host.stream) == ("host", "host-stepper", None, None)
+    return planned, host
 
 
 def sent(of, rank, device):
@@ -41,7 +44,8 @@ def check_rows_and_sums_are_those_of_the_host(world):
             same(device.read(handle.row_weights), expected.row_weights)
             counts = [expected.tokens_per_expert, expected.padded_tokens_per_expert]
             assert device.read(handle.counts).tolist() == counts
-            assert handle.index is None
+            assert handle.index is None and handle.arrived is None and handle.used is None
+            assert torch.from_dlpack(handle.dropped).shape == of.ids[me].shape
             # Experts write where peers read, on a stream that the exchange knows by DLPack alone.
             y = device.borrowed(handle.output())
             y.write(experts(there))
@@ -57,18 +61,21 @@ def check_reports_say_what_was_enqueued(world):
     rows, handle = planned.dispatch(*sent(of, me, device))
     report = handle.report()
     assert report["kernels"] == ["order", "regroup"] and report["detour"] is None
-    assert dict(report["lanes"]) == {"own": 1, "copy engine": world.size - 1}
-    combine = planned.start_combine(rows, handle, device.tensor(torch.zeros_like(of.x[me])))
-    report = combine.finish()
+    assert report["executor"] == "planner"
+    assert {used["lane"]: used["ranks"] for used in report["lanes"]} == {"own": 1, "copy engine": world.size - 1}
+    assert handle.returned()["kernels"] == [], "nothing returned before"
+    out = device.tensor(torch.zeros_like(of.x[me]))
+    combine = planned.start_combine(rows, handle)
+    assert raised(lambda: handle.status).kind == "Busy"
+    # A call that has no place for its sums is still pending.
+    assert raised(combine.finish).setting == "out"
+    assert combine.finish(out) is out
+    report = handle.returned()
     assert report["kernels"] == ["sum_choices_f32"]
     # The stand-in is a driver for CUDA 12.8: SMs copy the rows that stay on the device.
     assert report["enqueued"]["copies_by_sms"] <= report["enqueued"]["copies"]
     assert handle.copied_bytes == handle.rows * of.hidden * 4, "the rows are no output buffer: copied once"
-    try:
-        combine.finish()
-        raise AssertionError("a call is finished once")
-    except sidelane.ClosedError as error:
-        assert error.kind == "UsedUp"
+    assert refused(lambda: combine.finish(out)) == ("ClosedError", "UsedUp"), "a call is finished once"
 
 
 def check_a_budget_needs_no_sizes(world):
@@ -77,6 +84,7 @@ def check_a_budget_needs_no_sizes(world):
     planned, host = exchanges(world, of, device, budget=most + 3)
     there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
     rows, handle = planned.start_dispatch(*sent(of, me, device)).unfinished()
+    assert torch.from_dlpack(handle.dropped).shape == (0, of.top_k)
     assert handle.tokens_per_expert == [] and rows.shape == (most + 3, of.hidden)
     out = device.tensor(torch.zeros_like(of.x[me]))
     planned.combine(rows, handle, out)
@@ -90,9 +98,7 @@ def check_a_graph_is_replayed_with_other_tokens(world):
     of, me, device = case(world.size), world.rank, Device(world.rank)
     most = max(len(of.rows(rank)) for rank in range(world.size))
     settings = {"experts": of.experts, "top_k": of.top_k, "hidden": of.hidden, "dtype": torch.float32, "max_tokens": 16}
-    planned = sidelane.PlannedExchange(
-        world, **settings, budget=most, pool=1 << 20, device=device.number, stream=device.stream
-    )
+    planned = sidelane.ExpertParallel(world, **settings, budget=most, device=device.number, stream=device.stream)
     host = sidelane.ExpertParallel(world, **settings)
     x, ids, weights = sent(of, me, device)
     out = device.tensor(torch.zeros_like(of.x[me]))
@@ -147,7 +153,8 @@ def check_tensors_elsewhere_are_refused_on_all_ranks_and_the_next_call_works(wor
     wide = Device(me).tensor(torch.zeros(3, of.hidden + 1))
     doubles = Device(me).tensor(of.ids[me].long())
     wrong = [
-        ((of.x[me], ids, weights), ("InputError", "Device")),
+        ((of.x[me], ids, weights), ("PlanError", "WrongPlace")),
+        ((x, of.ids[me], weights), ("PlanError", "WrongPlace")),
         ((elsewhere, ids, weights), ("InputError", "Device")),
         ((wide, ids, weights), ("InputError", "Shape")),
         ((x, doubles, weights), ("InputError", "Dtype")),
@@ -161,12 +168,19 @@ def check_tensors_elsewhere_are_refused_on_all_ranks_and_the_next_call_works(wor
     out = device.tensor(torch.zeros_like(of.x[me]))
     rows, handle = planned.dispatch(x, ids, weights)
     if me == 1:
-        assert refused(lambda: planned.combine(rows, handle, torch.zeros_like(of.x[me]))) == ("InputError", "Device")
+        assert refused(lambda: planned.combine(rows, handle, torch.zeros_like(of.x[me]))) == ("PlanError", "WrongPlace")
     else:
-        combine = planned.start_combine(rows, handle, out)
-        assert refused(combine.finish) == ("CallError", "PeerRefused")
-    # And the host's exchange says which one is wanted.
-    assert "PlannedExchange" in str(raised(lambda: host.dispatch(x, ids, weights)))
+        planned.combine(rows, handle, out)
+        assert refused(handle.returned) == ("CallError", "PeerRefused")
+        assert not device.read_sums(planned, out).any() and handle.status == 2
+    # On the host it is tensors and handles of devices that are elsewhere.
+    assert refused(lambda: host.dispatch(x, ids, weights)) == ("PlanError", "WrongPlace")
+    there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
+    for call in (lambda: host.combine(there, handle), lambda: planned.combine(rows, expected, out)):
+        assert refused(call) == ("PlanError", "WrongPlace")
+    assert refused(lambda: expected.status_address) == ("PlanError", "WrongPlace") and expected.status == 0
+    host.combine(there, expected)
+    del rows, handle
     there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
     rows, handle = planned.dispatch(x, ids, weights)
     planned.combine(rows, handle, out)
@@ -181,11 +195,10 @@ def check_an_output_buffer_survives_a_combine_whose_sums_have_no_place(world):
     y, out = device.borrowed(handle.output()), device.tensor(torch.zeros_like(of.x[me]))
     y.write(experts(there))
     if me == 1:
-        error = raised(lambda: planned.combine(y, handle, torch.zeros_like(of.x[me])))
-        assert (type(error).__name__, error.kind) == ("InputError", "Device")
+        assert refused(lambda: planned.combine(y, handle, torch.zeros_like(of.x[me]))) == ("PlanError", "WrongPlace")
     else:
-        combine = planned.start_combine(y, handle, out)
-        assert raised(combine.finish).kind == "PeerRefused"
+        planned.combine(y, handle, out)
+        assert raised(handle.returned).kind == "PeerRefused"
         y = device.borrowed(handle.output())
         y.write(experts(there))
     planned.combine(y, handle, out)
@@ -213,7 +226,7 @@ def check_a_combine_without_room_for_its_rows_is_told_to_all(world):
             all_there_is.append(handle.output())
         except sidelane.HeapError:
             break
-    error = raised(lambda: planned.start_combine(rows, handle, out).finish())
+    error = raised(lambda: (planned.combine(rows, handle, out), handle.returned()))
     assert (type(error).__name__, error.kind) == (("HeapError", "OutOfSpace") if me == 0 else ("CallError", "PeerRefused"))
     # What is given back is free for calls that come later.
     all_there_is.clear()
@@ -235,40 +248,129 @@ def check_a_stream_that_is_none_is_a_buffer_error(world):
     planned.combine(rows, handle, device.tensor(torch.zeros_like(of.x[me])))
 
 
+def check_what_a_place_does_not_have_is_refused_by_name(world):
+    of, me, device = case(world.size), world.rank, Device(world.rank)
+    planned, host = exchanges(world, of, device)
+    sent_here = sent(of, me, device)
+    rows, handle = planned.dispatch(*sent_here)
+    host_rows, layout = host.dispatch(of.x[me], of.ids[me], of.weights[me])
+    for call in (
+        lambda: planned.prepare(*sent_here[1:]),
+        lambda: planned.dispatch_cached(sent_here[0], handle),
+        lambda: planned.release(handle),
+        lambda: planned.dispatch_backward(rows, handle),
+        lambda: planned.combine_backward(sent_here[0], handle),
+        lambda: host.release(layout),
+        lambda: host.start_dispatch(of.x[me], of.ids[me], of.weights[me]).unfinished(),
+    ):
+        assert refused(call) == ("PlanError", "NotAvailable")
+    host.synchronize()
+    planned.synchronize()
+    # As many dispatches as there is memory for are alive: this rank's error alone.
+    more = planned.dispatch(*sent_here)
+    assert refused(lambda: planned.dispatch(*sent_here)) == ("CallError", "TooManyInFlight")
+    del more
+    planned.dispatch(*sent_here)
+    for settings in ({"max_in_flight": 1}, {"device_heap": 1 << 20}, {"device": me, "stream": device.stream, "fp8": True}):
+        error = raised(lambda: sidelane.ExpertParallel(world, experts=4, hidden=128, **settings))
+        assert error.kind in ("BadParameter", "NotAvailable"), error
+
+
+def check_torch_makes_the_tensor_of_sums(world):
+    from types import SimpleNamespace
+    from unittest import mock
+
+    class OfTorch(OnDevice):
+        requires_grad = False
+
+    on_host = torch.empty
+
+    def empty(shape, **named):
+        if "device" not in named:
+            return on_host(shape, **named)
+        assert named["device"] == f"cuda:{here.number}"
+        made = here.tensor(torch.full(tuple(shape), float("nan"), dtype=named["dtype"]))
+        made.__class__ = OfTorch
+        return made
+
+    of, me, here = case(world.size), world.rank, Device(world.rank)
+    planned, host = exchanges(world, of, here)
+    there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
+    rows, handle = planned.dispatch(*sent(of, me, here))
+    y = here.borrowed(rows)
+    y.__class__ = OfTorch
+    sums = host.combine(there, expected)
+    current = SimpleNamespace(cuda_stream=here.stream)
+    cuda = {"is_available": lambda: True, "current_device": lambda: me, "current_stream": lambda number: current}
+    with mock.patch.multiple(torch.cuda, **cuda), mock.patch.object(torch, "empty", empty):
+        for combine in (planned.combine, lambda *arguments: planned.start_combine(*arguments).finish()):
+            # It is there for torch's current stream.
+            same(combine(y, handle).read(), sums)
+
+
 def check_the_current_stream_of_torch_is_the_default(world):
     from types import SimpleNamespace
     from unittest import mock
 
     device = Device(world.rank)
-    settings = {"experts": 4, "hidden": 8, "pool": 1 << 20, "max_tokens": 4}
-    assert raised(lambda: sidelane.PlannedExchange(world, **settings)).setting == "stream"
+    settings = {"experts": 4, "hidden": 8, "device_heap": 1 << 20, "max_tokens": 4}
+    assert raised(lambda: sidelane.ExpertParallel(world, **settings, device="cuda")).setting == "stream"
+    assert raised(lambda: sidelane.ExpertParallel(world, **settings, device="cpu")).setting == "device"
     with mock.patch.multiple(
         torch.cuda,
         is_available=lambda: True,
         current_device=lambda: device.number,
         current_stream=lambda number: SimpleNamespace(cuda_stream=device.stream if number == device.number else 0),
     ):
-        planned = sidelane.PlannedExchange(world, **settings)
-    assert (planned.device, planned.stream) == (device.number, device.stream)
+        for named in ("cuda", device.number, torch.device("cuda", device.number)):
+            planned = sidelane.ExpertParallel(world, **settings, device=named)
+            assert (planned.device, planned.stream) == (device.number, device.stream)
     if world.rank == 0:
-        error = raised(lambda: sidelane.PlannedExchange(world, **settings, device=99, stream=0))
+        error = raised(lambda: sidelane.ExpertParallel(world, **settings, device=99, stream=0))
         assert (type(error).__name__, error.kind, error.device) == ("DeviceError", "NoSuchDevice", 99)
     else:
-        error = raised(lambda: sidelane.PlannedExchange(world, **settings, device=1, stream=0))
+        error = raised(lambda: sidelane.ExpertParallel(world, **settings, device=1, stream=0))
         assert error.kind == "ConfigsDiffer"
+
+
+def relayed_rows():
+    """Between nodes, whose relays are copy engines: rows as they arrived, and which is which."""
+    with sidelane.init() as world:
+        of, me, device = case(world.size), world.rank, Device(world.rank)
+        planned, host = exchanges(world, of, device, route="pxn")
+        there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
+        rows, handle = planned.dispatch(*sent(of, me, device))
+        arrived, index = device.read(handle.arrived), device.read(handle.index)
+        same(device.read(rows), there)
+        same(arrived[index.long()], there)
+        out = device.tensor(torch.zeros_like(of.x[me]))
+        planned.combine(rows, handle, out)
+        same(device.read_sums(planned, out), host.combine(there, expected))
+        planned.synchronize()
+        return sorted(used["lane"] for used in handle.report()["lanes"])
 
 
 def check_slots_are_what_all_ranks_sent(world):
     of, me, device = case(world.size, dtype=torch.bfloat16), world.rank, Device(world.rank)
-    stream = device.new_stream()
-    slots = sidelane.SlotsExchange(
-        world, experts=of.experts, top_k=of.top_k, hidden=of.hidden, max_tokens=12, device=device.number, stream=stream
+    slots = sidelane.ExpertParallel(
+        world,
+        experts=of.experts,
+        top_k=of.top_k,
+        hidden=of.hidden,
+        layout="rank-major",
+        order="rank",
+        slots=12,
+        max_tokens=12,
+        device=device.number,
+        stream=device.new_stream(),
     )
+    assert slots.executor == "constant-program"
     for _ in range(3):
-        slots.dispatch(*sent(of, me, device))
+        received, handle = slots.dispatch(*sent(of, me, device))
         held = of.held(me)
-        rows, ids, weights = (device.read(lent) for lent in (slots.rows, slots.row_experts, slots.row_weights))
-        used = device.read(slots.used).tolist()
+        assert received.shape == (world.size, 12, of.hidden) and handle.tokens == len(of.x[me])
+        rows, ids, weights = (device.read(lent) for lent in (received, handle.row_experts, handle.row_weights))
+        used = device.read(handle.used).tolist()
         for source in range(world.size):
             reaching = [t for t, chosen in enumerate(of.ids[source].tolist()) if any(i in held for i in chosen)]
             assert used[source] == len(reaching)
@@ -281,18 +383,31 @@ def check_slots_are_what_all_ranks_sent(world):
                     w if i >= 0 else 0 for i, w in zip(local, of.weights[source][token].tolist())
                 ]
         # Experts that double: each token comes home as often as it has ranks, doubled.
-        partials = device.borrowed(slots.partials)
-        partials.write(rows * 2)
+        y = device.borrowed(handle.output())
+        assert y.shape == received.shape
+        y.write(rows * 2)
         out = device.tensor(torch.zeros_like(of.x[me]))
-        assert slots.combine(out) is out
+        assert slots.combine(y, handle, out) is out
         ranks = torch.tensor([[float(sum(any(i in of.held(r) for i in c) for r in range(world.size)))] for c in of.ids[me].tolist()])
-        same(device.read_sums(slots, out), (of.x[me].float() * 2 * ranks).bfloat16())
+        sums = (of.x[me].float() * 2 * ranks).bfloat16()
+        same(device.read_sums(slots, out), sums)
+        assert handle.copied_bytes == 0 and handle.status == 0
+        assert handle.report()["kernels"] == ["pack", "check"] and handle.returned()["kernels"] == ["sum"]
+        assert (handle.counts, handle.index, handle.arrived, handle.rows) == (None, None, None, 0)
+    # Rows elsewhere are copied once; those in the place of outputs, which is the same in every call, are not.
+    for y, copied in ((device.tensor(rows * 2), y.read().nbytes), (y, 0)):
+        _, handle = slots.dispatch(*sent(of, me, device))
+        y.write(rows * 2)
+        pending = slots.start_combine(y, handle)
+        same(device.read_sums(slots, pending.finish(out)), sums)
+        assert handle.copied_bytes == copied
+    # What came with rows is there as long as the handle.
+    _, handle = slots.start_dispatch(*sent(of, me, device)).unfinished()
+    assert device.read(handle.used).tolist() == used
+    # A call that is refused is not enqueued, and nobody waits for it.
+    assert refused(lambda: slots.dispatch(of.x[me], of.ids[me], of.weights[me])) == ("PlanError", "WrongPlace")
+    assert refused(lambda: slots.dispatch(*sent(of, me, device))) == ("CallError", "OutOfTurn")
+    slots.release(handle)
+    assert refused(lambda: slots.start_combine(handle.output(), handle)) == ("CallError", "OutOfTurn")
     slots.synchronize()
     slots.check()
-    assert slots.report()["kernels"] == ["pack", "check", "sum"]
-    # What is refused is not enqueued, and nobody waits for it.
-    assert refused(lambda: slots.dispatch(*(t for t in (of.x[me], of.ids[me], of.weights[me])))) == ("InputError", "Device")
-    assert refused(slots.start_combine) == ("CallError", "OutOfTurn")
-    slots.dispatch(*sent(of, me, device))
-    slots.release()
-    slots.synchronize()

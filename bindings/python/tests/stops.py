@@ -97,13 +97,13 @@ def interrupted_sizes():
 
 
 def planned(world, **settings):
-    """An exchange on a device, and what a rank sends."""
+    """An instance on a device, and what a rank sends."""
     import torch
     from devices import Device
 
     device = Device(world.rank)
-    settings = {"pool": 1 << 20, "device": device.number, "stream": device.stream} | settings
-    exchange = sidelane.PlannedExchange(world, experts=2, hidden=4, dtype="float32", max_tokens=2, **settings)
+    settings = {"device_heap": 1 << 20, "device": device.number, "stream": device.stream} | settings
+    exchange = sidelane.ExpertParallel(world, experts=2, hidden=4, dtype="float32", max_tokens=2, **settings)
     ids, ones = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1)
     return exchange, [device.tensor(values) for values in (torch.ones(1, 4), ids, ones)]
 
@@ -262,6 +262,18 @@ def dropped_pending():
         pending = ep.start_dispatch(*tokens(world))
         del pending
     return outcome(lambda: ep.dispatch(*tokens(world)))
+
+
+def dropped_pending_on_a_device():
+    world = sidelane.init()
+    exchange, sent = planned(world)
+    said = []
+    if world.rank == 0:
+        pending = exchange.start_dispatch(*sent)
+        # One call is pending at a time, and its handle comes with its second half.
+        said = [outcome(lambda: exchange.start_dispatch(*sent)), outcome(exchange.check)]
+        del pending
+    return [kind for _, kind, _ in said], outcome(lambda: exchange.dispatch(*sent)), outcome(exchange.synchronize)
 
 
 def ended():

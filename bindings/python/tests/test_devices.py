@@ -2,6 +2,7 @@
 
 import torch_needed  # noqa: F401
 
+import checks_devices
 import stops
 
 import sidelane
@@ -17,6 +18,11 @@ def test_devices(checked, hold):
     hold(checked)
 
 
+def test_relayed_rows_say_where_they_arrived():
+    said = sidelane.launch(checks_devices.relayed_rows, 4, nodes=2, env=environment())
+    assert all("relay" in lanes for lanes in said), said
+
+
 def test_ctrl_c_ends_the_wait_for_sizes():
     said = sidelane.launch(stops.interrupted_sizes, 2, env=environment())
     assert said[0] == (("KeyboardInterrupt", "", {}), CANCELLED)
@@ -26,6 +32,11 @@ def test_ctrl_c_ends_the_wait_for_sizes():
 def test_ctrl_c_ends_the_wait_for_a_report_alone():
     said = sidelane.launch(stops.interrupted_report, 2, env=environment())
     assert said == [(("KeyboardInterrupt", "", {}), ("", "", {}), ("", "", {})), (("", "", {}),) * 3]
+
+
+def test_a_pending_call_that_is_dropped_cancels_the_world():
+    said = sidelane.launch(stops.dropped_pending_on_a_device, 2, env=environment())
+    assert said == [(["Busy"] * 2, CANCELLED, CANCELLED), ([], CANCELLED, CANCELLED)]
 
 
 def test_a_forked_process_is_told_and_harms_nobody():

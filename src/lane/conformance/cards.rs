@@ -113,7 +113,7 @@ fn rows_of_a_token_buffer_are_read_where_they_lie_and_all_others_copied_once() {
                 let before = world.rail_counters();
                 let (rows, handle) = ep.dispatch(x, &routing).unwrap();
                 drop(rows);
-                (handle.report().moved.rail_bytes, (world.rail_counters() - before).copied)
+                (handle.report().unwrap().moved.rail_bytes, (world.rail_counters() - before).copied)
             };
             let (bytes, all) = copied(&elsewhere);
             let (again, control) = copied(buffer.rows().unwrap());

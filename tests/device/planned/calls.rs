@@ -4,14 +4,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use half::{bf16, f16};
 use sidelane::device::{Stream, Version};
-use sidelane::ep::planned::PlannedExchange;
 use sidelane::exec::Enqueued;
 use sidelane::plan::{ExpertMap, Mode, Overflow};
 use sidelane::{Element, World};
 use stand_in_cuda::StandIn;
 
-use super::rank::{Case, Input, Rank, stream};
+use super::rank::{Case, Input, Rank};
 use super::{on_devices, on_drivers, on_settings};
+use crate::devices::stream;
 use crate::support::{To, on_ranks, small, tokens};
 
 /// Runs something on each rank of a world, on a device of its own.
@@ -114,7 +114,7 @@ fn beyond_a_budget_the_same_rows_are_dropped_as_on_the_host() {
 fn dispatches_are_alive_side_by_side() {
     on_devices("planned::calls::dispatches_are_alive_side_by_side", 8, 7, || {
         for mode in [Mode::Eager, Mode::Budget { rows: 200, overflow: Overflow::Error }] {
-            let case = Case { seats: 3, mode, ..Case::new(3, 5, 3) };
+            let case = Case { max_in_flight: 3, mode, ..Case::new(3, 5, 3) };
             on_each(&case, |rank, me| {
                 for round in 0..5 {
                     let input = |nth: u64| {
@@ -133,9 +133,10 @@ fn memory_that_the_stream_has_yet_to_read_is_given_to_nobody() {
         let case = Case::new(2, 4, 2);
         on_ranks(&[0; 2], &small(), |world: World| {
             let group = world.all().unwrap();
-            // Every token goes to expert 0 and to expert 2: a row at each rank. 24 rows of 32 bytes with their weights take
-            // 896 bytes, outputs as many; 2 rows take 128 of the 256 that are left.
-            let mut rank = Rank::<bf16>::with(&group, &case, |builder| builder.pool(2 * 896 + 256));
+            // Every token goes to expert 0 and to expert 2: a row at each rank. 24 rows of 32 bytes
+            // with their weights take 896 bytes, outputs as many; 2 rows take 128 of the 256 that
+            // are left.
+            let mut rank = Rank::<bf16>::with(&group, &case, |builder| builder.device_heap(2 * 896 + 256));
             let input = |salt: u64, count: u32| Input {
                 ids: [0, 2].repeat(count as usize),
                 ..tokens(10 * salt + u64::from(group.rank()), count, 16, 2, 4)
@@ -154,11 +155,12 @@ pub fn three() -> Input<bf16> {
     Input { x, ids, weights: vec![0.5; 6] }
 }
 
-/// A graph replayed with other tokens, a call beside it, and another graph: rows of 16 elements, 3 choices of 5 experts.
+/// A graph replayed with other tokens, a call beside it, and another graph: rows of 16 elements, 3
+/// choices of 5 experts.
 pub fn replays(rank: &mut Rank<bf16>, me: u64) {
     let inputs: Vec<_> = (0..6).map(|nth| tokens(10 * nth + me, 4 + me as u32, 16, 3, 5)).collect();
     rank.replayed(&inputs);
-    // A seat is left for calls beside the graph.
+    // A dispatch beside the graph is still allowed.
     rank.round(&inputs[0]);
     rank.replayed(&inputs[1..4]);
 }
@@ -186,8 +188,8 @@ fn ranks_of_one_device_are_built_while_the_driver_locks() {
             on_ranks(&case.nodes, &small(), |world: World| {
                 let group = world.all().unwrap();
                 for _ in 0..4 {
-                    let builder = PlannedExchange::builder(case.settings::<bf16>(&group), stream(0));
-                    let planned = builder.pool(1 << 20).build().unwrap();
+                    let builder = case.settings::<bf16>(&group).on(&stream(0));
+                    let planned = builder.device_heap(1 << 20).build().unwrap();
                     group.gather(&[]).unwrap();
                     drop(planned);
                 }
@@ -230,8 +232,9 @@ fn engines_move_every_row_and_a_report_says_so() {
             assert_eq!(report.kernels, ["order", "regroup"]);
             let lanes: Vec<_> = report.lanes.iter().map(|used| (used.lane, used.ranks)).collect();
             assert_eq!(lanes, [("own", 1), ("copy engine", 1)]);
-            // Experts 0 to 3 get 2, 1, 1 and 1 rows from each rank, of 32 bytes and a weight, which is copied apart. The
-            // last rank pads those of 1, 2 and 3, two rows each. Beside them go the lists of the sums, and the counts.
+            // Experts 0 to 3 get 2, 1, 1 and 1 rows from each rank, of 32 bytes and a weight, which
+            // is copied apart. The last rank pads those of 1, 2 and 3, two rows each. Beside them
+            // go the lists of the sums, and the counts.
             let (pads, own) = if me == 1 { (3, 2 + 4) } else { (0, 3) };
             let own_copies = if me == 1 { 2 + 2 * 2 } else { 2 };
             by_sms.fetch_add(report.enqueued.copies_by_sms, Ordering::Relaxed);
@@ -255,10 +258,10 @@ fn engines_move_every_row_and_a_report_says_so() {
 }
 
 #[test]
-fn a_seat_is_captured_after_calls_that_nobody_captured() {
-    on_devices("planned::calls::a_seat_is_captured_after_calls_that_nobody_captured", 8, 21, || {
+fn memory_of_plain_calls_can_be_captured_afterwards() {
+    on_devices("planned::calls::memory_of_plain_calls_can_be_captured_afterwards", 8, 21, || {
         let mode = Mode::Budget { rows: 200, overflow: Overflow::Error };
-        let case = Case { seats: 1, mode, ..Case::new(3, 5, 3) };
+        let case = Case { max_in_flight: 1, mode, ..Case::new(3, 5, 3) };
         on_each(&case, |rank, me| {
             let input = |round: u64| tokens(round * 8 + me, 6, 16, 3, 5);
             rank.round(&input(0));
@@ -268,8 +271,8 @@ fn a_seat_is_captured_after_calls_that_nobody_captured() {
 }
 
 #[test]
-fn outputs_of_a_second_combine_wait_for_the_peers_that_read_those_of_the_first() {
-    let name = "planned::calls::outputs_of_a_second_combine_wait_for_the_peers_that_read_those_of_the_first";
+fn outputs_of_a_second_combine_wait_for_readers_of_the_first() {
+    let name = "planned::calls::outputs_of_a_second_combine_wait_for_readers_of_the_first";
     on_devices(name, 8, 22, || {
         for mode in [Mode::Budget { rows: 200, overflow: Overflow::Error }, Mode::Eager] {
             let case = Case { mode, ..Case::new(3, 5, 3) };
@@ -277,5 +280,24 @@ fn outputs_of_a_second_combine_wait_for_the_peers_that_read_those_of_the_first()
                 (0..20).for_each(|round| rank.combined_twice(&tokens(round * 8 + me, 9, 16, 3, 5)));
             });
         }
+    });
+}
+
+#[test]
+fn outputs_elsewhere_are_copied_and_counted() {
+    on_devices("planned::calls::outputs_elsewhere_are_copied_and_counted", 8, 23, || {
+        for mode in [Mode::Budget { rows: 60, overflow: Overflow::Error }, Mode::Eager] {
+            let case = Case { mode, ..Case::new(3, 5, 3) };
+            on_each(&case, |rank, me| rank.combined_from_elsewhere(&tokens(me, 9, 16, 3, 5)));
+        }
+    });
+}
+
+#[test]
+fn halves_of_both_calls_see_what_the_host_sees() {
+    on_devices("planned::calls::halves_of_both_calls_see_what_the_host_sees", 8, 24, || {
+        on_each(&Case::new(3, 5, 3), |rank, me| {
+            (0..5).for_each(|round| rank.halves(&tokens(round * 8 + me, 9, 16, 3, 5)));
+        });
     });
 }

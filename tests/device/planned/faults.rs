@@ -1,9 +1,10 @@
-//! Input that is refused, room that is not there, ranks that are lost: streams go on, and everybody is told why.
+//! Input that is refused, room that is not there, ranks that are lost: streams go on, and everybody
+//! is told why.
 
 use std::time::{Duration, Instant};
 
 use half::bf16;
-use sidelane::ep::planned::{PlannedExchange, Status, Tokens};
+use sidelane::ep::Status;
 use sidelane::error::{CallError, Cause, DeviceError, MemoryError, PlanError};
 use sidelane::gate::Routing;
 use sidelane::plan::{Mode, Overflow};
@@ -11,7 +12,8 @@ use sidelane::topology::Route;
 use sidelane::{Error, Options};
 
 use super::on_devices;
-use super::rank::{Case, Input, Rank, stream};
+use super::rank::{Case, Input, Rank, call, target};
+use crate::devices::stream;
 use crate::support::{on_ranks, small, tokens};
 
 /// Longer than anything takes that works.
@@ -31,38 +33,33 @@ fn drained(rank: &Rank<bf16>) {
 }
 
 #[test]
-fn an_expert_that_is_none_is_refused_on_all_ranks_and_streams_go_on() {
-    on_devices(
-        "planned::faults::an_expert_that_is_none_is_refused_on_all_ranks_and_streams_go_on",
-        8,
-        1,
-        || {
-            on_ranks(&[0, 0, 1], &small(), |world| {
-                let group = world.all().unwrap();
-                let mut rank = Rank::<bf16>::new(&group, &Case::across(&[0, 0, 1], 4, 2));
-                rank.round(&input(world.rank()));
-                for (id, fault) in [
-                    (4, PlanError::ExpertOutOfRange { token: 2, k: 1, expert: 4, experts: 4 }),
-                    (-2, PlanError::ExpertOutOfRange { token: 2, k: 1, expert: -2, experts: 4 }),
-                ] {
-                    let mut bad = input(world.rank());
-                    if world.rank() == 1 {
-                        bad.ids[5] = id;
-                    }
-                    let refused = rank.dispatch(&bad).map(drop).unwrap_err();
-                    match world.rank() {
-                        1 => assert_eq!(refused, fault.into()),
-                        _ => assert!(
-                            matches!(refused, Error::Call(CallError::PeerRefused { peer: 1, .. })),
-                            "{refused}"
-                        ),
-                    }
-                    drained(&rank);
-                    rank.round(&input(world.rank()));
+fn missing_expert_is_refused_on_all_ranks_and_streams_go_on() {
+    on_devices("planned::faults::missing_expert_is_refused_on_all_ranks_and_streams_go_on", 8, 1, || {
+        on_ranks(&[0, 0, 1], &small(), |world| {
+            let group = world.all().unwrap();
+            let mut rank = Rank::<bf16>::new(&group, &Case::across(&[0, 0, 1], 4, 2));
+            rank.round(&input(world.rank()));
+            for (id, fault) in [
+                (4, PlanError::ExpertOutOfRange { token: 2, k: 1, expert: 4, experts: 4 }),
+                (-2, PlanError::ExpertOutOfRange { token: 2, k: 1, expert: -2, experts: 4 }),
+            ] {
+                let mut bad = input(world.rank());
+                if world.rank() == 1 {
+                    bad.ids[5] = id;
                 }
-            });
-        },
-    );
+                let refused = rank.dispatch(&bad).map(drop).unwrap_err();
+                match world.rank() {
+                    1 => assert_eq!(refused, fault.into()),
+                    _ => assert!(
+                        matches!(refused, Error::Call(CallError::PeerRefused { peer: 1, .. })),
+                        "{refused}"
+                    ),
+                }
+                drained(&rank);
+                rank.round(&input(world.rank()));
+            }
+        });
+    });
 }
 
 #[test]
@@ -88,12 +85,14 @@ fn a_tensor_of_another_shape_is_refused_on_all_ranks() {
                     );
                 }
             }
-            // A target of another shape is found when rows are on their way: nobody gets sums.
+            // A target of another shape refuses the combine: nobody gets sums.
             let (_, handle) = rank.dispatch(&input(world.rank())).unwrap();
             let columns = if world.rank() == 1 { 15 } else { 16 };
             let out = rank.out.part(5 * columns * 2);
             let y = handle.output().unwrap();
-            let refused = rank.planned.combine(y, &handle, &out).unwrap().finish().unwrap_err();
+            let called = rank.planned.combine_into(y, &handle, target::<bf16>(&out));
+            let refused = handle.returned().unwrap_err();
+            assert_eq!(called.err(), (world.rank() == 1).then(|| refused.clone()));
             match world.rank() {
                 1 => assert!(matches!(refused, Error::Plan(PlanError::WrongShape { .. })), "{refused}"),
                 _ => {
@@ -141,9 +140,10 @@ fn without_room_every_rank_gets_the_same_error() {
     on_devices("planned::faults::without_room_every_rank_gets_the_same_error", 8, 4, || {
         on_ranks(&[0; 2], &small(), |world| {
             let group = world.all().unwrap();
-            let mut rank = Rank::<bf16>::with(&group, &Case::new(2, 4, 2), |builder| builder.pool(256));
+            let mut rank =
+                Rank::<bf16>::with(&group, &Case::new(2, 4, 2), |builder| builder.device_heap(256));
             let refused = rank.dispatch(&input(world.rank())).map(drop).unwrap_err();
-            let space = "pool of the exchange";
+            let space = "device heap";
             assert!(
                 matches!(refused, Error::Memory(MemoryError::OutOfSpace { free: 256, total: 256, space: seen, .. }) if seen == space),
                 "{refused}"
@@ -154,14 +154,14 @@ fn without_room_every_rank_gets_the_same_error() {
 }
 
 #[test]
-fn more_dispatches_than_seats_are_not_made() {
-    on_devices("planned::faults::more_dispatches_than_seats_are_not_made", 8, 5, || {
+fn more_dispatches_than_memory_for_them_are_not_made() {
+    on_devices("planned::faults::more_dispatches_than_memory_for_them_are_not_made", 8, 5, || {
         on_ranks(&[0; 2], &small(), |world| {
             let group = world.all().unwrap();
-            let mut rank = Rank::<bf16>::new(&group, &Case { seats: 1, ..Case::new(2, 4, 2) });
+            let mut rank = Rank::<bf16>::new(&group, &Case { max_in_flight: 1, ..Case::new(2, 4, 2) });
             let alive = rank.dispatch(&input(world.rank())).unwrap();
             let refused = rank.dispatch(&input(world.rank())).map(drop).unwrap_err();
-            assert_eq!(refused, CallError::NoSeat { seats: 1 }.into());
+            assert_eq!(refused, CallError::TooManyInFlight { max: 1 }.into());
             drop(alive);
             rank.round(&input(world.rank()));
         });
@@ -169,23 +169,18 @@ fn more_dispatches_than_seats_are_not_made() {
 }
 
 #[test]
-fn where_all_streams_share_one_hardware_queue_the_exchange_is_refused() {
-    on_devices(
-        "planned::faults::where_all_streams_share_one_hardware_queue_the_exchange_is_refused",
-        1,
-        6,
-        || {
-            on_ranks(&[0; 2], &small(), |world| {
-                let group = world.all().unwrap();
-                let stream = stream(world.rank());
-                let case = Case::new(2, 4, 2);
-                let built = PlannedExchange::builder(case.settings::<bf16>(&group), stream).build();
-                let refused = built.map(drop).unwrap_err();
-                let expected = DeviceError::SharedQueue { device: world.rank(), tried: 4 };
-                assert_eq!(refused, expected.into());
-            });
-        },
-    );
+fn device_with_one_hardware_queue_is_refused() {
+    on_devices("planned::faults::device_with_one_hardware_queue_is_refused", 1, 6, || {
+        on_ranks(&[0; 2], &small(), |world| {
+            let group = world.all().unwrap();
+            let stream = stream(world.rank());
+            let case = Case::new(2, 4, 2);
+            let built = case.settings::<bf16>(&group).on(&stream).build();
+            let refused = built.map(drop).unwrap_err();
+            let expected = DeviceError::SharedQueue { device: world.rank(), tried: 4 };
+            assert_eq!(refused, expected.into());
+        });
+    });
 }
 
 #[test]
@@ -194,7 +189,7 @@ fn more_memory_than_can_be_counted_is_refused_on_all_ranks() {
         on_ranks(&[0, 1], &small(), |world| {
             let group = world.all().unwrap();
             let settings = Case::new(2, 4, 2).settings::<bf16>(&group).max_tokens(1 << 28);
-            let built = PlannedExchange::builder(settings, stream(world.rank())).seats(u32::MAX).build();
+            let built = settings.on(&stream(world.rank())).max_in_flight(u32::MAX).build();
             let refused = built.map(drop).unwrap_err();
             assert!(
                 matches!(
@@ -255,11 +250,55 @@ fn cancelled((nodes, route): ([u32; 3], Route)) {
             assert_eq!(rank.dispatch(&input(world.rank())).map(drop).unwrap_err(), cause.clone().into());
         }
         drained(&rank);
-        let mine = input(world.rank());
-        let stream = rank.stream.clone();
-        let experts = rank.experts.fill(&stream, &mine.ids);
-        let refused = rank.planned.dispatch(Tokens { x: &experts, experts: &experts, weights: &experts });
+        let tensors = rank.put(&input(world.rank()));
+        let (x, choices) = call::<bf16>(&tensors);
+        let refused = rank.planned.dispatch(x, choices);
         assert_eq!(refused.map(drop).unwrap_err(), cause.into(), "new calls are refused");
+    });
+}
+
+#[test]
+fn dropped_pending_calls_cancel_the_world() {
+    on_devices("planned::faults::dropped_pending_calls_cancel_the_world", 8, 9, || {
+        [false, true].into_iter().for_each(dropped);
+    });
+}
+
+/// Rank 1 drops a call that it has started: a dispatch or a combine.
+fn dropped(in_combine: bool) {
+    let built = std::sync::Barrier::new(3);
+    on_ranks(&[0, 0, 1], &small(), |world| {
+        let group = world.all().unwrap();
+        let mut rank = Rank::<bf16>::new(&group, &Case::across(&[0, 0, 1], 4, 2));
+        built.wait();
+        let (mine, cause) = (input(world.rank()), Error::World(Cause::Cancelled { by: 1 }));
+        match world.rank() {
+            1 if in_combine => {
+                let (_, handle) = rank.dispatch(&mine).unwrap();
+                drop(rank.planned.start_combine(handle.output().unwrap(), &handle).unwrap());
+            }
+            1 => {
+                let tensors = rank.put(&mine);
+                let (x, choices) = call::<bf16>(&tensors);
+                drop(rank.planned.start_dispatch(x, choices).unwrap());
+            }
+            // The world may end before all of it is enqueued, or after it is done.
+            _ => {
+                let called = rank.dispatch(&mine).and_then(|(_, handle)| {
+                    let (y, out) = (handle.output()?, rank.out.part((mine.x.len() * 2) as u64));
+                    rank.planned.combine_into(y, &handle, target::<bf16>(&out))?;
+                    handle.returned()
+                });
+                assert!(called.is_ok() || called.as_ref() == Err(&cause), "{called:?}");
+            }
+        }
+        let since = Instant::now();
+        while rank.planned.check().is_ok() {
+            assert!(since.elapsed() < LONG, "nobody noticed");
+            std::thread::yield_now();
+        }
+        assert_eq!(rank.planned.check(), Err(cause));
+        drained(&rank);
     });
 }
 
@@ -268,7 +307,8 @@ fn a_rank_that_makes_no_call_is_named_after_the_deadline() {
     on_devices("planned::faults::a_rank_that_makes_no_call_is_named_after_the_deadline", 8, 8, || {
         let mut options = small();
         for way in WAYS {
-            // Who waits for a relay waits an eighth longer than the relay does: as long as ranks may begin apart.
+            // Who waits for a relay waits an eighth longer than the relay does: as long as ranks
+            // may begin apart.
             options.clocks.deadline = Duration::from_secs(if way.1 == Route::Pxn { 12 } else { 3 });
             ended_by(way, &options, |rank, absent| {
                 if absent {
@@ -281,5 +321,30 @@ fn a_rank_that_makes_no_call_is_named_after_the_deadline() {
                 drained(rank);
             });
         }
+    });
+}
+
+/// Calls of all instances of a rank have one order, the same at all ranks. Each rank here waits in the call that the other
+/// makes second.
+#[test]
+fn calls_of_two_instances_in_two_orders_are_named_and_end() {
+    on_devices("planned::faults::calls_of_two_instances_in_two_orders_are_named_and_end", 8, 23, || {
+        let mut options = small();
+        options.clocks.deadline = Duration::from_secs(3);
+        on_ranks(&[0, 0], &options, |world| {
+            let (group, case) = (world.all().unwrap(), Case::new(2, 4, 2));
+            let mut instances = [(); 2].map(|()| Rank::<bf16>::new(&group, &case));
+            for rank in &mut instances {
+                rank.round(&input(world.rank()));
+            }
+            if world.rank() == 1 {
+                instances.reverse();
+            }
+            let [first, second] = &mut instances;
+            let refused = first.dispatch(&input(world.rank())).map(drop).unwrap_err();
+            assert!(matches!(refused, Error::World(Cause::Stalled { .. })), "{refused}");
+            assert_eq!(second.dispatch(&input(world.rank())).map(drop).unwrap_err(), refused);
+            drained(first);
+        });
     });
 }

@@ -1,22 +1,20 @@
-//! Dispatch and combine on streams, planned beside them, against the same calls on the host: bit for bit, on a driver that
-//! does everything as late and as unordered as the rules allow.
+//! Instances on a device with a planner against the same calls on the host: bit for bit, on a
+//! driver that does everything as late and as unordered as the rules allow.
 //!
 //! The driver and its kernels are the process's: each test is one of its own.
 #![allow(unsafe_code, reason = "memory of a caller's own is named by contract")]
 
 mod calls;
 mod faults;
-mod memory;
 mod nodes;
 mod processes;
-mod rank;
+pub mod rank;
 
-use std::path::Path;
+use crate::apart::{Settings, each_with_kernels};
+use crate::{devices, support};
 
-use crate::support;
-
-/// Runs the body with kernels to launch, hardware queues, and a seed for all that the rules leave open. `test` is the test's
-/// full name.
+/// Runs the body with kernels to launch, hardware queues, and a seed for all that the rules leave
+/// open. `test` is the test's full name.
 fn on_devices(test: &str, queues: u32, seed: u64, body: impl FnOnce()) {
     on_drivers(test, &["12080"], queues, seed, body);
 }
@@ -28,23 +26,9 @@ fn on_drivers(test: &str, versions: &[&'static str], queues: u32, seed: u64, bod
 }
 
 /// The same once for each of these settings.
-fn on_settings(
-    test: &str,
-    runs: &[&[(&'static str, &'static str)]],
-    (queues, seed): (u32, u64),
-    body: impl FnOnce(),
-) {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/kernels.cu");
-    let library = stand_in_cuda::kernels(&source).unwrap();
+fn on_settings(test: &str, runs: &[Settings<'_>], (queues, seed): (u32, u64), body: impl FnOnce()) {
     let (queues, seed) = (queues.to_string(), seed.to_string());
-    let driver = stand_in_cuda::install().unwrap();
-    let usual = [
-        ("LD_LIBRARY_PATH", driver.to_str().unwrap()),
-        ("SIDELANE_STAND_IN_KERNELS", library.to_str().unwrap()),
-        ("CUDA_MODULE_LOADING", "EAGER"),
-        ("CUDA_DEVICE_MAX_CONNECTIONS", &queues),
-        ("SIDELANE_STAND_IN_SEED", &seed),
-    ];
-    let runs: Vec<_> = runs.iter().map(|settings| [&usual[..], settings].concat()).collect();
-    crate::apart::each(test, &runs.iter().map(Vec::as_slice).collect::<Vec<_>>(), body);
+    let usual: Settings<'_> = &[("CUDA_DEVICE_MAX_CONNECTIONS", &queues), ("SIDELANE_STAND_IN_SEED", &seed)];
+    let runs: Vec<_> = runs.iter().map(|settings| [usual, *settings].concat()).collect();
+    each_with_kernels(test, &runs.iter().map(Vec::as_slice).collect::<Vec<_>>(), body);
 }

@@ -8,8 +8,9 @@ use sidelane::world::Detour;
 use stand_in_cuda::StandIn;
 
 use super::calls::{on_each, replays, rounds, some, three};
-use super::rank::{Case, Input, stream};
+use super::rank::{Case, Input};
 use super::{on_devices, on_drivers};
+use crate::devices::stream;
 use crate::support::tokens;
 
 /// Two and two, three and five, and nodes whose ranks are anywhere.
@@ -98,7 +99,7 @@ fn dispatches_are_alive_side_by_side_across_nodes() {
     on_devices("planned::nodes::dispatches_are_alive_side_by_side_across_nodes", 8, 7, || {
         let modes = [Mode::Eager, Mode::Budget { rows: 200, overflow: Overflow::Error }];
         for (route, mode) in Route::ALL.into_iter().flat_map(|route| modes.map(|mode| (route, mode))) {
-            let case = Case { seats: 3, mode, route, ..Case::across(&[0, 1, 1], 5, 3) };
+            let case = Case { max_in_flight: 3, mode, route, ..Case::across(&[0, 1, 1], 5, 3) };
             on_each(&case, |rank, me| {
                 for round in 0..5 {
                     let input = |nth: u64| {
@@ -137,13 +138,13 @@ fn a_report_says_how_rows_crossed_and_by_how_many_copies() {
             let lanes: Vec<_> = report.lanes.iter().map(|used| (used.lane, used.ranks)).collect();
             assert_eq!(lanes, [("own", 1), ("loop", 1)]);
             assert_eq!(report.detour, Some(Detour::Lane("loop")));
-            // Experts 0 to 3 get 2, 1, 1 and 1 rows from each rank, of 32 bytes and a weight; the last rank pads them to 4,
-            // 4, 4 and 4. Rank 0 has experts 0 and 1.
+            // Experts 0 to 3 get 2, 1, 1 and 1 rows from each rank, of 32 bytes and a weight; the
+            // last rank pads them to 4, 4, 4 and 4. Rank 0 has experts 0 and 1.
             let (rows_out, own, own_pads) = if me == 0 { (2, 3, 0) } else { (3, 2, 4) };
             let (rows_in, pads_in) = if me == 0 { (3, 2) } else { (2, 0) };
             let Enqueued { out_bytes, in_bytes, bytes, own_bytes, copies, .. } = report.enqueued;
-            // Weights cross from memory of the host, and come in with the rows, a copy for each expert: its own rows lie
-            // between.
+            // Weights cross from memory of the host, and come in with the rows, a copy for each
+            // expert: its own rows lie between.
             assert_eq!((out_bytes, in_bytes), (rows_out * 32, (rows_in + pads_in) * 36));
             assert_eq!((bytes, own_bytes), ((own + own_pads) * 36, (own + own_pads) * 36));
             let pads = if own_pads > 0 { 2 } else { 0 };
@@ -159,8 +160,8 @@ fn a_report_says_how_rows_crossed_and_by_how_many_copies() {
 }
 
 #[test]
-fn over_relays_a_token_crosses_once_for_each_node_and_a_report_says_so() {
-    let name = "planned::nodes::over_relays_a_token_crosses_once_for_each_node_and_a_report_says_so";
+fn over_relays_a_report_counts_a_token_once_for_each_node() {
+    let name = "planned::nodes::over_relays_a_report_counts_a_token_once_for_each_node";
     on_drivers(name, &["13010"], 8, 10, || {
         // The driver stays until it has been asked.
         let _driver = stream(0);
@@ -179,11 +180,12 @@ fn over_relays_a_token_crosses_once_for_each_node_and_a_report_says_so() {
             let (out, landed) = if first_node { (3, 16) } else { (4, 12) };
             let sent = report.enqueued;
             assert_eq!(sent.out_bytes, out * 32, "each token once");
-            // As a relay: of the block of one source, for two ranks; then weights of 2 sources, and the index.
+            // As a relay: of the block of one source, for two ranks; then weights of 2 sources, and
+            // the index.
             let block = if first_node { 4 } else { 3 };
             assert_eq!(sent.in_bytes, 2 * block * 32 + 2 * block * 4 + landed * 4);
-            assert_eq!(handle.len() as u64, landed);
-            let (arrivals, index) = rows.index().unwrap();
+            assert_eq!(u64::from(handle.rows()), landed);
+            let (arrivals, index) = rows.arrivals().unwrap();
             assert_eq!((arrivals.len(), index.len()), (landed * 32, landed * 4));
             assert_eq!((sent.copies_by_sms, sent.single_copies), (0, 0));
             drop((rows, handle));

@@ -1,18 +1,19 @@
-//! Ranks that are processes on two nodes: descriptors go within nodes, rows between them by registered memory.
+//! Ranks that are processes on two nodes: descriptors go within nodes, rows between them by
+//! registered memory.
 
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use half::bf16;
 use rustix::process::{Signal, getpid, kill_process};
-use sidelane::ep::planned::PlannedReport;
+use sidelane::ep::Report;
 use sidelane::error::Cause;
 use sidelane::topology::Route;
 use sidelane::{Error, World};
 
 use super::calls::some;
 use super::on_devices;
-use super::rank::{Case, Rank};
+use super::rank::{Case, Input, Rank, target};
 use crate::support::{cases, tokens};
 
 const ROUNDS: u64 = 200;
@@ -60,11 +61,12 @@ fn a_rank_of_a_world_below() {
 }
 
 /// A dispatch and a combine.
-fn there_and_back(rank: &mut Rank<bf16>, input: &super::rank::Input<bf16>) -> Result<PlannedReport, Error> {
+fn there_and_back(rank: &mut Rank<bf16>, input: &Input<bf16>) -> Result<Report, Error> {
     let (rows, handle) = rank.dispatch(input)?;
     let (y, out) = (handle.output()?, rank.out.part((input.x.len() * 2) as u64));
     drop(rows);
-    rank.planned.combine(y, &handle, &out)?.finish()
+    rank.planned.combine_into(y, &handle, target::<bf16>(&out))?;
+    handle.returned()
 }
 
 fn launched(variables: &[(&str, &str)]) -> Output {
@@ -79,20 +81,15 @@ fn launched(variables: &[(&str, &str)]) -> Output {
 }
 
 #[test]
-fn processes_of_two_nodes_go_on_for_hundreds_of_rounds_to_the_bit() {
-    on_devices(
-        "planned::processes::processes_of_two_nodes_go_on_for_hundreds_of_rounds_to_the_bit",
-        8,
-        1,
-        || {
-            for route in cases(Route::ALL, 1) {
-                let job = launched(&[("SIDELANE_TEST_ROUTE", route.name())]);
-                let text = String::from_utf8_lossy(&job.stdout);
-                let right = text.matches(&format!("{ROUNDS} rounds are right to the bit")).count();
-                assert!(job.status.success() && right == RANKS as usize, "{job:?}");
-            }
-        },
-    );
+fn processes_of_two_nodes_agree_for_hundreds_of_rounds() {
+    on_devices("planned::processes::processes_of_two_nodes_agree_for_hundreds_of_rounds", 8, 1, || {
+        for route in cases(Route::ALL, 1) {
+            let job = launched(&[("SIDELANE_TEST_ROUTE", route.name())]);
+            let text = String::from_utf8_lossy(&job.stdout);
+            let right = text.matches(&format!("{ROUNDS} rounds are right to the bit")).count();
+            assert!(job.status.success() && right == RANKS as usize, "{job:?}");
+        }
+    });
 }
 
 #[test]

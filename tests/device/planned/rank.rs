@@ -1,19 +1,18 @@
-//! A rank with an exchange on a device, and one on the host to compare it with.
+//! A rank with an instance on a device, and one on the host to compare it with.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use sidelane::device::{Driver, Graph, PinnedMemory, Priority, Stream};
-use sidelane::ep::ExpertParallelBuilder;
-use sidelane::ep::planned::{
-    PlannedBuilder, PlannedExchange, PlannedHandle, PlannedReport, PlannedRows, Status, Tokens,
+use sidelane::device::{Graph, PinnedMemory, Range, Stream};
+use sidelane::ep::{
+    Choices, ExpertOutput, ExpertParallelBuilder, ExpertRows, Handle, Report, Status, Tensor, TensorMut,
 };
 use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, Mode};
 use sidelane::topology::Route;
 use sidelane::{Element, Error, ExpertParallel, Group};
 
-use super::memory::Tensor;
+use super::devices::{Memory, stream};
 use super::support::layer::bits;
 use super::support::{self, To};
 
@@ -29,7 +28,7 @@ pub struct Case {
     pub align: u32,
     pub max_tokens: u32,
     pub mode: Mode,
-    pub seats: u32,
+    pub max_in_flight: u32,
 }
 
 impl Case {
@@ -49,7 +48,7 @@ impl Case {
             align: 1,
             max_tokens: 12,
             mode: Mode::Eager,
-            seats: 2,
+            max_in_flight: 2,
         }
     }
 
@@ -70,27 +69,29 @@ impl Case {
 pub struct Rank<E> {
     pub case: Case,
     pub host: ExpertParallel,
-    pub planned: PlannedExchange,
+    pub planned: ExpertParallel,
     pub stream: Arc<Stream>,
-    pub x: Tensor,
-    pub experts: Tensor,
-    pub weights: Tensor,
-    pub out: Tensor,
-    pub rows: Tensor,
+    pub x: Memory,
+    pub experts: Memory,
+    pub weights: Memory,
+    pub out: Memory,
+    pub rows: Memory,
     /// How bytes went in the last round: of its dispatch and its combine.
-    pub reports: Vec<PlannedReport>,
+    pub reports: Vec<Report>,
     element: std::marker::PhantomData<E>,
 }
 
 /// What a rank puts in.
 pub type Input<E> = support::Tokens<E>;
 
-/// The caller's stream of a rank's device.
-pub fn stream(device: u32) -> Arc<Stream> {
-    let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
-    let driver = Driver::load(Some(&library)).unwrap();
-    assert!(driver.is_stand_in(), "tests run without a GPU");
-    Arc::new(Stream::new(&driver.context(device).unwrap(), Priority::Usual).unwrap())
+/// The tensors of a dispatch: tokens, experts and weights.
+pub fn call<E: Element>([x, experts, weights]: &[Range; 3]) -> (Tensor<'_>, Choices<'_>) {
+    (Tensor::device(x, E::DTYPE), Choices::Device { experts, weights })
+}
+
+/// The tensor of a combine's sums.
+pub fn target<E: Element>(out: &Range) -> TensorMut<'_> {
+    TensorMut::device(out, E::DTYPE)
 }
 
 impl<E: Element> Rank<E>
@@ -106,7 +107,7 @@ where
     pub fn with(
         group: &Group,
         case: &Case,
-        settings: impl FnOnce(PlannedBuilder<'_>) -> PlannedBuilder<'_>,
+        settings: impl FnOnce(ExpertParallelBuilder<'_>) -> ExpertParallelBuilder<'_>,
     ) -> Self {
         Self::on_stream(group, case, stream(group.rank()), settings)
     }
@@ -116,22 +117,22 @@ where
         group: &Group,
         case: &Case,
         stream: Arc<Stream>,
-        settings: impl FnOnce(PlannedBuilder<'_>) -> PlannedBuilder<'_>,
+        settings: impl FnOnce(ExpertParallelBuilder<'_>) -> ExpertParallelBuilder<'_>,
     ) -> Self {
         let context = stream.context();
         let row = (case.hidden * E::DTYPE.size()) as u64;
         let (tokens, choices) = (u64::from(case.max_tokens), u64::from(case.max_tokens * case.top_k));
-        let builder = PlannedExchange::builder(case.settings::<E>(group), Arc::clone(&stream));
-        let builder = builder.seats(case.seats).pool(16 * case.most_rows() * (row + 64));
+        let builder = case.settings::<E>(group).on(&stream).max_in_flight(case.max_in_flight);
+        let builder = builder.device_heap(16 * case.most_rows() * (row + 64));
         Rank {
             case: case.clone(),
             host: case.settings::<E>(group).build().unwrap(),
             planned: settings(builder).build().unwrap(),
-            x: Tensor::new(context, tokens * row),
-            experts: Tensor::new(context, choices * 4),
-            weights: Tensor::new(context, choices * 4),
-            out: Tensor::new(context, tokens * row),
-            rows: Tensor::new(context, case.most_rows() * row),
+            x: Memory::new(context, tokens * row),
+            experts: Memory::new(context, choices * 4),
+            weights: Memory::new(context, choices * 4),
+            out: Memory::new(context, tokens * row),
+            rows: Memory::new(context, case.most_rows() * row),
             reports: Vec::new(),
             stream,
             element: std::marker::PhantomData,
@@ -143,7 +144,8 @@ where
         (value.into() * (1.0 + nth as f32 / 64.0) + self.planned.rank() as f32 / 8.0).to()
     }
 
-    /// A dispatch and a combine of the same tokens on host and device, compared in everything that is seen of them.
+    /// A dispatch and a combine of the same tokens on host and device, compared in everything that
+    /// is seen of them.
     pub fn round(&mut self, input: &Input<E>) {
         let Case { top_k, hidden, .. } = self.case;
         let routing = Routing::new(top_k, input.ids.as_slice(), input.weights.as_slice()).unwrap();
@@ -156,29 +158,24 @@ where
         let sums: Vec<E> = self.host.combine(y, &handle).unwrap();
 
         let stream = Arc::clone(&self.stream);
-        let [experts, weights] =
-            [self.experts.fill(&stream, &input.ids), self.weights.fill(&stream, &input.weights)];
-        let x = self.x.fill(&stream, &input.x);
-        let tokens = Tokens { x: &x, experts: &experts, weights: &weights };
-        let dispatch = self.planned.dispatch(tokens).unwrap();
-        let (rows, planned) = dispatch.finish().unwrap();
+        let (rows, planned) = self.dispatch(input).unwrap();
         assert_eq!(planned.tokens_per_expert(), handle.tokens_per_expert());
         assert_eq!(planned.padded_tokens_per_expert(), handle.padded_tokens_per_expert());
         assert_eq!((planned.dropped(), planned.required_rows()), (handle.dropped(), handle.required_rows()));
-        let landed = rows.rows().unwrap().part(0, (seen.len() * E::DTYPE.size()) as u64).unwrap();
+        let landed = rows.range().unwrap().part(0, (seen.len() * E::DTYPE.size()) as u64).unwrap();
         assert_eq!(bits(&self.rows.read::<E>(&stream, &landed)), bits(&seen), "rows");
         let with_rows = rows.weights().unwrap().part(0, handle.row_weights().len() as u64 * 4).unwrap();
         assert_eq!(bits(&self.rows.read::<f32>(&stream, &with_rows)), bits(handle.row_weights()), "weights");
         let counts = [handle.tokens_per_expert(), handle.padded_tokens_per_expert()].concat();
-        let counted = rows.counts().part(0, counts.len() as u64 * 8).unwrap();
+        let counted = rows.counts().unwrap().part(0, counts.len() as u64 * 8).unwrap();
         assert_eq!(self.rows.read::<i64>(&stream, &counted), counts, "counts");
 
         let y = planned.output().unwrap();
-        self.rows.send(&stream, y.rows(), bits(&made));
+        self.rows.send(&stream, y.range().unwrap(), bits(&made));
         let out = self.out.part((sums.len() * E::DTYPE.size()) as u64);
-        let combined = self.planned.combine(y, &planned, &out).unwrap();
+        self.planned.combine_into(y, &planned, target::<E>(&out)).unwrap();
         assert_eq!(bits(&self.out.read::<E>(&stream, &out)), bits(&sums), "sums");
-        self.reports = vec![planned.report().unwrap(), combined.finish().unwrap()];
+        self.reports = vec![planned.report().unwrap(), planned.returned().unwrap()];
     }
 
     /// Sums of experts that change nothing, on the host.
@@ -190,56 +187,47 @@ where
         self.host.combine(y, &handle).unwrap()
     }
 
-    /// As many dispatches, then experts that change nothing, then combines, as there are inputs: nothing waits for the
-    /// stream before all is enqueued. At most as many inputs as there are seats.
+    /// As many dispatches, then experts that change nothing, then combines, as there are inputs:
+    /// nothing waits for the stream before all is enqueued. At most as many inputs as there are
+    /// max_in_flight.
     pub fn all_in_flight(&mut self, inputs: &[Input<E>]) {
         let (context, stream) = (Arc::clone(self.stream.context()), Arc::clone(&self.stream));
         let expected: Vec<Vec<E>> = inputs.iter().map(|input| self.unchanged(input)).collect();
-        let tensor = |bytes: &[u8]| {
-            let tensor = Tensor::new(&context, bytes.len() as u64);
-            let range = tensor.fill(&stream, bytes);
-            (tensor, range)
-        };
-        let there: Vec<_> = inputs
+        let there: Vec<_> = inputs.iter().map(|input| self.apart(input)).collect();
+        let sums: Vec<_> = expected
             .iter()
-            .map(|input| [tensor(bits(&input.x)), tensor(bits(&input.ids)), tensor(bits(&input.weights))])
+            .map(|sums| {
+                let memory = Memory::new(&context, bits(sums).len() as u64);
+                let out = memory.fill(&stream, &vec![0xcb_u8; bits(sums).len()]);
+                (memory, out)
+            })
             .collect();
-        let nothing = |sums: &Vec<E>| tensor(&vec![0xcb; bits(sums).len()]);
-        let sums: Vec<_> = expected.iter().map(nothing).collect();
         let mut under_way = Vec::new();
-        for [(_, x), (_, experts), (_, weights)] in &there {
-            let dispatch = self.planned.dispatch(Tokens { x, experts, weights }).unwrap();
-            under_way.push(dispatch.finish().unwrap());
+        for tensors in &there {
+            let (x, choices) = call::<E>(tensors);
+            under_way.push(self.planned.dispatch(x, choices).unwrap());
         }
         for ((rows, handle), (_, out)) in under_way.into_iter().zip(&sums) {
-            let (y, rows) = (handle.output().unwrap(), rows.rows().unwrap());
-            let len = rows.len();
-            stream.copy(y.rows().span(0, len).unwrap(), rows.span(0, len).unwrap()).unwrap();
-            self.planned.combine(y, &handle, out).unwrap();
+            let y = self.unchanged_on_device(&rows, &handle).unwrap();
+            self.planned.combine_into(y, &handle, target::<E>(out)).unwrap();
         }
         for ((tensor, out), expected) in sums.iter().zip(&expected) {
             assert_eq!(bits(&tensor.read::<E>(&stream, out)), bits(expected), "sums");
         }
     }
 
-    /// A dispatch, experts that change nothing, and a combine, captured into a graph and replayed with each input: all of
-    /// as many tokens.
+    /// A dispatch, experts that change nothing, and a combine, captured into a graph and replayed
+    /// with each input: all of as many tokens.
     pub fn replayed(&mut self, inputs: &[Input<E>]) {
         let stream = Arc::clone(&self.stream);
-        let [x, experts, weights] = [
-            self.x.part(bits(&inputs[0].x).len() as u64),
-            self.experts.part(bits(&inputs[0].ids).len() as u64),
-            self.weights.part(bits(&inputs[0].weights).len() as u64),
-        ];
-        let out = self.out.part(x.len());
+        let tensors = self.put(&inputs[0]);
+        let out = self.out.part(tensors[0].len());
         let mut kept = None;
         let graph = Graph::capture(&stream, || {
-            let tokens = Tokens { x: &x, experts: &experts, weights: &weights };
-            let (rows, handle) = self.planned.dispatch(tokens)?.unfinished()?;
-            let (y, rows) = (handle.output()?, rows.rows()?);
-            let len = rows.len();
-            stream.copy(y.rows().span(0, len)?, rows.span(0, len)?)?;
-            self.planned.combine(y, &handle, &out)?;
+            let (x, choices) = call::<E>(&tensors);
+            let (rows, handle) = self.planned.start_dispatch(x, choices)?.unfinished()?;
+            let y = self.unchanged_on_device(&rows, &handle)?;
+            self.planned.combine_into(y, &handle, target::<E>(&out))?;
             kept = Some(handle);
             Ok::<(), Error>(())
         })
@@ -248,73 +236,115 @@ where
         let status = handle.status().unwrap();
         for input in inputs {
             expected = self.unchanged(input);
-            self.x.fill(&stream, &input.x);
-            self.experts.fill(&stream, &input.ids);
-            self.weights.fill(&stream, &input.weights);
+            self.put(input);
             graph.launch(&stream).unwrap();
             assert_eq!(bits(&self.out.read::<E>(&stream, &out)), bits(&expected), "sums");
-            assert_eq!(self.rows.read::<u32>(&stream, &status), [Status::WELL.0]);
+            assert_eq!(self.rows.read::<u32>(&stream, &status), [Status::OK.0]);
         }
-        // Outputs are still those of the last replay. A call that is none is not counted, or closing would wait for it for ever.
-        self.planned.combine(handle.output().unwrap(), &handle, &out).unwrap();
+        // Outputs are still those of the last replay. A call that is none is not counted, or
+        // closing would wait for it for ever.
+        self.planned.combine_into(handle.output().unwrap(), &handle, target::<E>(&out)).unwrap();
         assert_eq!(bits(&self.out.read::<E>(&stream, &out)), bits(&expected), "sums beside the graph");
     }
 
-    /// Rows of a first dispatch are dropped while the stream has yet to read them, and to come to a second one, for which
-    /// there is room beside them.
+    /// Rows of a first dispatch are dropped while the stream has yet to read them, and to come to a
+    /// second one, for which there is room beside them.
     pub fn dropped_early(&mut self, first: &Input<E>, second: &Input<E>) {
         let (context, stream) = (Arc::clone(self.stream.context()), Arc::clone(&self.stream));
         let expected = self.unchanged(first);
-        let [x, experts, weights] =
-            [bits(&second.x), bits(&second.ids), bits(&second.weights)].map(|bytes| {
-                let tensor = Tensor::new(&context, bytes.len() as u64);
-                let range = tensor.fill(&stream, bytes);
-                (tensor, range)
-            });
-        let gate = PinnedMemory::new(&context, 8).unwrap();
+        let second = self.apart(second);
         let (rows, handle) = self.dispatch(first).unwrap();
+        let gate = PinnedMemory::new(&context, 8).unwrap();
         stream.wait(gate.range().word::<u32>(0).unwrap(), 1).unwrap();
-        let next =
-            self.planned.dispatch(Tokens { x: &x.1, experts: &experts.1, weights: &weights.1 }).unwrap();
-        let (y, read) = (handle.output().unwrap(), rows.rows().unwrap());
-        let len = read.len();
-        stream.copy(y.rows().span(0, len).unwrap(), read.span(0, len).unwrap()).unwrap();
+        let y = self.unchanged_on_device(&rows, &handle).unwrap();
         let out = self.out.part((expected.len() * E::DTYPE.size()) as u64);
-        self.planned.combine(y, &handle, &out).unwrap();
+        self.planned.combine_into(y, &handle, target::<E>(&out)).unwrap();
+        let (x, choices) = call::<E>(&second);
+        let next = self.planned.start_dispatch(x, choices).unwrap();
         drop((rows, handle));
         gate.word(0).unwrap().store(1, Ordering::Release);
         next.finish().unwrap();
         assert_eq!(bits(&self.out.read::<E>(&stream, &out)), bits(&expected), "sums");
     }
 
-    /// Two combines of one dispatch, one behind the other: with a budget experts write where those before them did.
+    /// Two combines of one dispatch, one behind the other: with a budget experts write where those
+    /// before them did.
     pub fn combined_twice(&mut self, input: &Input<E>) {
         let (context, stream) = (Arc::clone(self.stream.context()), Arc::clone(&self.stream));
         let expected = self.unchanged(input);
         let nothing = vec![0_u8; bits(&expected).len()];
-        let second = Tensor::new(&context, nothing.len() as u64);
+        let second = Memory::new(&context, nothing.len() as u64);
         let again = second.fill(&stream, &vec![0xcb_u8; nothing.len()]);
         let (rows, handle) = self.dispatch(input).unwrap();
-        let rows = rows.rows().unwrap();
-        let zeros = Tensor::new(&context, rows.len());
+        let rows = rows.range().unwrap();
+        let zeros = Memory::new(&context, rows.len());
         let zeros = zeros.fill(&stream, &vec![0_u8; rows.len() as usize]);
         let out = self.out.part(nothing.len() as u64);
         for (made, sums) in [(&rows, &out), (&zeros, &again)] {
             let y = handle.output().unwrap();
             let len = made.len();
-            stream.copy(y.rows().span(0, len).unwrap(), made.span(0, len).unwrap()).unwrap();
-            self.planned.combine(y, &handle, sums).unwrap();
+            stream.copy(y.range().unwrap().span(0, len).unwrap(), made.span(0, len).unwrap()).unwrap();
+            self.planned.combine_into(y, &handle, target::<E>(sums)).unwrap();
         }
         assert_eq!(bits(&self.out.read::<E>(&stream, &out)), bits(&expected), "sums");
         assert_eq!(second.read::<u8>(&stream, &again), nothing, "sums of nothing");
     }
 
-    /// Enqueues the dispatch of an input, and says what came of it.
-    pub fn dispatch(&mut self, input: &Input<E>) -> Result<(PlannedRows, PlannedHandle), Error> {
+    /// A dispatch, and a combine of outputs that lie in memory of the caller's.
+    pub fn combined_from_elsewhere(&mut self, input: &Input<E>) {
         let stream = Arc::clone(&self.stream);
-        let x = self.x.fill(&stream, &input.x);
-        let [experts, weights] =
-            [self.experts.fill(&stream, &input.ids), self.weights.fill(&stream, &input.weights)];
-        self.planned.dispatch(Tokens { x: &x, experts: &experts, weights: &weights })?.finish()
+        let expected = self.unchanged(input);
+        let (rows, handle) = self.dispatch(input).unwrap();
+        let rows = rows.range().unwrap();
+        let elsewhere = self.rows.part(rows.len());
+        stream.copy(elsewhere.span(0, rows.len()).unwrap(), rows.span(0, rows.len()).unwrap()).unwrap();
+        let out = self.out.part((expected.len() * E::DTYPE.size()) as u64);
+        let y = Tensor::device(&elsewhere, E::DTYPE);
+        self.planned.combine_into(y, &handle, target::<E>(&out)).unwrap();
+        assert_eq!(handle.copied_bytes(), rows.len());
+        assert_eq!(bits(&self.out.read::<E>(&stream, &out)), bits(&expected), "sums");
+    }
+
+    /// A dispatch and a combine, each in two halves.
+    pub fn halves(&mut self, input: &Input<E>) {
+        let stream = Arc::clone(&self.stream);
+        let expected = self.unchanged(input);
+        let tensors = self.put(input);
+        let (x, choices) = call::<E>(&tensors);
+        let (rows, handle) = self.planned.start_dispatch(x, choices).unwrap().finish().unwrap();
+        let y = self.unchanged_on_device(&rows, &handle).unwrap();
+        let out = self.out.part((expected.len() * E::DTYPE.size()) as u64);
+        self.planned.start_combine(y, &handle).unwrap().finish(target::<E>(&out)).unwrap();
+        assert_eq!(bits(&self.out.read::<E>(&stream, &out)), bits(&expected), "sums");
+    }
+
+    /// Enqueues the dispatch of an input, and says what came of it.
+    pub fn dispatch(&mut self, input: &Input<E>) -> Result<(ExpertRows, Handle), Error> {
+        let tensors = self.put(input);
+        let (x, choices) = call::<E>(&tensors);
+        self.planned.dispatch(x, choices)
+    }
+
+    /// Writes an input to this rank's tensors.
+    pub fn put(&self, input: &Input<E>) -> [Range; 3] {
+        let stream = &*self.stream;
+        [
+            self.x.fill(stream, &input.x),
+            self.experts.fill(stream, &input.ids),
+            self.weights.fill(stream, &input.weights),
+        ]
+    }
+
+    /// Writes an input to tensors of its own.
+    fn apart(&self, input: &Input<E>) -> [Range; 3] {
+        [bits(&input.x), bits(&input.ids), bits(&input.weights)]
+            .map(|bytes| Memory::new(self.stream.context(), bytes.len() as u64).fill(&self.stream, bytes))
+    }
+
+    /// Enqueues experts that change nothing.
+    fn unchanged_on_device(&self, rows: &ExpertRows, handle: &Handle) -> Result<ExpertOutput, Error> {
+        let (y, rows) = (handle.output()?, rows.range()?);
+        self.stream.copy(y.range()?.span(0, rows.len())?, rows.span(0, rows.len())?)?;
+        Ok(y)
     }
 }

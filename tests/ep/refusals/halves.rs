@@ -1,7 +1,7 @@
 //! Refusals while ranks are away, between the halves of a call: their relays tell.
 
 use half::bf16;
-use sidelane::ep::Contribution;
+use sidelane::ep::CombineInput;
 use sidelane::error::{CallError, Error, PlanError};
 
 use super::{BAD, EXPERTS, HIDDEN, everywhere, repeated, told};
@@ -43,7 +43,7 @@ fn the_refusal_of_a_combine_reaches_all_while_its_rank_is_away() {
         let (rows, handle) = rank.dispatch();
         let (given, bad): (Vec<bf16>, bool) = (rows.to_vec().unwrap(), rank.is_bad());
         let y = handle.output().unwrap();
-        let y: Contribution = if bad { (&given[HIDDEN..]).into() } else { y.into() };
+        let y: CombineInput = if bad { (&given[HIDDEN..]).into() } else { y.into() };
         let mut out = vec![bf16::MAX; handle.tokens() as usize * HIDDEN];
         rank.arm();
         let started = rank.ep.start_combine(y, &handle).unwrap();

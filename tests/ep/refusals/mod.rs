@@ -12,7 +12,7 @@ use crate::support::{Tokens, on_ranks, placement, tokens};
 use half::bf16;
 use sidelane::bootstrap::Clocks;
 use sidelane::config::Config;
-use sidelane::ep::{Contribution, ExpertParallelBuilder, ExpertRows, Handle};
+use sidelane::ep::{CombineInput, ExpertParallelBuilder, ExpertRows, Handle};
 use sidelane::error::{CallError, Error};
 use sidelane::gate::Routing;
 use sidelane::memory::PoolReport;
@@ -166,7 +166,7 @@ fn dispatch<E: Element>(
 /// A combine, likewise.
 fn combine<'a, E: Element>(
     ep: &mut ExpertParallel,
-    y: impl Into<Contribution<'a>>,
+    y: impl Into<CombineInput<'a>>,
     handle: &Handle,
     out: &mut [E],
     in_halves: bool,

@@ -24,8 +24,8 @@ fn context() -> Arc<Context> {
     driver.context(0).unwrap()
 }
 
-fn caller(context: &Arc<Context>) -> Stream {
-    Stream::new(context, Priority::Usual).unwrap()
+fn caller(context: &Arc<Context>) -> Arc<Stream> {
+    Arc::new(Stream::new(context, Priority::Usual).unwrap())
 }
 
 fn memory(context: &Arc<Context>, bytes: u64) -> Range {
@@ -66,21 +66,22 @@ impl Tensors {
     }
 
     /// Dispatch, experts and combine of each chunk as copies, behind a copy of the caller's own.
-    fn enqueue(&self, executor: &CudaExecutor<'_>, caller: &Stream, streams: u32) -> Result<(), Error> {
+    fn enqueue(&self, executor: &CudaExecutor<'_>, caller: &Arc<Stream>, streams: u32) -> Result<(), Error> {
         let copy = |stream: &Stream, to: (&Range, u64), from: (&Range, u64)| -> Result<(), Error> {
             Ok(stream.copy(to.0.span(to.1 * BYTES, BYTES)?, from.0.span(from.1 * BYTES, BYTES)?)?)
         };
         let all = CHUNKS * BYTES;
         caller.copy(self.tokens.span(0, all)?, self.input.range().span(0, all)?)?;
         let sent = memory(caller.context(), all);
-        let mut graph = Graph::new();
+        let mut graph: Graph<'_, Arc<Stream>> = Graph::new();
         let (mut rotation, mut computed) = (Rotation::new(streams, 2), Vec::<Node>::new());
         for chunk in 0..CHUNKS {
             // The landing place is free when the experts have read it.
             let free: Vec<Node> = computed.len().checked_sub(2).map(|at| computed[at]).into_iter().collect();
-            let landed = graph.add(Name::Transfer(0), work("dispatch", chunk), &free, move |stream| {
-                copy(stream, (&self.landing, chunk % 2), (&self.tokens, chunk))
-            });
+            let landed =
+                graph.add(Name::Transfer(0), work("dispatch", chunk), &free, move |stream: &Arc<Stream>| {
+                    copy(stream, (&self.landing, chunk % 2), (&self.tokens, chunk))
+                });
             let made = rotation.add(&mut graph, work("experts", chunk), &[landed], move |stream| {
                 copy(stream, (&self.outputs, chunk), (&self.landing, chunk % 2))
             });
@@ -169,10 +170,10 @@ fn nodes_wait_on_the_device_for_what_edges_name_and_for_nothing_else() {
     let words = PinnedMemory::new(&context, 40).unwrap();
     let write = |at: u64| {
         let words = &words;
-        move |stream: &Stream| Ok(stream.write::<u64>(words.range().word(at)?, 1)?)
+        move |stream: &Arc<Stream>| Ok(stream.write::<u64>(words.range().word(at)?, 1)?)
     };
     let mut graph = Graph::new();
-    let waits = graph.add(Name::Transfer(0), work("dispatch", 0), &[], |stream: &Stream| {
+    let waits = graph.add(Name::Transfer(0), work("dispatch", 0), &[], |stream: &Arc<Stream>| {
         Ok(stream.wait::<u64>(words.range().word(0)?, 1)?)
     });
     graph.add(Name::Compute(1), work("free", 0), &[], write(8));
@@ -201,7 +202,7 @@ fn after_a_node_that_fails_streams_are_joined_and_captures_can_be_ended() {
         |value: u64, fails: bool| {
             let mut graph = Graph::new();
             let words = &words;
-            let sent = graph.add(Name::Transfer(0), work("dispatch", 0), &[], move |stream: &Stream| {
+            let sent = graph.add(Name::Transfer(0), work("dispatch", 0), &[], move |stream: &Arc<Stream>| {
                 Ok(stream.write::<u64>(words.range().word(0)?, value)?)
             });
             graph.add(Name::Compute(0), work("experts", 0), &[sent], move |_| {
@@ -229,8 +230,10 @@ fn a_stream_that_the_pool_has_not_is_named_before_anything_is_enqueued() {
     let (caller, pool) = (caller(&context), StreamPool::new(&context, 2, 1).unwrap());
     for stream in [Name::Compute(2), Name::Transfer(1)] {
         let mut graph = Graph::new();
-        graph.add(Name::Compute(1), work("experts", 0), &[], |_: &Stream| unreachable!("nothing is begun"));
-        graph.add(stream, work("combine", 5), &[], |_: &Stream| unreachable!("nothing is begun"));
+        graph.add(Name::Compute(1), work("experts", 0), &[], |_: &Arc<Stream>| {
+            unreachable!("nothing is begun")
+        });
+        graph.add(stream, work("combine", 5), &[], |_: &Arc<Stream>| unreachable!("nothing is begun"));
         let at = Place { work: work("combine", 5), stream };
         let refused = graph.run(&CudaExecutor::new(&pool, &caller));
         assert_eq!(refused, Err(OverlapError::NoStream { at }));

@@ -2,31 +2,28 @@
 
 use sidelane::ExpertParallel;
 use sidelane::ep::Handle as Layout;
+use sidelane::error::CallKind;
 
+use super::get;
 use super::layer::Layer;
 use super::objects::{Ep, Handle};
-use super::{border, get};
 use crate::fault::Fault;
-use crate::refuse::Call;
-use crate::{Status, refuse};
+use crate::refuse;
 
-/// Reads arguments and makes the call with them. If they or the handle cannot be used, this rank refuses the call, which the
-/// others may be in.
+/// Reads arguments and makes the call with them. If they or the handle cannot be used, this rank
+/// refuses the call, which the others may be in.
 pub(super) fn along<A>(
-    (ep, handle, call): (*mut Ep, *mut Handle, Call),
+    (ep, handle, kind): (*mut Ep, *mut Handle, CallKind),
     read: impl FnOnce(&Layer, &Layout) -> Result<A, Fault>,
     make: impl FnOnce(&mut ExpertParallel, &Layout, A) -> Result<(), Fault>,
-) -> Status {
-    border(|| {
-        let layer = get(ep)?;
-        let seat = get(handle);
-        layer.seat.lend(|ep| {
-            let seat = seat.inspect_err(|_| refuse::along(ep, layer.dtype, None, call))?;
-            seat.lend(|layout| {
-                let arguments = read(&layer, layout)
-                    .inspect_err(|_| refuse::along(ep, layer.dtype, Some(layout), call))?;
-                make(ep, layout, arguments)
-            })
+) -> Result<(), Fault> {
+    let (layer, seat) = (get(ep)?, get(handle));
+    layer.seat.lend(|ep| {
+        let seat = seat.map_err(|fault| refuse::call(ep, kind, None, fault))?;
+        seat.lend(|layout| {
+            let arguments =
+                read(&layer, layout).map_err(|fault| refuse::call(ep, kind, Some(layout), fault))?;
+            make(ep, layout, arguments)
         })
     })
 }

@@ -1,15 +1,16 @@
 //! Gradients: the transposes of dispatch and combine.
 
+use sidelane::error::CallKind;
+
 use super::along::along;
 use super::combine::Outputs;
-use super::give;
-use super::memory::{Out, apart, optional, slice_mut};
+use super::memory::{Out, addresses, apart, optional, slice_mut};
 use super::objects::{Ep, Handle, Output, Rows};
-use super::tensor::{self, Source, Tensor, with_element};
+use super::tensor::{Source, Target, Tensor};
+use super::{border, give};
 use crate::Status;
 use crate::fault::ArgumentError;
 use crate::handles::{Kind, Seat};
-use crate::refuse::Call;
 
 /// Gradient of dispatch: sums row gradients to their tokens, [tokens, hidden]. Collective.
 ///
@@ -28,35 +29,38 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_backward(
     token_gradients: *const Tensor,
     weight_gradients: *mut f32,
 ) -> Status {
-    along(
-        (ep, handle, Call::DispatchBackward),
-        |layer, layout| {
-            let tokens = layout.tokens().into();
-            // SAFETY: as the caller promised.
-            let given = unsafe { Outputs::read("rows", layer.landed(layout), output, rows) }?;
-            // SAFETY: as the caller promised.
-            let home =
-                unsafe { tensor::Target::read("token gradients", token_gradients, tokens, layer.hidden) }?;
-            let words = layout.row_weights().len() as u64;
-            // SAFETY: as the caller promised.
-            let from = unsafe { optional("row weight gradients", row_weight_gradients, words) }?;
-            let choices = if from.is_some() { tokens * layer.top_k } else { 0 };
-            // SAFETY: as the caller promised.
-            let weights = unsafe { slice_mut("weight gradients", weight_gradients, choices) }?;
-            given.apart_from("token gradients", home.bytes())?;
-            given.apart_from("weight gradients", weights)?;
-            apart(("token gradients", home.bytes()), ("weight gradients", weights))?;
-            apart(("row weight gradients", from.unwrap_or_default()), ("token gradients", home.bytes()))?;
-            apart(("row weight gradients", from.unwrap_or_default()), ("weight gradients", weights))?;
-            Ok((given.contribution()?, from, home, weights))
-        },
-        |ep, layout, (y, from, mut home, weights)| {
-            with_element!(home.dtype, E => {
-                ep.dispatch_backward_into(y, from, layout, home.elements::<E>(), weights)
-            })?;
-            Ok(())
-        },
-    )
+    let call = (ep, handle, CallKind::DispatchBackward);
+    border(|| {
+        along(
+            call,
+            |layer, layout| {
+                let (context, tokens) = (layer.context.as_ref(), layout.tokens().into());
+                // SAFETY: as the caller promised.
+                let given = unsafe { Outputs::read(context, "rows", layer.landed(layout), (output, rows)) }?;
+                let shape = (tokens, layer.hidden);
+                // SAFETY: as the caller promised.
+                let home = unsafe { Target::read(context, "token gradients", token_gradients, shape) }?;
+                let words = layout.row_weights().len() as u64;
+                // SAFETY: as the caller promised.
+                let from = unsafe { optional("row weight gradients", row_weight_gradients, words) }?;
+                let choices = if from.is_some() { tokens * layer.top_k } else { 0 };
+                // SAFETY: as the caller promised.
+                let weights = unsafe { slice_mut("weight gradients", weight_gradients, choices) }?;
+                let rows_written = ("token gradients", home.addresses());
+                let weights_written = ("weight gradients", addresses(weights));
+                let weights_read = ("row weight gradients", addresses(from.unwrap_or_default()));
+                given.apart_from(rows_written.clone())?;
+                given.apart_from(weights_written.clone())?;
+                apart(rows_written.clone(), weights_written.clone())?;
+                apart(weights_read.clone(), rows_written)?;
+                apart(weights_read, weights_written)?;
+                Ok((given.used()?, from, home, weights))
+            },
+            |ep, layout, (given, from, mut home, weights)| {
+                Ok(given.with(|y| ep.dispatch_backward_into(y, from, layout, home.lend(), weights))?)
+            },
+        )
+    })
 }
 
 /// Gradient of combine: brings token gradients, [tokens, hidden], to the rows that were summed. Collective.
@@ -73,30 +77,34 @@ pub unsafe extern "C" fn sidelane_ep_combine_backward(
     rows: *mut *mut Rows,
     weight_gradients: *mut f32,
 ) -> Status {
-    along(
-        (ep, handle, Call::CombineBackward),
-        |layer, layout| {
-            let tokens = layout.tokens().into();
-            // SAFETY: as the caller promised.
-            let (out, gradients) = unsafe {
-                (Out::new("rows", rows)?, Source::read("gradients", gradients, tokens, layer.hidden)?)
-            };
-            if !layer.weighted && !weight_gradients.is_null() {
-                let (what, expected) = ("weight_gradients", "NULL: the layer is not weighted");
-                let seen = weight_gradients.addr() as u64;
-                return Err(ArgumentError::Value { what, seen, expected }.into());
-            }
-            let choices = if layer.weighted { tokens * layer.top_k } else { 0 };
-            // SAFETY: as the caller promised.
-            let weights = unsafe { slice_mut("weight gradients", weight_gradients, choices) }?;
-            apart(("gradients", gradients.bytes()), ("weight gradients", weights))?;
-            Ok((out, gradients, weights))
-        },
-        |ep, layout, (out, gradients, weights)| {
-            let (received, home) =
-                with_element!(gradients.dtype, E => ep.combine_backward(gradients.elements::<E>(), layout))?;
-            weights.copy_from_slice(&home.unwrap_or_default());
-            give(Seat::new(Kind::Rows, received), out)
-        },
-    )
+    let call = (ep, handle, CallKind::CombineBackward);
+    border(|| {
+        along(
+            call,
+            |layer, layout| {
+                let tokens = layout.tokens().into();
+                // SAFETY: as the caller promised.
+                let (out, gradients) = unsafe {
+                    let shape = (Some(tokens), layer.hidden);
+                    let out = Out::new("rows", rows)?;
+                    (out, Source::read(layer.context.as_ref(), "gradients", gradients, shape)?)
+                };
+                if !layer.weighted && !weight_gradients.is_null() {
+                    let (what, expected) = ("weight_gradients", "NULL: the layer is not weighted");
+                    let seen = weight_gradients.addr() as u64;
+                    return Err(ArgumentError::Value { what, seen, expected }.into());
+                }
+                let choices = if layer.weighted { tokens * layer.top_k } else { 0 };
+                // SAFETY: as the caller promised.
+                let weights = unsafe { slice_mut("weight gradients", weight_gradients, choices) }?;
+                apart(("gradients", gradients.addresses()), ("weight gradients", addresses(weights)))?;
+                Ok((out, gradients, weights))
+            },
+            |ep, layout, (out, gradients, weights)| {
+                let (received, home) = ep.combine_backward(gradients.lend(), layout)?;
+                weights.copy_from_slice(&home.unwrap_or_default());
+                give(Seat::new(Kind::Rows, received), out)
+            },
+        )
+    })
 }

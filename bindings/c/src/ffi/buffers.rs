@@ -1,7 +1,9 @@
 //! What experts read and write, and tokens that cards read in place.
 
 use std::ffi::c_void;
+use std::ptr::null;
 
+use super::lent::pointer;
 use super::memory::Out;
 use super::objects::{Handle, Output, Rows, Tokens};
 use super::versioned::{OutStruct, versioned};
@@ -9,7 +11,15 @@ use super::{border, close, get, give};
 use crate::Status;
 use crate::handles::{Kind, Seat};
 
-/// Received rows. What it points to may be read and changed until the rows are closed.
+/// Received rows. What it points to may be read and changed until the rows are closed. On a device
+/// all pointers are the device's, and the rows are there for what is enqueued on the layer's stream
+/// behind the dispatch.
+///
+/// In fixed slots on a device, a slot of each rank, by rank, lies at `data`. A slot begins with its
+/// header: uint32_t rows that are used, uint32_t tokens of the source; at `slot_experts_at` the
+/// local expert of each row and choice, int32_t [max_tokens, top_k], -1 for those that are
+/// elsewhere; at `slot_weights_at` their weights, float. At `slot_rows_at` the rows begin,
+/// [max_tokens, hidden]. What is not used is zero, experts -1.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct RowsInfo {
@@ -17,20 +27,43 @@ pub struct RowsInfo {
     pub size: usize,
     /// The rows, without gaps. With fp8 each is a record: values first, then scales.
     pub data: *mut c_void,
-    /// Number of rows, pads counted.
+    /// Number of rows, pads counted; after sidelane_dispatch_unfinished(), those of the budget; in
+    /// fixed slots, those of all slots.
     pub rows: u64,
     /// Bytes of a row.
     pub row_bytes: u64,
+    /// Planner: routing weight of each row, [rows]; 0 for pads.
+    pub weights: *const f32,
+    /// Planner: rows of each local expert, then the same with pads, [2, local experts].
+    pub counts: *const i64,
+    /// Planner: rows as they arrived, where engines relay (SIDELANE_ROUTE_PXN across nodes); else
+    /// NULL.
+    pub arrived: *const c_void,
+    /// Planner: for each row which of `arrived` it is, -1 for pads, [rows]; NULL as `arrived` is.
+    pub index: *const i32,
+    /// Fixed slots on a device: bytes of a slot; 0 elsewhere.
+    pub slot_bytes: u64,
+    /// Bytes from the start of a slot to its local experts.
+    pub slot_experts_at: u64,
+    /// Bytes from the start of a slot to its weights.
+    pub slot_weights_at: u64,
+    /// Bytes from the start of a slot to its rows.
+    pub slot_rows_at: u64,
 }
-versioned!(RowsInfo, "sidelane_rows_info_t", row_bytes: u64);
+versioned!(RowsInfo, "sidelane_rows_info_t", slot_rows_at: u64, 32);
 
 /// What experts write. It may be written until the output is used up or closed.
+///
+/// In fixed slots on a device it is [ranks, max_tokens, hidden]: row i of rank r is what this
+/// rank's experts make of row i of the slot of r, weighted and added up. Rows that a slot does not
+/// use may be left as they are.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct OutputInfo {
     /// sizeof(sidelane_output_info_t).
     pub size: usize,
-    /// The rows, without gaps. Their contents are undefined at first.
+    /// The rows, without gaps; on a device, its address there. Their contents are undefined at
+    /// first.
     pub data: *mut c_void,
     /// Number of rows, pads counted. What pad rows hold is never read.
     pub rows: u64,
@@ -54,10 +87,14 @@ pub struct TokensInfo {
 }
 versioned!(TokensInfo, "sidelane_tokens_info_t", row_bytes: u64);
 
-/// Where so many bytes lie, and how many each of the rows has.
-fn place(bytes: &mut [u8], rows: u32) -> (*mut c_void, u64, u64) {
-    let row_bytes = bytes.len() as u64 / u64::from(rows.max(1));
-    (bytes.as_mut_ptr().cast(), rows.into(), row_bytes)
+/// Where bytes of the host lie, and how many.
+fn place(bytes: &mut [u8]) -> (*mut c_void, u64) {
+    (bytes.as_mut_ptr().cast(), bytes.len() as u64)
+}
+
+/// Number of rows, and bytes of each.
+fn shape(bytes: u64, rows: u32) -> (u64, u64) {
+    (rows.into(), bytes / u64::from(rows.max(1)))
 }
 
 /// Says where received rows lie.
@@ -69,22 +106,41 @@ pub unsafe extern "C" fn sidelane_rows_info(rows: *mut Rows, info: *mut RowsInfo
         // SAFETY: as the caller promised.
         let out = unsafe { OutStruct::new(info) }?;
         get(rows)?.lend(|received| {
-            let count = received.len();
-            let (data, rows, row_bytes) = place(received.rows_mut()?, count);
-            out.write(RowsInfo { size: 0, data, rows, row_bytes });
+            let (data, bytes) = match received.range() {
+                Ok(range) => (pointer(&range), range.len()),
+                Err(_) => place(received.rows_mut()?),
+            };
+            let (rows, row_bytes) = shape(bytes, received.len());
+            let (arrivals, slots) = (received.arrivals(), received.slots());
+            out.write(RowsInfo {
+                size: 0,
+                data,
+                rows,
+                row_bytes: slots.map_or(row_bytes, |slot| slot.row_bytes()),
+                weights: received.weights().map_or(null(), |range| pointer(&range)),
+                counts: received.counts().map_or(null(), |range| pointer(&range)),
+                arrived: arrivals.map_or(null(), |(arrived, _)| pointer(arrived)),
+                index: arrivals.map_or(null(), |(_, index)| pointer(index)),
+                slot_bytes: slots.map_or(0, |slot| slot.bytes()),
+                slot_experts_at: slots.map_or(0, |slot| slot.experts_at()),
+                slot_weights_at: slots.map_or(0, |slot| slot.weights_at()),
+                slot_rows_at: slots.map_or(0, |slot| slot.rows_at()),
+            });
             Ok(())
         })
     })
 }
 
-/// Closes rows: they go back to the receive pool. NULL is nothing.
+/// Closes rows: their memory goes back to the receive pool, and on a device to calls that are
+/// enqueued later. NULL is nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_rows_close(rows: *mut Rows) -> Status {
     close(rows)
 }
 
-/// A buffer of the received rows' shape that combine takes without a copy: experts write into it. Local. After a combine that
-/// was refused, this is the buffer of that combine, as it was.
+/// A buffer of the received rows' shape that combine takes without a copy: experts write into it.
+/// Local. On the host, after a combine that was refused, this is the buffer of that combine, as it
+/// was.
 ///
 /// The caller's word: `output` is NULL or valid.
 #[unsafe(no_mangle)]
@@ -106,8 +162,11 @@ pub unsafe extern "C" fn sidelane_output_info(output: *mut Output, info: *mut Ou
         // SAFETY: as the caller promised.
         let out = unsafe { OutStruct::new(info) }?;
         get(output)?.lend(|buffer| {
-            let count = buffer.len();
-            let (data, rows, row_bytes) = place(buffer.rows_mut()?, count);
+            let (data, bytes) = match buffer.range() {
+                Ok(range) => (pointer(range), range.len()),
+                Err(_) => place(buffer.rows_mut()?),
+            };
+            let (rows, row_bytes) = shape(bytes, buffer.len());
             out.write(OutputInfo { size: 0, data, rows, row_bytes });
             Ok(())
         })
@@ -130,7 +189,8 @@ pub unsafe extern "C" fn sidelane_tokens_info(tokens: *mut Tokens, info: *mut To
         let out = unsafe { OutStruct::new(info) }?;
         get(tokens)?.lend(|buffer| {
             let count = buffer.len();
-            let (data, rows, row_bytes) = place(buffer.rows_mut()?, count);
+            let (data, bytes) = place(buffer.rows_mut()?);
+            let (rows, row_bytes) = shape(bytes, count);
             out.write(TokensInfo { size: 0, data, rows, row_bytes });
             Ok(())
         })

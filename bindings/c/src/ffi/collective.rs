@@ -8,7 +8,7 @@ use super::combine::Outputs;
 use super::memory::{Out, slice};
 use super::objects::{Collective, Group, Output, Rows, Shares};
 use super::report::{Report, report_of};
-use super::tensor::{Source, Target, Tensor, with_element};
+use super::tensor::{Source, Target, Tensor};
 use super::versioned::{OutStruct, read, versioned};
 use super::{border, close, get, give};
 use crate::fault::Fault;
@@ -132,8 +132,7 @@ pub unsafe extern "C" fn sidelane_all_gather(
         layer.seat.lend(|gathers| {
             let ((all, shares), mine) =
                 arguments.inspect_err(|_| refuse::gathering(gathers, layer.dtype, None, Gathering::All))?;
-            let (rows, layout): (ExpertRows, Layout) =
-                with_element!(mine.dtype, E => gathers.all_gather(mine.elements::<E>()))?;
+            let (rows, layout): (ExpertRows, Layout) = gathers.all_gather(mine.lend())?;
             give(Seat::new(Kind::Rows, rows), all)?;
             give(Seat::new(Kind::Shares, layout), shares)
         })
@@ -180,8 +179,7 @@ pub unsafe extern "C" fn sidelane_all_gather_along(
                 };
                 let (out, mine) =
                     arguments.inspect_err(|_| refuse::gathering(gathers, layer.dtype, Some(layout), call))?;
-                let rows =
-                    with_element!(mine.dtype, E => gathers.all_gather_along(mine.elements::<E>(), layout))?;
+                let rows = gathers.all_gather_along(mine.lend(), layout)?;
                 give(Seat::new(Kind::Rows, rows), out)
             })
         })
@@ -210,18 +208,18 @@ pub unsafe extern "C" fn sidelane_reduce_scatter(
             let seat = seat.inspect_err(|_| refuse::gathering(gathers, layer.dtype, None, call))?;
             seat.lend(|layout| {
                 let (columns, home) = (layer.columns, layout.handle().tokens().into());
+                let shape = (Some(layout.rows().into()), columns);
                 // SAFETY: as the caller promised.
-                let given = unsafe { Outputs::read("all", (layout.rows().into(), columns), output, all) };
+                let given = unsafe { Outputs::read(None, "all", shape, (output, all)) };
                 let arguments = given.and_then(|given| {
                     // SAFETY: as the caller promised.
-                    let sums = unsafe { Target::read("sums", sums, home, columns) }?;
-                    given.apart_from("sums", sums.bytes())?;
-                    Ok((given.contribution()?, sums))
+                    let sums = unsafe { Target::read(None, "sums", sums, (home, columns)) }?;
+                    given.apart_from(("sums", sums.addresses()))?;
+                    Ok((given.used()?, sums))
                 });
-                let (all, mut sums) = arguments
-                    .inspect_err(|_| refuse::gathering(gathers, layer.dtype, Some(layout), call))?;
-                let done = with_element!(sums.dtype, E => gathers.reduce_scatter_into(all, layout, sums.elements::<E>()));
-                Ok(done?)
+                let (all, mut sums) =
+                    arguments.inspect_err(|_| refuse::gathering(gathers, layer.dtype, Some(layout), call))?;
+                Ok(all.with(|all| gathers.reduce_scatter_into(all, layout, sums.lend()))?)
             })
         })
     })
@@ -271,7 +269,7 @@ pub unsafe extern "C" fn sidelane_shares_report(shares: *mut Shares, report: *mu
         // SAFETY: as the caller promised.
         let out = unsafe { OutStruct::new(report) }?;
         get(shares)?.lend(|layout| {
-            out.write(report_of(layout.handle()));
+            out.write(report_of(layout.handle())?);
             Ok(())
         })
     })
@@ -290,9 +288,6 @@ impl CollectiveLayer {
     /// As [`Source::read`].
     unsafe fn mine<'a>(&self, mine: *const Tensor) -> Result<Source<'a>, Fault> {
         // SAFETY: as the caller promised.
-        unsafe {
-            let rows = super::memory::structure("mine", mine)?.rows;
-            Source::read("mine", mine, rows, self.columns)
-        }
+        unsafe { Source::read(None, "mine", mine, (None, self.columns)) }
     }
 }

@@ -1,23 +1,34 @@
 //! Combine: rows back to their tokens, summed.
 
-use sidelane::ep::Contribution;
+use std::ops::Range as Addresses;
+use std::sync::Arc;
+
+use sidelane::device::Context;
+use sidelane::ep::{CombineInput, ExpertOutput};
+use sidelane::error::CallKind;
 
 use super::along::along;
 use super::memory::apart;
-use super::objects::{Ep, Handle, Output};
-use super::tensor::{self, Source, Tensor, with_element};
-use super::{TABLE, retract};
+use super::objects::{Ep, Handle, Opaque, Output};
+use super::tensor::{Source, Target, Tensor};
+use super::{TABLE, border, get, retract};
 use crate::Status;
 use crate::fault::{ArgumentError, Fault};
-use crate::refuse::Call;
 
 /// Brings expert outputs back to their tokens and sums them into `out`, [tokens, hidden]. Collective.
 ///
-/// Either `output`, the buffer of sidelane_handle_output(), which peers read in place and which is used up, or `rows`, a
-/// tensor [rows, hidden] anywhere, which is copied once; the other is NULL. If an argument cannot be used, `output` stays
-/// open. After any other error that leaves the world alive, sidelane_handle_output() gives its buffer again, as it was.
+/// Either `output`, the buffer of sidelane_handle_output(), which peers read in place and which is
+/// used up, or `rows`, a tensor [rows, hidden] anywhere in the place of the layer, which is copied
+/// once; the other is NULL. If an argument cannot be used, `output` stays open. After any other
+/// error that leaves the world usable, sidelane_handle_output() on the host gives its buffer again,
+/// as it was.
 ///
-/// The caller's word: pointers are NULL or valid; tensors are as large as they say, and nobody else uses them meanwhile.
+/// On a device the call is enqueued, and `out` is there for what is enqueued next. What is wrong
+/// with this rank's own arguments is said here, and sidelane_handle_returned() says how the call
+/// went on all ranks. A combine that was refused leaves zeros where `out` has room for them.
+///
+/// The caller's word: pointers are NULL or valid; tensors are as large as they say, and nobody else
+/// uses them meanwhile.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_combine(
     ep: *mut Ep,
@@ -26,20 +37,37 @@ pub unsafe extern "C" fn sidelane_ep_combine(
     handle: *mut Handle,
     out: *const Tensor,
 ) -> Status {
-    along(
-        (ep, handle, Call::Combine),
-        |layer, layout| {
-            // SAFETY: as the caller promised.
-            let given = unsafe { Outputs::read("rows", layer.landed(layout), output, rows) }?;
-            // SAFETY: as the caller promised.
-            let out = unsafe { tensor::Target::read("out", out, layout.tokens().into(), layer.hidden) }?;
-            given.apart_from("out", out.bytes())?;
-            Ok((given.contribution()?, out))
-        },
-        |ep, layout, (y, mut out)| {
-            Ok(with_element!(out.dtype, E => ep.combine_into(y, layout, out.elements::<E>()))?)
-        },
-    )
+    border(|| {
+        along(
+            (ep, handle, CallKind::Combine),
+            |layer, layout| {
+                let context = layer.context.as_ref();
+                let shape = (layout.tokens().into(), layer.hidden);
+                // SAFETY: as the caller promised.
+                let given = unsafe { Outputs::read(context, "rows", layer.landed(layout), (output, rows)) }?;
+                // SAFETY: as the caller promised.
+                let out = unsafe { Target::read(context, "out", out, shape) }?;
+                given.apart_from(("out", out.addresses()))?;
+                Ok((given.used()?, out))
+            },
+            |ep, layout, (given, mut out)| Ok(given.with(|y| ep.combine_into(y, layout, out.lend()))?),
+        )
+    })
+}
+
+/// Fixed slots on a device, instead of a combine: what was received has been read, and nothing
+/// returns. NULL for `handle` is the last dispatch. Collective. Other layers refuse it by name:
+/// their dispatches need no combine.
+#[unsafe(no_mangle)]
+pub extern "C" fn sidelane_ep_release(ep: *mut Ep, handle: *mut Handle) -> Status {
+    border(|| {
+        let layer = get(ep)?;
+        if handle.is_null() {
+            return layer.seat.lend(|ep| Ok(ep.release(None)?));
+        }
+        let seat = get(handle)?;
+        layer.seat.lend(|ep| seat.lend(|layout| Ok(ep.release(Some(layout))?)))
+    })
 }
 
 /// What the caller brings to a combine or a gradient.
@@ -49,50 +77,61 @@ pub(super) struct Outputs<'a> {
     what: &'static str,
 }
 
+/// The same, once every argument is known to be usable.
+pub(super) enum Given<'a> {
+    Output(ExpertOutput),
+    Rows(Source<'a>),
+}
+
 impl<'a> Outputs<'a> {
-    /// An output, or `count` rows of `columns` elements.
+    /// An output, or rows of this shape.
     ///
     /// # Safety
     /// As [`Source::read`].
     pub(super) unsafe fn read(
+        context: Option<&Arc<Context>>,
         what: &'static str,
-        (count, columns): (u64, u64),
-        output: *mut Output,
-        rows: *const Tensor,
+        shape: (Option<u64>, u64),
+        (output, rows): (*mut Output, *const Tensor),
     ) -> Result<Outputs<'a>, Fault> {
         let rows = match (output.is_null(), rows.is_null()) {
             (false, true) => {
                 // Whatever else is wrong, a handle that cannot be used is found before the output is used up.
-                TABLE.get::<<Output as super::objects::Opaque>::Object>(output.addr() as u64)?;
+                TABLE.get::<<Output as Opaque>::Object>(output.addr() as u64)?;
                 None
             }
             // SAFETY: as the caller promised.
-            (true, false) => Some(unsafe { Source::read(what, rows, count, columns) }?),
+            (true, false) => Some(unsafe { Source::read(context, what, rows, shape) }?),
             (none, _) => {
-                let expected = "one of the two, and the other NULL";
+                let (what, expected) =
+                    ("number of outputs and tensors given", "one of the two, and the other NULL");
                 let seen = if none { 0 } else { 2 };
-                return Err(ArgumentError::Value {
-                    what: "number of outputs and tensors given",
-                    seen,
-                    expected,
-                }
-                .into());
+                return Err(ArgumentError::Value { what, seen, expected }.into());
             }
         };
         Ok(Outputs { output, rows, what })
     }
 
-    /// That what is written lies apart from it.
-    pub(super) fn apart_from<T>(&self, what: &'static str, written: &[T]) -> Result<(), Fault> {
-        let read = self.rows.as_ref().map_or(&[][..], Source::bytes);
-        apart((self.what, read), (what, written))
+    /// That what is written, by its name and its addresses, lies apart from it.
+    pub(super) fn apart_from(&self, written: (&'static str, Addresses<usize>)) -> Result<(), Fault> {
+        apart((self.what, self.rows.as_ref().map_or(0..0, Source::addresses)), written)
     }
 
-    /// As the library takes it: from here on an output is used up.
-    pub(super) fn contribution(self) -> Result<Contribution<'a>, Fault> {
+    /// From here on an output is used up.
+    pub(super) fn used(self) -> Result<Given<'a>, Fault> {
         match self.rows {
-            Some(rows) => Ok(Contribution::Elsewhere { bytes: rows.bytes(), dtype: rows.dtype }),
-            None => Ok(Contribution::Output(retract(self.output)?.take()?)),
+            Some(rows) => Ok(Given::Rows(rows)),
+            None => Ok(Given::Output(retract(self.output)?.take()?)),
+        }
+    }
+}
+
+impl Given<'_> {
+    /// Makes a call with it.
+    pub(super) fn with<R>(self, call: impl FnOnce(CombineInput<'_>) -> R) -> R {
+        match self {
+            Given::Output(output) => call(CombineInput::Output(output)),
+            Given::Rows(rows) => call(CombineInput::Elsewhere(rows.lend())),
         }
     }
 }

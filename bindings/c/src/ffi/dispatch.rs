@@ -1,24 +1,29 @@
 //! Dispatch: tokens to the ranks of their experts.
 
 use sidelane::ep::{ExpertRows, Handle as Layout};
+use sidelane::error::CallKind;
 
 use super::along::along;
 use super::layer::Layer;
 use super::memory::Out;
 use super::objects::{Ep, Handle, Rows};
-use super::tensor::{Routing, Source, Tensor, with_element};
+use super::tensor::{Chosen, Routing, Source, Tensor};
 use super::{border, get, give};
 use crate::fault::Fault;
 use crate::handles::{Kind, Seat};
-use crate::refuse::Call;
 use crate::{Status, refuse};
 
 /// Sends every token to the ranks of its experts, and receives the rows of this rank's experts. Collective.
 ///
-/// `x` is [tokens, hidden], of records with fp8 [tokens, record_bytes]. Both results are the caller's to close.
+/// `x` is [tokens, hidden], of records with fp8 [tokens, record_bytes]. Both results are the
+/// caller's to close.
 ///
-/// The caller's word: pointers are NULL or valid; tensors and arrays are as large as they say, and nobody writes to them
-/// meanwhile.
+/// On a device the call is enqueued, and the rows are there for what is enqueued next. A planner
+/// waits for the counts of all ranks, which give the sizes; in fixed slots nobody waits, and a call
+/// that is refused is not enqueued and can be made again.
+///
+/// The caller's word: pointers are NULL or valid; tensors and arrays are as large as they say, and
+/// nobody writes to them meanwhile.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_dispatch(
     ep: *mut Ep,
@@ -33,15 +38,16 @@ pub unsafe extern "C" fn sidelane_ep_dispatch(
         let arguments =
             unsafe { Results::new(rows, handle).and_then(|r| Ok((r, input(&layer, x, routing)?))) };
         layer.seat.lend(|ep| {
-            let (results, (x, routing)) = arguments.inspect_err(|_| refuse::dispatch(ep))?;
-            results.give(with_element!(x.dtype, E => ep.dispatch(x.elements::<E>(), &routing))?)
+            let (results, (x, chosen)) =
+                arguments.map_err(|fault| refuse::call(ep, CallKind::Dispatch, None, fault))?;
+            results.give(ep.dispatch(x.lend(), chosen.lend())?)
         })
     })
 }
 
-/// The layout of a dispatch, before its rows: how many come to each expert, and with which weights. No row moves. Collective.
-/// sidelane_ep_dispatch_cached() brings rows along it, as often as there are tokens for this routing, and takes the memory for them.
-/// The handle is the caller's to close.
+/// The layout of a dispatch, before its rows: how many come to each expert, and with which weights.
+/// No row moves. Collective. sidelane_ep_dispatch_cached() brings rows along it, as often as there
+/// are tokens for this routing, and takes the memory for them. The handle is the caller's to close.
 ///
 /// The caller's word: as sidelane_ep_dispatch().
 #[unsafe(no_mangle)]
@@ -54,11 +60,14 @@ pub unsafe extern "C" fn sidelane_ep_prepare(
         let layer = get(ep)?;
         // SAFETY: as the caller promised.
         let arguments = unsafe {
-            Out::new("handle", handle).map_err(Fault::from).and_then(|out| Ok((out, Routing::read(routing)?)))
+            Out::new("handle", handle)
+                .map_err(Fault::from)
+                .and_then(|out| Ok((out, Routing::read(layer.context.as_ref(), routing, layer.top_k)?.0)))
         };
         layer.seat.lend(|ep| {
-            let (out, routing) = arguments.inspect_err(|_| refuse::prepare(ep))?;
-            give(Seat::new(Kind::Handle, ep.prepare(&routing)?), out)
+            let (out, chosen) =
+                arguments.map_err(|fault| refuse::call(ep, CallKind::Prepare, None, fault))?;
+            give(Seat::new(Kind::Handle, ep.prepare(chosen.lend())?), out)
         })
     })
 }
@@ -74,19 +83,21 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_cached(
     handle: *mut Handle,
     rows: *mut *mut Rows,
 ) -> Status {
-    along(
-        (ep, handle, Call::CachedDispatch),
-        |layer, layout| {
-            // SAFETY: as the caller promised.
-            unsafe {
-                Ok((Out::new("rows", rows)?, Source::read("x", x, layout.tokens().into(), layer.sent)?))
-            }
-        },
-        |ep, layout, (out, x)| {
-            let received = with_element!(x.dtype, E => ep.dispatch_cached(x.elements::<E>(), layout))?;
-            give(Seat::new(Kind::Rows, received), out)
-        },
-    )
+    let call = (ep, handle, CallKind::CachedDispatch);
+    border(|| {
+        along(
+            call,
+            |layer, layout| {
+                let shape = (Some(layout.tokens().into()), layer.sent);
+                // SAFETY: as the caller promised.
+                unsafe { Ok((Out::new("rows", rows)?, Source::read(layer.context.as_ref(), "x", x, shape)?)) }
+            },
+            |ep, layout, (out, x)| {
+                let received = ep.dispatch_cached(x.lend(), layout)?;
+                give(Seat::new(Kind::Rows, received), out)
+            },
+        )
+    })
 }
 
 /// What is dispatched, and whither.
@@ -97,12 +108,13 @@ pub(super) unsafe fn input<'a>(
     layer: &Layer,
     x: *const Tensor,
     routing: *const Routing,
-) -> Result<(Source<'a>, sidelane::gate::Routing<'a>), Fault> {
+) -> Result<(Source<'a>, Chosen<'a>), Fault> {
+    let context = layer.context.as_ref();
     // SAFETY: as the caller promised.
-    let routing = unsafe { Routing::read(routing) }?;
+    let (chosen, tokens) = unsafe { Routing::read(context, routing, layer.top_k) }?;
     // SAFETY: as the caller promised.
-    let x = unsafe { Source::read("x", x, routing.tokens().into(), layer.sent) }?;
-    Ok((x, routing))
+    let x = unsafe { Source::read(context, "x", x, (Some(tokens), layer.sent)) }?;
+    Ok((x, chosen))
 }
 
 /// Where the results of a dispatch go.

@@ -104,7 +104,7 @@ pub unsafe extern "C" fn sidelane_gate_route(
                 weights: made.weights().as_ptr(),
                 tokens: made.tokens().into(),
                 top_k: made.top_k(),
-                reserved: 0,
+                place: crate::SIDELANE_PLACE_HOST,
             };
             out.write(Decision {
                 size: 0,

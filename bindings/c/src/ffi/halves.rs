@@ -9,26 +9,28 @@
 //! Rust's halves borrow the layer. C has nowhere to keep a borrow, so owner and borrower live in one cell. When the cell is
 //! dropped, finished or not, what it leased goes back.
 
+use std::sync::Arc;
+
 use self_cell::{MutBorrow, self_cell};
-use sidelane::ExpertParallel;
-use sidelane::ep::Handle as Layout;
-use sidelane::gate;
+use sidelane::device::Context;
+use sidelane::ep::{ExpertRows, Handle as Layout, TensorMut};
+use sidelane::error::CallKind;
+use sidelane::{Dtype, Error, ExpertParallel};
 
 use super::combine::Outputs;
 use super::dispatch::{Results, input};
 use super::memory::Out;
 use super::objects::{Ep, Handle, Output, PendingCombine, PendingDispatch, Rows};
-use super::tensor::{self, Routing, Source, Tensor, with_element};
+use super::tensor::{Chosen, Routing, Source, Target, Tensor};
 use super::{border, close, get, give, retract};
 use crate::fault::Fault;
 use crate::handles::{Kind, Lease, Seat};
-use crate::refuse::Call;
 use crate::{Status, refuse};
 
 struct Dispatching {
     ep: Lease<ExpertParallel>,
     x: Source<'static>,
-    routing: gate::Routing<'static>,
+    chosen: Chosen<'static>,
 }
 
 type StartedDispatch<'a> = Option<sidelane::ep::PendingDispatch<'a>>;
@@ -62,21 +64,19 @@ self_cell!(
 /// A combine between its halves.
 pub struct CombineUnderway {
     cell: CombineCell,
-    tokens: u64,
-    hidden: u64,
+    context: Option<Arc<Context>>,
+    sums: (u64, u64),
 }
 
-// SAFETY: all of it may be sent but the reference to the layout, which must not be used in two threads at once. The layout
-// lies in the same cell, and nobody else has a reference to it, so both always move together.
-unsafe impl Send for CombineUnderway {}
-
-/// First half of sidelane_ep_dispatch(): announces memory and publishes counts, and does not wait. Until it is finished the
-/// layer takes no other call, and what this rank does for other nodes is done in a thread of its own.
+/// First half of sidelane_ep_dispatch(): announces memory and publishes counts, and does not wait.
+/// Until it is finished the layer takes no other call. On the host, what this rank does for other
+/// nodes is done in a thread of its own; on a device the dispatch is enqueued.
 ///
-/// Input that the library refuses is reported by the second half, on all ranks.
+/// Input that the library refuses is reported by the second half, on all ranks. In fixed slots on a
+/// device it is refused here, at this rank alone, and the call can be made again.
 ///
-/// The caller's word: as sidelane_ep_dispatch(), and `x` and the arrays of `routing` stay as they are until the dispatch is
-/// finished or closed.
+/// The caller's word: as sidelane_ep_dispatch(), and `x` and the arrays of `routing` stay as they
+/// are until the dispatch is finished or closed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_ep_dispatch_start(
     ep: *mut Ep,
@@ -93,18 +93,20 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_start(
                 .map_err(Fault::from)
                 .and_then(|out| Ok((out, input(&layer, x, routing)?)))
         };
-        let (out, (x, routing)) = arguments.inspect_err(|_| refuse::dispatch(&mut ep))?;
-        let owned = MutBorrow::new(Dispatching { ep, x, routing });
+        let (out, (x, chosen)) =
+            arguments.map_err(|fault| refuse::call(&mut ep, CallKind::Dispatch, None, fault))?;
+        let owned = MutBorrow::new(Dispatching { ep, x, chosen });
         let cell = DispatchCell::try_new(owned, |owned| {
-            let Dispatching { ep, x, routing } = owned.borrow_mut();
-            with_element!(x.dtype, E => ep.start_dispatch(x.elements::<E>(), routing)).map(Some)
+            let Dispatching { ep, x, chosen } = owned.borrow_mut();
+            ep.start_dispatch(x.lend(), chosen.lend()).map(Some)
         })?;
         give(Seat::new(Kind::PendingDispatch, DispatchUnderway(cell)), out)
     })
 }
 
-/// Second half of a dispatch: waits for the counts of all, places, moves the rows, and waits for those that come here.
-/// Collective. `pending` is used up.
+/// Second half of a dispatch. The host waits for the counts of all ranks, moves the rows, and waits
+/// for those that come here. A planner waits for the counts alone, and in fixed slots nobody waits:
+/// rows are there for what is enqueued next. Collective. `pending` is used up.
 ///
 /// The caller's word: `rows` and `handle` are NULL or valid.
 #[unsafe(no_mangle)]
@@ -114,18 +116,48 @@ pub unsafe extern "C" fn sidelane_dispatch_finish(
     handle: *mut *mut Handle,
 ) -> Status {
     border(|| {
-        let DispatchUnderway(mut cell) = retract(pending)?.take()?;
         // SAFETY: as the caller promised.
         let results = unsafe { Results::new(rows, handle) };
-        let received = cell.with_dependent_mut(|_, started| started.take().map(|started| started.finish()));
-        // The layer goes back; the others have what they wait for, whatever the results.
-        drop(cell);
-        received.map_or(Ok(()), |received| results?.give(received?))
+        end(pending, results, |started| started.finish())
     })
 }
 
-/// First half of sidelane_ep_combine(): offers this rank's rows, and does not wait for the others'. Until it is finished
-/// layer and handle take no other call, and what this rank does for other nodes is done in a thread of its own.
+/// Second half with sizes that stay on the device: nothing waits. With a budget, the number of rows
+/// stands in sidelane_rows_info_t.counts, and the handle's status word says whether they came. So
+/// the call can be captured into a graph. `pending` is used up. Exact sizes and layers on the host
+/// have no such sizes: the call is then finished as far as the other ranks see it, and refused here
+/// by name.
+///
+/// The caller's word: as sidelane_dispatch_finish().
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_dispatch_unfinished(
+    pending: *mut PendingDispatch,
+    rows: *mut *mut Rows,
+    handle: *mut *mut Handle,
+) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let results = unsafe { Results::new(rows, handle) };
+        end(pending, results, |started| started.unfinished())
+    })
+}
+
+/// Uses a dispatch up, and gives what comes of it.
+fn end(
+    pending: *mut PendingDispatch,
+    results: Result<Results, Fault>,
+    half: impl FnOnce(sidelane::ep::PendingDispatch<'_>) -> Result<(ExpertRows, Layout), Error>,
+) -> Result<(), Fault> {
+    let DispatchUnderway(mut cell) = retract(pending)?.take()?;
+    let received = cell.with_dependent_mut(|_, started| started.take().map(half));
+    // The layer goes back; the others have what they wait for, whatever the results.
+    drop(cell);
+    received.map_or(Ok(()), |received| results?.give(received?))
+}
+
+/// First half of sidelane_ep_combine(): offers this rank's rows, and does not wait for the others'.
+/// Until it is finished layer and handle take no other call, and on the host what this rank does
+/// for other nodes is done in a thread of its own.
 ///
 /// The caller's word: as sidelane_ep_combine().
 #[unsafe(no_mangle)]
@@ -138,44 +170,46 @@ pub unsafe extern "C" fn sidelane_ep_combine_start(
 ) -> Status {
     border(|| {
         let layer = get(ep)?;
-        let mut ep = Seat::lease(&layer.seat)?;
+        let (mut ep, call) = (Seat::lease(&layer.seat)?, CallKind::Combine);
         let layout = get(handle).and_then(|handle| Seat::lease(&handle));
-        let layout = layout.inspect_err(|_| refuse::along(&mut ep, layer.dtype, None, Call::Combine))?;
-        let (tokens, hidden) = (layout.tokens().into(), layer.hidden);
+        let layout = layout.map_err(|fault| refuse::call(&mut ep, call, None, fault))?;
+        let (context, sums) = (layer.context.clone(), (layout.tokens().into(), layer.hidden));
         let arguments = || -> Result<_, Fault> {
             // SAFETY: as the caller promised.
             let (out, given) = unsafe {
-                (Out::new("pending", pending)?, Outputs::read("rows", layer.landed(&layout), output, rows)?)
+                let (shape, given) = (layer.landed(&layout), (output, rows));
+                (Out::new("pending", pending)?, Outputs::read(context.as_ref(), "rows", shape, given)?)
             };
-            Ok((out, given.contribution()?))
+            Ok((out, given.used()?))
         };
-        let (out, y) =
-            arguments().inspect_err(|_| refuse::along(&mut ep, layer.dtype, Some(&layout), Call::Combine))?;
+        let (out, given) = arguments().map_err(|fault| refuse::call(&mut ep, call, Some(&layout), fault))?;
         let cell = CombineCell::try_new(MutBorrow::new(Combining { ep, layout }), |owned| {
             let Combining { ep, layout } = owned.borrow_mut();
-            ep.start_combine(y, layout).map(Some)
+            given.with(|y| ep.start_combine(y, layout)).map(Some)
         })?;
-        give(Seat::new(Kind::PendingCombine, CombineUnderway { cell, tokens, hidden }), out)
+        give(Seat::new(Kind::PendingCombine, CombineUnderway { cell, context, sums }), out)
     })
 }
 
-/// Second half of a combine: waits until all ranks offer their rows, and sums into `out`, [tokens, hidden]. Collective.
-/// `pending` is used up. If `out` cannot be used, the other ranks get their sums and this one gets none.
+/// Second half of a combine, into `out`, [tokens, hidden]. The host waits until all ranks offer
+/// their rows, and sums; on a device the sums are there for what is enqueued next. Collective.
+/// `pending` is used up. If `out` cannot be used, the other ranks get their sums and this one gets
+/// none.
 ///
 /// The caller's word: as sidelane_ep_combine().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_combine_finish(pending: *mut PendingCombine, out: *const Tensor) -> Status {
     border(|| {
-        let CombineUnderway { mut cell, tokens, hidden } = retract(pending)?.take()?;
+        let CombineUnderway { mut cell, context, sums } = retract(pending)?.take()?;
         // SAFETY: as the caller promised.
-        let out = unsafe { tensor::Target::read("out", out, tokens, hidden) };
+        let out = unsafe { Target::read(context.as_ref(), "out", out, sums) };
         cell.with_dependent_mut(|_, started| {
             let Some(started) = started.take() else { return Ok(()) };
             match out {
-                Ok(mut out) => Ok(with_element!(out.dtype, E => started.finish(out.elements::<E>()))?),
+                Ok(mut out) => Ok(started.finish(out.lend())?),
                 Err(fault) => {
                     // Too late to refuse: this rank does its part, and what it has no place for is left.
-                    started.finish::<u8>(&mut []).ok();
+                    started.finish(TensorMut::Host { bytes: &mut [], dtype: Dtype::Bytes }).ok();
                     Err(fault)
                 }
             }
@@ -183,13 +217,15 @@ pub unsafe extern "C" fn sidelane_combine_finish(pending: *mut PendingCombine, o
     })
 }
 
-/// Closes a dispatch that will not be finished: the other ranks cannot go on, so the world ends. NULL is nothing.
+/// Closes a dispatch that will not be finished: the other ranks cannot go on, so the world ends,
+/// whether rows lie on the host or on a device. NULL is nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_pending_dispatch_close(pending: *mut PendingDispatch) -> Status {
     close(pending)
 }
 
-/// Closes a combine that will not be finished: the other ranks cannot go on, so the world ends. NULL is nothing.
+/// Closes a combine that will not be finished: the other ranks cannot go on, so the world ends,
+/// whether rows lie on the host or on a device. NULL is nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_pending_combine_close(pending: *mut PendingCombine) -> Status {
     close(pending)

@@ -1,11 +1,15 @@
 //! The layout of a dispatch, as C reads it.
 
+use super::lent::pointer;
+use super::memory::Out;
 use super::objects::Handle;
 use super::versioned::{OutStruct, versioned};
 use super::{border, close, get};
 use crate::Status;
 
-/// The layout of a dispatch. What it points to may be read until the handle is closed; where there is nothing, the count is 0.
+/// The layout of a dispatch. What it points to may be read until the handle is closed, by the host,
+/// but for `status`. Where there is nothing, the count is 0: so it is for sizes that stay on the
+/// device.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct HandleInfo {
@@ -23,7 +27,8 @@ pub struct HandleInfo {
     pub padded_tokens_per_expert: *const i64,
     /// Segments of the rows: one per local expert; rank-major, one.
     pub segments: u64,
-    /// Routing weight of each row, [rows], 0 for pads; rank-major, of each row and choice, [rows, top_k].
+    /// Host: routing weight of each row, [rows], 0 for pads; rank-major, of each row and choice,
+    /// [rows, top_k].
     pub row_weights: *const f32,
     /// How many weights.
     pub row_weight_count: u64,
@@ -45,8 +50,13 @@ pub struct HandleInfo {
     pub required_rows: *const u32,
     /// Ranks.
     pub ranks: u64,
+    /// Device: how the last call along the handle ended at this rank, for kernels: a word of
+    /// SIDELANE_CALL_..., written before the stream goes on. In fixed slots, values between
+    /// SIDELANE_CALL_OK and SIDELANE_CALL_WORLD_FAILED are what a kernel has found;
+    /// sidelane_ep_check() says it.
+    pub status: *const u32,
 }
-versioned!(HandleInfo, "sidelane_handle_info_t", ranks: u64);
+versioned!(HandleInfo, "sidelane_handle_info_t", status: *const u32, 144);
 
 /// Says how the rows of a dispatch lie.
 ///
@@ -81,13 +91,32 @@ pub unsafe extern "C" fn sidelane_handle_info(handle: *mut Handle, info: *mut Ha
                 dropped_count: dropped.len() as u64,
                 required_rows: required.as_ptr(),
                 ranks: required.len() as u64,
+                status: layout.status().map_or(std::ptr::null(), |word| pointer(&word)),
             });
             Ok(())
         })
     })
 }
 
-/// Closes the handle. Rows and outputs of it that are open stay as they are. NULL is nothing.
+/// How the last call along the handle ended at this rank: the status word as the host sees it now.
+/// It is final once the stream has passed the call. On the host it is SIDELANE_CALL_OK: calls
+/// return their errors there.
+///
+/// The caller's word: `status` is NULL or valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_handle_status(handle: *mut Handle, status: *mut u32) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let out = unsafe { Out::new("status", status) }?;
+        get(handle)?.lend(|layout| {
+            out.write(layout.status_now().0);
+            Ok(())
+        })
+    })
+}
+
+/// Closes the handle. Rows and outputs of it that are open stay as they are. On a device the
+/// dispatch is no longer in flight when handle, rows and outputs are closed. NULL is nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_handle_close(handle: *mut Handle) -> Status {
     close(handle)

@@ -1,22 +1,30 @@
 //! Expert-parallel layers: building them, and what does not move rows.
 
+use std::ffi::{c_char, c_void};
 use std::sync::Arc;
 
+use sidelane::device::{Context, Stream as Borrowed};
+use sidelane::ep::{ExpertParallelBuilder, Handle as Layout, Place};
+use sidelane::error::{CallKind, PlanError};
 use sidelane::{Dtype, ExpertParallel};
 
-use super::memory::{Out, apart, structure};
-use super::objects::{Ep, Group, Tokens};
-use super::tensor::{ExpertMap, Source, Target, Tensor, reserved, with_element};
+use super::memory::{Out, apart, short_name};
+use super::objects::{Ep, Group, Stream, Tokens};
+use super::stream::let_go;
+use super::tensor::{ExpertMap, Source, Target, Tensor};
 use super::versioned::{OutStruct, read, versioned};
-use super::{border, close, get, give};
+use super::{border, get, give, retract};
 use crate::fault::{ArgumentError, Fault};
 use crate::handles::{Kind, Seat};
+use crate::words::{SIDELANE_PLACE_DEVICE, SIDELANE_PLACE_HOST};
 use crate::{Status, refuse, words};
 
 /// An `ExpertParallel`, and what the border has to know of it.
 #[derive(Debug)]
 pub struct Layer {
     pub(super) seat: Arc<Seat<ExpertParallel>>,
+    /// Of the device of its rows; none on the host.
+    pub(super) context: Option<Arc<Context>>,
     /// Of rows that are combined, and of dispatched ones that are no records.
     pub(super) dtype: Dtype,
     pub(super) hidden: u64,
@@ -26,7 +34,8 @@ pub struct Layer {
     pub(super) weighted: bool,
 }
 
-/// Settings of a layer: all ranks must choose alike. 0 is the default of everything but `experts`, `top_k` and `hidden`.
+/// Settings of a layer: all ranks must choose alike. 0 is the default of everything but `experts`,
+/// `top_k` and `hidden`. A setting that a layer on a device does not have is refused by name.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct EpOptions {
@@ -66,10 +75,18 @@ pub struct EpOptions {
     pub fp8: u32,
     /// 1: relays hand on in few large copies (rank-major over pxn).
     pub spans: u32,
-    /// 0.
-    pub reserved: u32,
+    /// Device, exact sizes or a budget: dispatches that may be alive at once. Each has memory for
+    /// all rows it may send. Default: 2.
+    pub max_in_flight: u32,
+    /// Rows lie on the device of this stream, and calls go on the stream. NULL: rows lie on the
+    /// host.
+    pub stream: *mut Stream,
+    /// Device, exact sizes: bytes of the device's memory in which dispatches receive and experts
+    /// write. In a group of several nodes whose NICs do not reach the device, as much memory of the
+    /// host is pinned, too. Default: 256 MiB.
+    pub device_heap: u64,
 }
-versioned!(EpOptions, "sidelane_ep_options_t", reserved: u32);
+versioned!(EpOptions, "sidelane_ep_options_t", device_heap: u64, 80);
 
 /// What a layer is.
 #[repr(C)]
@@ -97,22 +114,31 @@ pub struct EpInfo {
     pub record_bytes: u64,
     /// With fp8: where in a record the scales begin, in bytes.
     pub record_scales_offset: u64,
+    /// Device: the stream of its calls, as the caller named it.
+    pub cuda_stream: *mut c_void,
+    /// Where its rows lie: SIDELANE_PLACE_...
+    pub place: u32,
+    /// Device: its number.
+    pub device: u32,
+    /// What carries its calls out: "host-stepper", "planner" or "constant-program".
+    pub executor: [c_char; 24],
 }
-versioned!(EpInfo, "sidelane_ep_info_t", record_scales_offset: u64);
+versioned!(EpInfo, "sidelane_ep_info_t", executor: [c_char; 24], 56);
 
 impl Layer {
-    /// Rows that landed, and their elements when they go home.
-    pub(super) fn landed(&self, layout: &sidelane::ep::Handle) -> (u64, u64) {
-        (layout.rows().into(), self.hidden)
+    /// Shape of rows that are brought home: rows that landed, and their elements. On a device the
+    /// library alone knows how many there are.
+    pub(super) fn landed(&self, layout: &Layout) -> (Option<u64>, u64) {
+        (self.context.is_none().then(|| layout.rows().into()), self.hidden)
     }
 }
 
 impl EpOptions {
-    pub(super) fn apply<'g>(
+    fn apply<'g>(
         &self,
-        builder: sidelane::ep::ExpertParallelBuilder<'g>,
-    ) -> Result<sidelane::ep::ExpertParallelBuilder<'g>, Fault> {
-        reserved("reserved field of the options", self.reserved)?;
+        builder: ExpertParallelBuilder<'g>,
+        stream: Option<&Arc<Borrowed>>,
+    ) -> Result<ExpertParallelBuilder<'g>, Fault> {
         let mut builder = builder
             .experts(self.experts)
             .top_k(self.top_k)
@@ -133,11 +159,27 @@ impl EpOptions {
         if self.max_tokens > 0 {
             builder = builder.max_tokens(self.max_tokens);
         }
-        Ok(builder)
+        if self.max_in_flight > 0 {
+            builder = builder.max_in_flight(self.max_in_flight);
+        }
+        if self.device_heap > 0 {
+            builder = builder.device_heap(self.device_heap);
+        }
+        Ok(stream.into_iter().fold(builder, ExpertParallelBuilder::on))
     }
 }
 
 /// Builds a layer on a group. Collective. `expert_map` may be NULL: experts in contiguous blocks.
+///
+/// With a stream in the options, rows lie on its device. The mode chooses what carries the calls
+/// out:
+///
+///   SIDELANE_MODE_EAGER, _BUDGET   a planner thread: expert-major rows, sums by expert
+///   SIDELANE_MODE_SLOTS            a constant program: rank-major rows, sums by rank, `mode_rows`
+///                                  equal to `max_tokens`
+///
+/// The stream must be idle, or become so by itself: it is tried. Kernels must be loaded early: set
+/// CUDA_MODULE_LOADING=EAGER before the program starts.
 ///
 /// The caller's word: pointers are NULL or valid; `options` is as large as its size says.
 #[unsafe(no_mangle)]
@@ -153,16 +195,20 @@ pub unsafe extern "C" fn sidelane_ep_build(
             // SAFETY: as the caller promised.
             let (out, options, map) =
                 unsafe { (Out::new("ep", ep)?, read(options)?, ExpertMap::read(expert_map)?) };
-            let builder = options.apply(ExpertParallel::builder(&group)?)?;
+            let stream = (!options.stream.is_null()).then(|| get(options.stream)).transpose()?;
+            let builder = options.apply(ExpertParallel::builder(&group)?, stream.as_ref())?;
             let builder = map.map_or(builder.clone(), |map| builder.expert_map(map));
-            Ok((out, options, builder))
+            Ok((out, options, stream, builder))
         };
-        let (out, options, builder) = arguments().inspect_err(|_| refuse::build(&group))?;
+        let (out, options, stream, builder) = arguments().inspect_err(|_| refuse::build(&group))?;
+        stream.iter().for_each(|stream| let_go(stream));
         let ep = builder.build()?;
         let hidden = ep.hidden() as u64;
         let (sent, top_k) = (ep.record().map_or(hidden, |shape| shape.bytes() as u64), ep.top_k().into());
         let (dtype, weighted) = (words::dtype(options.dtype)?, options.weighted == 1);
-        give(Layer { seat: Arc::new(Seat::new(Kind::Ep, ep)), dtype, hidden, sent, top_k, weighted }, out)
+        let context = stream.map(|stream| Arc::clone(stream.context()));
+        let seat = Arc::new(Seat::new(Kind::Ep, ep));
+        give(Layer { seat, context, dtype, hidden, sent, top_k, weighted }, out)
     })
 }
 
@@ -176,8 +222,11 @@ pub unsafe extern "C" fn sidelane_ep_info(ep: *mut Ep, info: *mut EpInfo) -> Sta
         let out = unsafe { OutStruct::new(info) }?;
         let layer = get(ep)?;
         layer.seat.lend(|ep| {
-            let map = ep.expert_map();
-            let record = ep.record();
+            let (map, record) = (ep.expert_map(), ep.record());
+            let (place, device) = match ep.place() {
+                Place::Host => (SIDELANE_PLACE_HOST, 0),
+                Place::Device(device) => (SIDELANE_PLACE_DEVICE, device),
+            };
             out.write(EpInfo {
                 size: 0,
                 rank: ep.rank(),
@@ -190,6 +239,10 @@ pub unsafe extern "C" fn sidelane_ep_info(ep: *mut Ep, info: *mut EpInfo) -> Sta
                 record_scales: record.map_or(0, |shape| shape.scales() as u32),
                 record_bytes: record.map_or(0, |shape| shape.bytes() as u64),
                 record_scales_offset: record.map_or(0, |shape| shape.scales_offset() as u64),
+                cuda_stream: ep.stream().map_or(std::ptr::null_mut(), |stream| stream.handle()),
+                place,
+                device,
+                executor: short_name(ep.executor().name()),
             });
             Ok(())
         })
@@ -208,7 +261,7 @@ pub unsafe extern "C" fn sidelane_ep_set_expert_map(ep: *mut Ep, expert_map: *co
         let map = unsafe { ExpertMap::read(expert_map) };
         let map = map.and_then(|map| Ok(map.ok_or(ArgumentError::Null { what: "expert_map" })?));
         layer.seat.lend(|ep| {
-            let map = map.inspect_err(|_| refuse::expert_map(ep))?;
+            let map = map.map_err(|fault| refuse::call(ep, CallKind::ExpertMap, None, fault))?;
             Ok(ep.set_expert_map(map)?)
         })
     })
@@ -227,20 +280,24 @@ pub unsafe extern "C" fn sidelane_ep_quantise(
     border(|| {
         let layer = get(ep)?;
         // SAFETY: as the caller promised.
-        let rows = unsafe { structure("tokens", tokens) }?.rows;
+        let tokens = unsafe { Source::read(None, "tokens", tokens, (None, layer.hidden)) }?;
+        let rows = tokens.addresses().len() / (tokens.dtype().size() * layer.hidden as usize);
         // SAFETY: as the caller promised.
-        let (tokens, mut records) = unsafe {
-            (
-                Source::read("tokens", tokens, rows, layer.hidden)?,
-                Target::read("records", records, rows, layer.sent)?,
-            )
-        };
-        apart(("tokens", tokens.bytes()), ("records", records.bytes()))?;
+        let records = unsafe { Target::read(None, "records", records, (rows as u64, layer.sent)) }?;
+        apart(("tokens", tokens.addresses()), ("records", records.addresses()))?;
+        let mut made = Vec::new();
         layer.seat.lend(|ep| {
-            let mut made = Vec::new();
-            with_element!(tokens.dtype, E => ep.quantise(tokens.elements::<E>(), &mut made))?;
-            records.fill("records", Dtype::Bytes, &made)
-        })
+            ep.quantise(tokens.lend(), &mut made)?;
+            Ok(())
+        })?;
+        let (what, expected) = ("records", Dtype::Bytes);
+        match records {
+            Target::Host { bytes, dtype } if dtype == expected => bytes.copy_from_slice(&made),
+            Target::Host { dtype: seen, .. } | Target::Device { dtype: seen, .. } => {
+                return Err(PlanError::WrongDtype { what, seen, expected }.into());
+            }
+        }
+        Ok(())
     })
 }
 
@@ -257,8 +314,22 @@ pub unsafe extern "C" fn sidelane_ep_tokens(ep: *mut Ep, count: u32, tokens: *mu
     })
 }
 
-/// Closes the layer. Rows, outputs and handles that are open stay readable. NULL is nothing.
+/// Closes the layer. Rows, outputs and handles that are open stay as they are. On a device it waits
+/// until the planner has served what was enqueued. Graphs that hold its calls must have drained,
+/// and are not launched again. Its memory is free as soon as the stream is idle in a later build or
+/// close. NULL is nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn sidelane_ep_close(ep: *mut Ep) -> Status {
-    close(ep)
+    border(|| {
+        if ep.is_null() {
+            return Ok(());
+        }
+        let layer = retract(ep)?;
+        let stream = layer.seat.lend(|ep| Ok(ep.stream().cloned()));
+        drop(layer);
+        if let Ok(Some(stream)) = stream {
+            let_go(&stream);
+        }
+        Ok(())
+    })
 }

@@ -94,16 +94,17 @@ pub fn short_name<const SIZE: usize>(text: &str) -> [c_char; SIZE] {
     field
 }
 
-/// That what is written lies apart from what is read.
-pub fn apart<A, B>(read: (&'static str, &[A]), written: (&'static str, &[B])) -> Result<(), Fault> {
-    let ((one, a), (other, b)) = ((read.0, bytes_of(read.1)), (written.0, bytes_of(written.1)));
+/// That what is written lies apart from what is read: each by its name and its addresses.
+pub fn apart(read: (&'static str, Range<usize>), written: (&'static str, Range<usize>)) -> Result<(), Fault> {
+    let ((one, a), (other, b)) = (read, written);
     if a.is_empty() || b.is_empty() || a.end <= b.start || b.end <= a.start {
         return Ok(());
     }
     Err(ArgumentError::Overlap { one, other }.into())
 }
 
-fn bytes_of<T>(slice: &[T]) -> Range<usize> {
+/// Where a slice lies.
+pub fn addresses<T>(slice: &[T]) -> Range<usize> {
     let start = slice.as_ptr().addr();
     start..start + size_of_val(slice)
 }
@@ -157,9 +158,10 @@ mod tests {
     #[test]
     fn neighbours_do_not_overlap_and_a_shared_byte_does() {
         let bytes = [0_u8; 8];
-        assert_eq!(apart(("a", &bytes[..4]), ("b", &bytes[4..])), Ok(()));
-        assert_eq!(apart(("a", &bytes[..0]), ("b", &bytes[..])), Ok(()));
+        let apart = |a, b| apart(("a", addresses(a)), ("b", addresses(b)));
+        assert_eq!(apart(&bytes[..4], &bytes[4..]), Ok(()));
+        assert_eq!(apart(&bytes[..0], &bytes[..]), Ok(()));
         let overlap = ArgumentError::Overlap { one: "a", other: "b" };
-        assert_eq!(apart(("a", &bytes[..5]), ("b", &bytes[4..])), Err(overlap.into()));
+        assert_eq!(apart(&bytes[..5], &bytes[4..]), Err(overlap.into()));
     }
 }

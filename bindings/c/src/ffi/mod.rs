@@ -22,6 +22,8 @@ mod balance;
 
 mod losses;
 
+mod stream;
+
 mod tensor;
 
 mod layer;
@@ -42,20 +44,6 @@ mod report;
 
 mod collective;
 
-mod stream;
-
-mod planned;
-
-mod planned_dispatch;
-
-mod planned_combine;
-
-mod enqueued;
-
-mod slots;
-
-mod slots_calls;
-
 mod along;
 mod lent;
 mod memory;
@@ -68,7 +56,6 @@ pub use buffers::*;
 pub use collective::*;
 pub use combine::*;
 pub use dispatch::*;
-pub use enqueued::*;
 pub use gate::*;
 pub use gate_config::*;
 pub use group::*;
@@ -80,16 +67,10 @@ pub use losses::{
     ImportanceInput, WeightsInput, sidelane_gate_weights_backward, sidelane_importance_loss, sidelane_z_loss,
 };
 pub use objects::{
-    Collective, Ep, Gate, Group, Handle, Output, PendingCombine, PendingDispatch, Planned, PlannedCombine,
-    PlannedDispatch, PlannedHandle, PlannedOutput, PlannedRows, Rows, Shares, Slots, Stream, Tokens, Window,
-    World,
+    Collective, Ep, Gate, Group, Handle, Output, PendingCombine, PendingDispatch, Rows, Shares, Stream,
+    Tokens, Window, World,
 };
-pub use planned::*;
-pub use planned_combine::*;
-pub use planned_dispatch::*;
 pub use report::*;
-pub use slots::*;
-pub use slots_calls::*;
 pub use stream::*;
 pub use tensor::{ExpertMap, Routing, Tensor};
 pub use window::*;

@@ -1,13 +1,10 @@
 //! What C sees of an object, a name, and what it is in Rust.
 
-use sidelane::ep::{ExpertOutput, ExpertRows, TokenBuffer, planned};
+use sidelane::ep::{ExpertOutput, ExpertRows, TokenBuffer};
 
 use super::collective::CollectiveLayer;
 use super::halves::{CombineUnderway, DispatchUnderway};
 use super::layer::Layer;
-use super::planned::PlannedLayer;
-use super::planned_dispatch::OfRows;
-use super::slots::SlotsLayer;
 use crate::handles::{Kind, Object, Seat};
 
 /// A type that C knows by name alone.
@@ -76,41 +73,6 @@ pub struct Stream {
     _opaque: [u8; 0],
 }
 
-/// Dispatch and combine on a stream, planned beside it.
-pub struct Planned {
-    _opaque: [u8; 0],
-}
-
-/// A dispatch that is enqueued.
-pub struct PlannedDispatch {
-    _opaque: [u8; 0],
-}
-
-/// Rows that such a dispatch brings. Their memory goes to later calls when they are closed.
-pub struct PlannedRows {
-    _opaque: [u8; 0],
-}
-
-/// The placement of such a dispatch: combines follow it. Its seat is free when handle, rows and outputs are closed.
-pub struct PlannedHandle {
-    _opaque: [u8; 0],
-}
-
-/// What experts on the device write into.
-pub struct PlannedOutput {
-    _opaque: [u8; 0],
-}
-
-/// A combine that is enqueued.
-pub struct PlannedCombine {
-    _opaque: [u8; 0],
-}
-
-/// Dispatch and combine on streams, in fixed slots.
-pub struct Slots {
-    _opaque: [u8; 0],
-}
-
 /// All-gather and reduce-scatter over a group.
 pub struct Collective {
     _opaque: [u8; 0],
@@ -146,13 +108,6 @@ objects! {
     PendingCombine = Seat<CombineUnderway>, PendingCombine;
     Gate = Seat<sidelane::gate::Gate>, Gate;
     Stream = sidelane::device::Stream, Stream;
-    Planned = PlannedLayer, Planned;
-    PlannedDispatch = Seat<OfRows<planned::PlannedDispatch>>, PlannedDispatch;
-    PlannedRows = Seat<OfRows<planned::PlannedRows>>, PlannedRows;
-    PlannedHandle = Seat<OfRows<planned::PlannedHandle>>, PlannedHandle;
-    PlannedOutput = Seat<OfRows<planned::PlannedOutput>>, PlannedOutput;
-    PlannedCombine = Seat<planned::PlannedCombine>, PlannedCombine;
-    Slots = SlotsLayer, Slots;
     Collective = CollectiveLayer, Collective;
     Shares = Seat<sidelane::ep::Shares>, Shares;
 }

@@ -1,16 +1,18 @@
-//! How the bytes of a dispatch went: as planned, and as counted while they moved.
+//! How the bytes of a dispatch or of a return went: as planned, and as counted.
 
 use std::ffi::c_char;
 
-use sidelane::ep::Handle as Layout;
-use sidelane::exec::Moved;
+use sidelane::ep::{CallExecutor, Handle as Layout, Report as Said};
+use sidelane::exec::{Enqueued, Moved};
 use sidelane::plan::Hops;
+use sidelane::world::{Detour, Registration};
 
 use super::memory::short_name;
 use super::objects::Handle;
 use super::versioned::{OutStruct, versioned};
 use super::{border, get};
 use crate::Status;
+use crate::fault::Fault;
 
 /// What a rank moved.
 #[repr(C)]
@@ -48,13 +50,60 @@ pub struct HopRows {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Lane {
-    /// "own", "shm", the lane between nodes, or "relay": of ranks that are reached through others. Empty: no more lanes.
+    /// "own", "shm", "copy engine" (that of devices within a node), the lane between nodes, or
+    /// "relay": of ranks that are reached through others. Empty: no more lanes.
     pub name: [c_char; 16],
     /// Ranks.
     pub ranks: u64,
 }
 
-/// How the bytes of a dispatch went at this rank.
+/// What a stream, and rails beside it, were asked to do.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct EnqueuedWork {
+    /// Calls that enqueued a batch of copies.
+    pub batches: u64,
+    /// Copies, in batches or one by one.
+    pub copies: u64,
+    /// Bytes of rows and of what goes with them, zeros included.
+    pub bytes: u64,
+    /// Of these, bytes that stayed at this rank.
+    pub own_bytes: u64,
+    /// Copies that were enqueued one by one: the driver has no batches, or the stream takes none.
+    pub single_copies: u64,
+    /// Copies within one device that multiprocessors make: single ones, and before CUDA 13.1 those
+    /// of batches, too.
+    pub copies_by_sms: u64,
+    /// Memory operations: writes and waits.
+    pub memory_operations: u64,
+    /// Bytes that left the device by memory of the host, on the way to other nodes; not among
+    /// `bytes`.
+    pub out_bytes: u64,
+    /// Bytes that came in by memory of the host, zeros included; not among `bytes`.
+    pub in_bytes: u64,
+    /// Puts on rails.
+    pub rail_puts: u64,
+    /// Their bytes, headers and messages among them.
+    pub rail_bytes: u64,
+    /// Signals over rails.
+    pub rail_signals: u64,
+    /// Of the puts, those of rows that cards read from memory of a device and wrote to that of
+    /// another.
+    pub straight_puts: u64,
+    /// Their bytes.
+    pub straight_bytes: u64,
+}
+
+/// The name of a kernel; empty: no more kernels.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct KernelName {
+    /// It ends with a zero byte.
+    pub name: [c_char; 32],
+}
+
+/// How the bytes of one call went at this rank: of a dispatch, or of a return. The host counts what
+/// it moved, a device what its stream was asked to do; the other fields are zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Report {
@@ -62,11 +111,11 @@ pub struct Report {
     pub size: usize,
     /// The lanes in use.
     pub lanes: [Lane; 8],
-    /// What this rank moved in the dispatch.
+    /// Host: what this rank moved in the call.
     pub moved: MovedBytes,
-    /// What of that it handed on for others.
+    /// Host: the part of it that this rank relayed.
     pub relayed: MovedBytes,
-    /// What it moved in the last combine or gradient along the handle; 0 before the first.
+    /// Host: what it moved in the last combine or gradient along the handle; 0 before the first.
     pub returned: MovedBytes,
     /// As planned: a row for each (token, expert) or, rank-major, each (token, rank).
     pub wanted: HopRows,
@@ -84,8 +133,24 @@ pub struct Report {
     pub home_row_bytes: u64,
     /// Bytes that combines and gradients along the handle copied, because rows did not lie in an output of it.
     pub copied_bytes: u64,
+    /// What carried the call out: as in sidelane_ep_info_t.
+    pub executor: [c_char; 24],
+    /// Device: what the stream was asked to do.
+    pub enqueued: EnqueuedWork,
+    /// Device: kernels that ran on the stream before rows were packed, or after they had landed.
+    pub kernels: [KernelName; 4],
+    /// Device, fixed slots: other ranks on this rank's own device.
+    pub same_device: u64,
+    /// Device: why rows between nodes are staged in memory of the host, if they are: the lane that
+    /// registers memory of the host alone, "messages" (signals are), "card" (it does not take the
+    /// device's memory), "unordered" (the device sees no order of what cards write), "one queue"
+    /// (CUDA_DEVICE_MAX_CONNECTIONS is 1), "another rank".
+    pub detour: [c_char; 16],
+    /// Device: how cards know the device's memory, where rows between nodes go straight from it and
+    /// to it: "dma-buf" or "address".
+    pub registration: [c_char; 16],
 }
-versioned!(Report, "sidelane_report_t", copied_bytes: u64);
+versioned!(Report, "sidelane_report_t", registration: [c_char; 16], 464);
 
 impl From<Moved> for MovedBytes {
     fn from(moved: Moved) -> Self {
@@ -100,7 +165,29 @@ impl From<Hops> for HopRows {
     }
 }
 
-/// Says how the bytes of a dispatch went.
+impl From<Enqueued> for EnqueuedWork {
+    fn from(work: Enqueued) -> Self {
+        EnqueuedWork {
+            batches: work.batches,
+            copies: work.copies,
+            bytes: work.bytes,
+            own_bytes: work.own_bytes,
+            single_copies: work.single_copies,
+            copies_by_sms: work.copies_by_sms,
+            memory_operations: work.memory_operations,
+            out_bytes: work.out_bytes,
+            in_bytes: work.in_bytes,
+            rail_puts: work.rail_puts,
+            rail_bytes: work.rail_bytes,
+            rail_signals: work.rail_signals,
+            straight_puts: work.straight_puts,
+            straight_bytes: work.straight_bytes,
+        }
+    }
+}
+
+/// Says how the bytes of a dispatch went. On a device with a planner it waits until the rows have
+/// landed.
 ///
 /// The caller's word: `report` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
@@ -109,26 +196,57 @@ pub unsafe extern "C" fn sidelane_handle_report(handle: *mut Handle, report: *mu
         // SAFETY: as the caller promised.
         let out = unsafe { OutStruct::new(report) }?;
         get(handle)?.lend(|layout| {
-            out.write(report_of(layout));
+            out.write(report_of(layout)?);
+            Ok(())
+        })
+    })
+}
+
+/// Says how the last combine or gradient along the handle went. On a device with a planner it waits
+/// until the rows are back, though not for their sums, and returns the refusal of the call, on
+/// whatever rank: its sums are zeros then. Ask before another combine along the handle is enqueued.
+///
+/// The caller's word: `report` is NULL (then nothing is written), or as large as its size says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_handle_returned(handle: *mut Handle, report: *mut Report) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let out = (!report.is_null()).then(|| unsafe { OutStruct::new(report) }).transpose()?;
+        get(handle)?.lend(|layout| {
+            let said = layout.returned()?;
+            out.into_iter().for_each(|out| out.write(written(layout, &said, said.moved)));
             Ok(())
         })
     })
 }
 
 /// How the bytes of a dispatch went, or of an all-gather.
-pub(super) fn report_of(layout: &Layout) -> Report {
-    let report = layout.report();
-    let mut lanes = [Lane::default(); 8];
-    for (lane, used) in lanes.iter_mut().zip(&report.lanes) {
+pub(super) fn report_of(layout: &Layout) -> Result<Report, Fault> {
+    let said = layout.report()?;
+    // A device's last return has a report of its own, which may have to be waited for.
+    let returned = match said.executor {
+        CallExecutor::HostStepper => layout.returned()?.moved,
+        _ => Moved::default(),
+    };
+    Ok(written(layout, &said, returned))
+}
+
+/// A report as C reads it.
+fn written(layout: &Layout, said: &Said, returned: Moved) -> Report {
+    let (mut lanes, mut kernels) = ([Lane::default(); 8], [KernelName::default(); 4]);
+    for (lane, used) in lanes.iter_mut().zip(&said.lanes) {
         *lane = Lane { name: short_name(used.lane), ranks: used.ranks.into() };
     }
-    let traffic = report.traffic;
+    for (kernel, name) in kernels.iter_mut().zip(&said.kernels) {
+        kernel.name = short_name(name);
+    }
+    let traffic = said.traffic;
     Report {
         size: 0,
         lanes,
-        moved: report.moved.into(),
-        relayed: report.relayed.into(),
-        returned: layout.returned().into(),
+        moved: said.moved.into(),
+        relayed: said.relayed.into(),
+        returned: returned.into(),
         wanted: traffic.wanted.into(),
         put: traffic.put.into(),
         remote_ranks: traffic.remote_ranks,
@@ -137,5 +255,11 @@ pub(super) fn report_of(layout: &Layout) -> Report {
         row_bytes: traffic.row_bytes,
         home_row_bytes: traffic.home_row_bytes,
         copied_bytes: layout.copied_bytes(),
+        executor: short_name(said.executor.name()),
+        enqueued: said.enqueued.into(),
+        kernels,
+        same_device: said.same_device.into(),
+        detour: short_name(said.detour.map_or("", Detour::name)),
+        registration: short_name(said.registration.map_or("", Registration::name)),
     }
 }

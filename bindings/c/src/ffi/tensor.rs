@@ -1,16 +1,27 @@
-//! Tensors and routings of the caller's. These structs are what they are for good: they have no size field.
+//! Tensors and routings of the caller's. These structs are what they are for good: they have no
+//! size field.
+//!
+//! The layer says where its tensors must lie, and each struct says where it does. Memory of the
+//! host becomes a slice; an address of a device is looked up by the driver. A struct that names the
+//! other place is refused before its pointer is used.
 
 use std::ffi::c_void;
+use std::ops::Range as Addresses;
+use std::sync::Arc;
 
+use sidelane::device::{Context, Range};
+use sidelane::ep::{self, Choices, TensorMut};
 use sidelane::error::PlanError;
-use sidelane::{Dtype, Element};
+use sidelane::{Dtype, gate};
 
-use super::memory::{slice, slice_mut, structure};
+use super::lent;
+use super::memory::{addresses, slice, slice_mut, structure};
 use crate::fault::{ArgumentError, Fault};
-use crate::words;
+use crate::words::{self, SIDELANE_PLACE_DEVICE, SIDELANE_PLACE_HOST};
 
-/// A row-major matrix `[rows, columns]`, its rows without gaps. It is the caller's memory: read or written during the call
-/// alone, unless a function says otherwise.
+/// A row-major matrix `[rows, columns]`, its rows without gaps. It is the caller's memory. On the
+/// host it is read or written during the call alone, unless a function says otherwise. On a device
+/// it stays there, and stays as it is, until the layer's stream has passed the call.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Tensor {
@@ -22,11 +33,12 @@ pub struct Tensor {
     pub columns: u64,
     /// Type of an element: SIDELANE_DTYPE_...
     pub dtype: u32,
-    /// 0.
-    pub reserved: u32,
+    /// Where the elements lie: SIDELANE_PLACE_... On a device they begin at a multiple of 16 bytes.
+    pub place: u32,
 }
 
 /// The choices of this rank's tokens, two arrays `[tokens, top_k]`. An id of -1 is a dropped choice.
+/// It is the caller's memory, as that of a tensor.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Routing {
@@ -38,8 +50,8 @@ pub struct Routing {
     pub tokens: u64,
     /// Choices per token.
     pub top_k: u32,
-    /// 0.
-    pub reserved: u32,
+    /// Where both arrays lie: SIDELANE_PLACE_...
+    pub place: u32,
 }
 
 /// Which rank holds which expert, if not in contiguous blocks. An expert may have several replicas.
@@ -57,84 +69,118 @@ pub struct ExpertMap {
 }
 
 /// A tensor of the caller's to read.
-pub struct Source<'a> {
-    pub dtype: Dtype,
-    bytes: &'a [u8],
+pub enum Source<'a> {
+    Host { bytes: &'a [u8], dtype: Dtype },
+    Device { range: Range, dtype: Dtype },
 }
 
 impl<'a> Source<'a> {
+    /// A tensor in memory of the host or, with a context, of its device. Without `rows` it has as
+    /// many as it says.
+    ///
     /// # Safety
-    /// `at` and `data` are null or point to what the struct says, which nobody writes during `'a`.
+    /// `at` and `data` are null or point to what the struct says. Nobody writes there during `'a`;
+    /// on a device, until everything that is enqueued with the tensor is done.
     pub unsafe fn read(
+        context: Option<&Arc<Context>>,
         what: &'static str,
         at: *const Tensor,
-        rows: u64,
-        columns: u64,
+        (rows, columns): (Option<u64>, u64),
     ) -> Result<Self, Fault> {
         // SAFETY: as the caller promised.
         let tensor = unsafe { structure(what, at) }?;
-        let (dtype, bytes) = tensor.extent(what, rows, columns)?;
+        let (dtype, bytes) = tensor.extent(context, what, (rows.unwrap_or(tensor.rows), columns))?;
         // SAFETY: as the caller promised.
-        let bytes = unsafe { slice(what, tensor.data.cast::<u8>(), bytes) }?;
-        Ok(Source { dtype, bytes })
+        unsafe {
+            Ok(match context {
+                None => Source::Host { bytes: slice(what, tensor.data.cast::<u8>(), bytes)?, dtype },
+                Some(context) => {
+                    Source::Device { range: lent::range(context, what, tensor.data.addr(), bytes)?, dtype }
+                }
+            })
+        }
     }
 
-    pub fn bytes(&self) -> &'a [u8] {
-        self.bytes
+    /// As the library takes it.
+    pub fn lend(&self) -> ep::Tensor<'_> {
+        match self {
+            Source::Host { bytes, dtype } => ep::Tensor::Host { bytes, dtype: *dtype },
+            Source::Device { range, dtype } => ep::Tensor::Device { range, dtype: *dtype },
+        }
     }
 
-    /// Its elements: of that type and aligned, if there are any.
-    pub fn elements<E: Element>(&self) -> &'a [E] {
-        if self.bytes.is_empty() { &[] } else { bytemuck::cast_slice(self.bytes) }
+    pub fn addresses(&self) -> Addresses<usize> {
+        match self {
+            Source::Host { bytes, .. } => addresses(bytes),
+            Source::Device { range, .. } => of_device(range),
+        }
+    }
+
+    pub fn dtype(&self) -> Dtype {
+        self.lend().dtype()
     }
 }
 
 /// A tensor of the caller's to write.
-pub struct Target<'a> {
-    pub dtype: Dtype,
-    bytes: &'a mut [u8],
+pub enum Target<'a> {
+    Host { bytes: &'a mut [u8], dtype: Dtype },
+    Device { range: Range, dtype: Dtype },
 }
 
-impl<'a> Target<'a> {
+impl Target<'_> {
     /// # Safety
     /// As [`Source::read`], and nobody else reads it either.
     pub unsafe fn read(
+        context: Option<&Arc<Context>>,
         what: &'static str,
         at: *const Tensor,
-        rows: u64,
-        columns: u64,
+        (rows, columns): (u64, u64),
     ) -> Result<Self, Fault> {
         // SAFETY: as the caller promised.
         let tensor = unsafe { structure(what, at) }?;
-        let (dtype, bytes) = tensor.extent(what, rows, columns)?;
+        let (dtype, bytes) = tensor.extent(context, what, (rows, columns))?;
         // SAFETY: as the caller promised.
-        let bytes = unsafe { slice_mut(what, tensor.data.cast::<u8>(), bytes) }?;
-        Ok(Target { dtype, bytes })
-    }
-
-    pub fn bytes(&self) -> &[u8] {
-        self.bytes
-    }
-
-    /// As [`Source::elements`].
-    pub fn elements<E: Element>(&mut self) -> &mut [E] {
-        if self.bytes.is_empty() { &mut [] } else { bytemuck::cast_slice_mut(self.bytes) }
-    }
-
-    /// Copies what was made into it, if it is of that type.
-    pub fn fill(&mut self, what: &'static str, made: Dtype, bytes: &[u8]) -> Result<(), Fault> {
-        if self.dtype != made {
-            return Err(PlanError::WrongDtype { what, seen: self.dtype, expected: made }.into());
+        unsafe {
+            Ok(match context {
+                None => Target::Host { bytes: slice_mut(what, tensor.data.cast::<u8>(), bytes)?, dtype },
+                Some(context) => {
+                    Target::Device { range: lent::range(context, what, tensor.data.addr(), bytes)?, dtype }
+                }
+            })
         }
-        self.bytes.copy_from_slice(bytes);
-        Ok(())
+    }
+
+    /// As the library takes it.
+    pub fn lend(&mut self) -> TensorMut<'_> {
+        match self {
+            Target::Host { bytes, dtype } => TensorMut::Host { bytes, dtype: *dtype },
+            Target::Device { range, dtype } => TensorMut::Device { range, dtype: *dtype },
+        }
+    }
+
+    pub fn addresses(&self) -> Addresses<usize> {
+        match self {
+            Target::Host { bytes, .. } => addresses(bytes),
+            Target::Device { range, .. } => of_device(range),
+        }
     }
 }
 
+fn of_device(range: &Range) -> Addresses<usize> {
+    let start = range.address() as usize;
+    start..start + range.len() as usize
+}
+
 impl Tensor {
-    /// Its type, and how many bytes it has, if it is of this shape and aligned to its elements.
-    pub(super) fn extent(&self, what: &'static str, rows: u64, columns: u64) -> Result<(Dtype, u64), Fault> {
-        reserved("reserved field of a tensor", self.reserved)?;
+    /// Its type, and how many bytes it has, if it lies where the layer's tensors do, is of this
+    /// shape and aligned to its elements.
+    fn extent(
+        &self,
+        context: Option<&Arc<Context>>,
+        what: &'static str,
+        (rows, columns): (u64, u64),
+    ) -> Result<(Dtype, u64), Fault> {
+        check_place(context, what, self.place)?;
         let dtype = words::dtype(self.dtype)?;
         if (self.rows, self.columns) != (rows, columns) {
             let (expected_rows, expected_columns) = (rows, columns);
@@ -150,24 +196,68 @@ impl Tensor {
     }
 }
 
-impl Routing {
-    /// # Safety
-    /// `at` and its arrays are null or point to what the struct says, which nobody writes during `'a`.
-    pub(super) unsafe fn read<'a>(at: *const Routing) -> Result<sidelane::gate::Routing<'a>, Fault> {
-        // SAFETY: as the caller promised.
-        let routing = unsafe { structure("routing", at) }?;
-        reserved("reserved field of a routing", routing.reserved)?;
-        let (rows, columns) = (routing.tokens, u64::from(routing.top_k));
-        let what = "routing";
-        if u32::try_from(rows).is_err() {
-            return Err(ArgumentError::TooLarge { what, rows, columns }.into());
+/// That something lies where the layer's tensors do.
+fn check_place(context: Option<&Arc<Context>>, what: &'static str, seen: u32) -> Result<(), Fault> {
+    let (host, device) = ("the host", "a device");
+    let all = [(SIDELANE_PLACE_HOST, host), (SIDELANE_PLACE_DEVICE, device)];
+    let seen = words::choice("place", seen, &all, "SIDELANE_PLACE_HOST or _DEVICE")?;
+    let expected = if context.is_some() { device } else { host };
+    if seen == expected { Ok(()) } else { Err(PlanError::WrongPlace { what, seen, expected }.into()) }
+}
+
+/// A routing of the caller's.
+pub enum Chosen<'a> {
+    Host(gate::Routing<'a>),
+    Device { experts: Range, weights: Range },
+}
+
+impl Chosen<'_> {
+    /// As the library takes it.
+    pub fn lend(&self) -> Choices<'_> {
+        match self {
+            Chosen::Host(routing) => Choices::Host(routing),
+            Chosen::Device { experts, weights } => Choices::Device { experts, weights },
         }
-        let len = rows.checked_mul(columns).ok_or(ArgumentError::TooLarge { what, rows, columns })?;
+    }
+}
+
+impl Routing {
+    /// A routing with so many choices per token, and the number of its tokens.
+    ///
+    /// # Safety
+    /// As [`Source::read`], of the struct and of both its arrays.
+    pub(super) unsafe fn read<'a>(
+        context: Option<&Arc<Context>>,
+        at: *const Routing,
+        top_k: u64,
+    ) -> Result<(Chosen<'a>, u64), Fault> {
+        let what = "routing";
         // SAFETY: as the caller promised.
-        let (experts, weights) = unsafe {
-            (slice("routing.experts", routing.experts, len)?, slice("routing.weights", routing.weights, len)?)
+        let routing = unsafe { structure(what, at) }?;
+        check_place(context, what, routing.place)?;
+        let (rows, columns) = (routing.tokens, u64::from(routing.top_k));
+        if columns != top_k {
+            let (expected_rows, expected_columns) = (rows, top_k);
+            return Err(ArgumentError::Shape { what, rows, columns, expected_rows, expected_columns }.into());
+        }
+        let len = rows.checked_mul(columns).filter(|len| u32::try_from(rows).is_ok() && *len <= u64::MAX / 4);
+        let len = len.ok_or(ArgumentError::TooLarge { what, rows, columns })?;
+        let (ids, weights) = ("routing.experts", "routing.weights");
+        // SAFETY: as the caller promised.
+        let chosen = unsafe {
+            match context {
+                None => Chosen::Host(gate::Routing::new(
+                    routing.top_k,
+                    slice(ids, routing.experts, len)?,
+                    slice(weights, routing.weights, len)?,
+                )?),
+                Some(context) => Chosen::Device {
+                    experts: lent::range(context, ids, routing.experts.addr(), 4 * len)?,
+                    weights: lent::range(context, weights, routing.weights.addr(), 4 * len)?,
+                },
+            }
         };
-        Ok(sidelane::gate::Routing::new(routing.top_k, experts, weights)?)
+        Ok((chosen, rows))
     }
 }
 
@@ -204,28 +294,3 @@ pub fn reserved(what: &'static str, seen: u32) -> Result<(), ArgumentError> {
     let expected = "0: it has no meaning yet";
     if seen == 0 { Ok(()) } else { Err(ArgumentError::Value { what, seen: seen.into(), expected }) }
 }
-
-/// Does the same for whichever type the elements are of.
-macro_rules! with_element {
-    ($dtype:expr, $element:ident => $body:expr) => {
-        match $dtype {
-            sidelane::Dtype::F32 => {
-                type $element = f32;
-                $body
-            }
-            sidelane::Dtype::Bf16 => {
-                type $element = half::bf16;
-                $body
-            }
-            sidelane::Dtype::F16 => {
-                type $element = half::f16;
-                $body
-            }
-            sidelane::Dtype::Bytes => {
-                type $element = u8;
-                $body
-            }
-        }
-    };
-}
-pub(super) use with_element;

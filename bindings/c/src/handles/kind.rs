@@ -30,20 +30,6 @@ pub enum Kind {
     Gate,
     /// A CUDA stream of the caller's.
     Stream,
-    /// An exchange that is planned beside a stream.
-    Planned,
-    /// A dispatch of such an exchange.
-    PlannedDispatch,
-    /// Rows that it brought.
-    PlannedRows,
-    /// Its placement.
-    PlannedHandle,
-    /// What experts write.
-    PlannedOutput,
-    /// A combine of such an exchange.
-    PlannedCombine,
-    /// An exchange in slots.
-    Slots,
     /// All-gather and reduce-scatter.
     Collective,
     /// How many rows each rank has.
@@ -51,7 +37,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    const ALL: [Kind; 21] = [
+    const ALL: [Kind; 14] = [
         Kind::World,
         Kind::Group,
         Kind::Window,
@@ -64,13 +50,6 @@ impl Kind {
         Kind::PendingCombine,
         Kind::Gate,
         Kind::Stream,
-        Kind::Planned,
-        Kind::PlannedDispatch,
-        Kind::PlannedRows,
-        Kind::PlannedHandle,
-        Kind::PlannedOutput,
-        Kind::PlannedCombine,
-        Kind::Slots,
         Kind::Collective,
         Kind::Shares,
     ];
@@ -96,13 +75,6 @@ impl fmt::Display for Kind {
             Kind::PendingCombine => "sidelane_pending_combine_t",
             Kind::Gate => "sidelane_gate_t",
             Kind::Stream => "sidelane_stream_t",
-            Kind::Planned => "sidelane_planned_t",
-            Kind::PlannedDispatch => "sidelane_planned_dispatch_t",
-            Kind::PlannedRows => "sidelane_planned_rows_t",
-            Kind::PlannedHandle => "sidelane_planned_handle_t",
-            Kind::PlannedOutput => "sidelane_planned_output_t",
-            Kind::PlannedCombine => "sidelane_planned_combine_t",
-            Kind::Slots => "sidelane_slots_t",
             Kind::Collective => "sidelane_collective_t",
             Kind::Shares => "sidelane_shares_t",
         })

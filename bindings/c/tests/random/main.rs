@@ -5,13 +5,13 @@
 //! for how long (3).
 #![allow(unsafe_code, reason = "the functions are C's")]
 
+mod collective;
 #[path = "../common/mod.rs"]
 mod common;
 mod gate;
-mod host;
+mod layer;
 mod questions;
 mod spoilt;
-mod streams;
 
 use std::cell::Cell;
 use std::ffi::CStr;
@@ -24,11 +24,11 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use sidelane_c::*;
 
+use collective::collective;
 use gate::{losses, router};
-use host::{collective, layer};
+use layer::{Device, in_slots, layer, on_host, planned};
 use questions::{infos, strangers};
 use spoilt::spoilt;
-use streams::{Device, planned, slots};
 
 /// How much longer it may take until all kinds of objects have worked once.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -61,11 +61,10 @@ fn in_a_world_of_one() {
         assert_eq!(sidelane_world_group(world, null(), 0, &mut group), Status::SIDELANE_OK);
     }
     let end = Instant::now() + Duration::from_secs(seconds);
-    let (layers, routers) = (Cell::new(0_u64), Cell::new(0_u64));
-    let (beside_streams, in_slots) = (Cell::new(0_u64), Cell::new(0_u64));
-    let (collectives, lost) = (Cell::new(0_u64), Cell::new(0_u64));
+    let (routers, collectives, lost) = (Cell::new(0_u64), Cell::new(0_u64), Cell::new(0_u64));
+    let (hosts, planners, slots) = (Cell::new(0_u64), Cell::new(0_u64), Cell::new(0_u64));
     let device = Device::new();
-    let counts = [&layers, &routers, &beside_streams, &in_slots, &collectives, &lost];
+    let counts = [&hosts, &planners, &slots, &routers, &collectives, &lost];
     // So that this is no test of refusals alone.
     let lacks = || counts.iter().any(|count| count.get() == 0) && Instant::now() < end + PATIENCE;
     while Instant::now() < end || lacks() {
@@ -75,10 +74,10 @@ fn in_a_world_of_one() {
         let mut runner = TestRunner::new(config);
         let outcome = runner.run(&(spoilt(), any::<[u64; 4]>()), |(spoilt, numbers)| {
             let done = [
-                layer(group, &spoilt),
+                layer(group, &device, &on_host(), &spoilt),
+                layer(group, &device, &planned(&device), &spoilt),
+                layer(group, &device, &in_slots(&device), &spoilt),
                 router(&spoilt),
-                planned(group, &device, &spoilt),
-                slots(group, &device, &spoilt),
                 collective(group, &spoilt),
                 losses(&spoilt),
                 infos(world, group, &spoilt),
@@ -106,9 +105,13 @@ fn in_a_world_of_one() {
             panic!("{error}");
         }
     }
-    println!("{} layers and {} routers worked", layers.get(), routers.get());
-    println!("{} exchanges beside a stream and {} in slots did", beside_streams.get(), in_slots.get());
-    println!("{} collectives and {} losses did", collectives.get(), lost.get());
+    println!(
+        "layers that worked: {} on the host, {} planned, {} in slots",
+        hosts.get(),
+        planners.get(),
+        slots.get()
+    );
+    println!("{} routers, {} collectives and {} losses did", routers.get(), collectives.get(), lost.get());
     assert!(counts.iter().all(|count| count.get() > 0));
     assert_eq!(sidelane_stream_close(device.stream), Status::SIDELANE_OK);
     assert_eq!(sidelane_group_close(group), Status::SIDELANE_OK);

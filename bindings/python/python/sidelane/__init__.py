@@ -1,7 +1,7 @@
 """Sidelane: MoE expert-parallel dispatch and combine that run beside the compute.
 
-Tensors (torch, numpy, anything that speaks DLPack) go in and out without a copy: in memory of the host by ``ExpertParallel``, on a
-GPU by ``PlannedExchange`` and ``SlotsExchange``. See docs/from-python.md.
+Tensors (torch, numpy, anything that speaks DLPack) go in and out without a copy, in memory of the host or of a GPU.
+See docs/from-python.md.
 """
 
 import atexit as _atexit
@@ -15,12 +15,7 @@ from ._native import (
     Handle,
     PendingCombine,
     PendingDispatch,
-    PlannedCombine,
-    PlannedDispatch,
-    PlannedExchange,
-    PlannedHandle,
     Shares,
-    SlotsExchange,
     Tensor,
     Window,
     World,
@@ -74,14 +69,9 @@ __all__ = [
     "PendingCombine",
     "PendingDispatch",
     "PlanError",
-    "PlannedCombine",
-    "PlannedDispatch",
-    "PlannedExchange",
-    "PlannedHandle",
     "RankError",
     "Shares",
     "SimdError",
-    "SlotsExchange",
     "Tensor",
     "Window",
     "World",

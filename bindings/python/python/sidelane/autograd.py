@@ -66,6 +66,8 @@ def dispatch(ep: ExpertParallel, x: Tensor, experts: Tensor, weights: Tensor) ->
     """Sends every token to the ranks of its experts. Collective. See :meth:`ExpertParallel.dispatch`."""
     if ep.record is not None:
         raise ValueError("dispatch in fp8 has no gradient: use ExpertParallel.dispatch")
+    if ep.device is not None:
+        raise ValueError(f"gradients are not available on {ep.place}: use an ExpertParallel on the host")
     weights = weights.float()
     rows, row_weights, ticket, handle = _Dispatch.apply(ep, x.reshape(-1, x.shape[-1]), experts, weights)
     return Routed(rows, row_weights, handle, ticket, weights, x.shape)

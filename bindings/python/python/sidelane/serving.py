@@ -38,6 +38,8 @@ def _sent(ep: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
 
 
 def _usable(ep: ExpertParallel) -> None:
+    if ep.device is not None:
+        raise ValueError(f"the adapters serve an ExpertParallel on the host, not on {ep.place}")
     if ep.weighted:
         raise ValueError("an ExpertParallel that weighs rows itself: servers or their experts do")
 

@@ -155,7 +155,7 @@ impl<'c, E: Number> Layer<'c, E> {
     }
 
     pub fn check_rows(&mut self, rows: &ExpertRows, handle: &Handle) -> Result<(), CliError> {
-        let seen = rows.rows::<u8>().map_err(Error::from)?;
+        let seen = rows.rows::<u8>()?;
         self.right += self.expected.right_rows::<E>(self.config, seen, handle);
         self.compared += self.expected.len() as u64;
         self.wrong += u64::from(!self.expected.right_handle(handle));
@@ -163,7 +163,7 @@ impl<'c, E: Number> Layer<'c, E> {
     }
 
     pub fn check_gradients(&mut self, rows: &ExpertRows) -> Result<(), CliError> {
-        let seen = rows.rows::<E>().map_err(Error::from)?;
+        let seen = rows.rows::<E>()?;
         self.right += self.expected.right_gradients(self.config, seen);
         self.compared += self.expected.len() as u64;
         Ok(())
@@ -171,7 +171,7 @@ impl<'c, E: Number> Layer<'c, E> {
 
     /// What the experts of this rank make of its rows.
     pub fn experts(&self, rows: &ExpertRows) -> Result<Vec<E>, CliError> {
-        let seen = rows.rows::<u8>().map_err(Error::from)?;
+        let seen = rows.rows::<u8>()?;
         Ok(self.expected.experts(self.config, seen).map_err(Error::from)?)
     }
 

@@ -111,10 +111,10 @@ impl<E: Number> Track<'_, E> {
                 let y = self.yardstick.lend_output().map_or_else(|| self.handle.output(), Ok)?;
                 self.barrier.barrier()?;
                 match kind {
-                    Kind::Combine => laps.time(|| self.ep.combine_into(y, self.handle, self.out))?,
-                    _ => {
-                        laps.time(|| self.ep.dispatch_backward_into(y, None, self.handle, self.out, &mut []))?
-                    }
+                    Kind::Combine => laps.time(|| self.ep.combine_into(y, self.handle, &mut *self.out))?,
+                    _ => laps.time(|| {
+                        self.ep.dispatch_backward_into(y, None, self.handle, &mut *self.out, &mut [])
+                    })?,
                 }
                 // Once all are here, all have read it, and it is free again.
                 self.barrier.barrier()?;

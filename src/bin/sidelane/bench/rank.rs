@@ -3,10 +3,10 @@
 use std::process::ExitCode;
 
 use half::{bf16, f16};
+use sidelane::Window;
 use sidelane::dtype::Dtype;
 use sidelane::ep::{Handle, Yardstick};
 use sidelane::rows::Stores;
-use sidelane::{Error, Window};
 
 use super::cards::Cards;
 use super::crossing::Crossing;
@@ -45,8 +45,7 @@ fn run<E: Number>(task: &Task) -> Result<Option<Report>, CliError> {
     let mut layer: Layer<'_, E> = Layer::join(&task.config, task.sizes, task.conditions()?, record)?;
     let (rows, handle) = layer.dispatch_and_check()?;
     let y = layer.experts(&rows)?;
-    let received =
-        if task.peers.is_some() { rows.rows::<u8>().map_err(Error::from)?.to_vec() } else { Vec::new() };
+    let received = if task.peers.is_some() { rows.rows::<u8>()?.to_vec() } else { Vec::new() };
     drop(rows);
     layer.combine_and_check(&y, &handle)?;
     let mut field = match &task.peers {
@@ -130,15 +129,15 @@ fn time<E: Number>(
 }
 
 /// Whether this rank has moved in a dispatch what it had planned; if not, says so.
-fn moved_as_planned(rank: u32, handle: &Handle) -> bool {
-    let (moved, traffic) = (handle.report().moved, handle.report().traffic);
+fn moved_as_planned(rank: u32, report: &sidelane::ep::Report) -> bool {
+    let (moved, traffic) = (report.moved, report.traffic);
     let near = traffic.put.own + traffic.put.local + traffic.handed_on + traffic.regrouped;
     let planned = [near, traffic.put.rail].map(|rows| rows * traffic.row_bytes);
     let seen = [moved.local_bytes, moved.rail_bytes];
     if seen != planned {
         eprintln!("sidelane: rank {rank} moved {seen:?} bytes on its node and over rails, not {planned:?}");
     }
-    let (copies, planned_copies) = (handle.report().relayed.copies, traffic.copies);
+    let (copies, planned_copies) = (report.relayed.copies, traffic.copies);
     if copies != planned_copies {
         eprintln!("sidelane: rank {rank} handed rows on in {copies} copies, not {planned_copies}");
     }
@@ -153,15 +152,16 @@ fn report<E: Number>(
     memcpy_gbps: f64,
 ) -> Result<Option<Report>, CliError> {
     let config = layer.config;
+    let (dispatched, combined) = (handle.report()?, handle.returned()?);
     let found = [
-        u64::from(!moved_as_planned(layer.world.rank(), handle)),
+        u64::from(!moved_as_planned(layer.world.rank(), &dispatched)),
         layer.expected.len() as u64,
-        handle.report().moved.rail_bytes,
-        handle.returned().rail_bytes,
+        dispatched.moved.rail_bytes,
+        combined.moved.rail_bytes,
         handle.dropped().iter().filter(|&&dropped| dropped).count() as u64,
     ];
     let [strays, landed, rail, returned, dropped_choices] = layer.sum(found)?;
-    let words = Crossing::words(&handle.report().traffic, layer.expected.crossing_choices());
+    let words = Crossing::words(&dispatched.traffic, layer.expected.crossing_choices());
     let crossing = Crossing::new(config, layer.sum(words)?);
     let came_home = crossing.combine_bytes(config);
     let verdict = layer.verdict()?;

@@ -12,7 +12,7 @@ use sidelane::{Dtype, Group, World};
 use super::check::{About, Checks};
 use super::driver::stream;
 use super::error::CheckError;
-use super::exchange::{Case, Input, Rank, Tensors, experts_copy, on_ranks};
+use super::exchange::{Call, Case, Input, Rank, experts_copy, on_ranks};
 use super::memory::{device, whole};
 use super::row::Time;
 use super::task::Task;
@@ -244,35 +244,33 @@ fn layer(task: &Task, checks: &mut Checks, stand_in: bool) -> Result<(), CheckEr
 /// Microseconds of dispatch, of combine, and of a launch of a graph with both.
 fn rounds(task: &Task, case: Case, world: &World) -> Result<[Vec<f64>; 3], CheckError> {
     let mut rank = Rank::new(case, Dtype::Bf16, world, task.device)?;
-    let me = u64::from(rank.exchange.rank());
-    let tensors = OnDevice::new(&rank, &case.input(Dtype::Bf16, me, case.max_tokens))?;
-    let Rank { exchange, stream, group, .. } = &mut rank;
+    let me = u64::from(rank.ep.rank());
+    let call = on_device(&rank, &case.input(Dtype::Bf16, me, case.max_tokens))?;
+    let Rank { ep, stream, group, .. } = &mut rank;
     let mut found: [Vec<f64>; 3] = Default::default();
     for round in 0..=task.few(50, 4) {
+        let mut dispatched = None;
         let sent = slowest(group, || {
-            exchange.dispatch(stream, &tensors.tokens()?)?;
-            exchange.synchronize(stream)
+            dispatched = Some(call.dispatch(ep)?);
+            ep.synchronize()
         })?;
-        experts_copy(exchange, stream)?;
-        exchange.synchronize(stream)?;
+        let Some((rows, handle)) = dispatched else { continue };
+        let y = experts_copy(stream, &rows, &handle)?;
+        ep.synchronize()?;
         let home = slowest(group, || {
-            exchange.combine(stream, whole(&tensors.out)?)?;
-            exchange.synchronize(stream)
+            call.combine(ep, y, &handle)?;
+            ep.synchronize()
         })?;
         if round > 0 {
             found[0].push(sent);
             found[1].push(home);
         }
     }
-    let layer = Graph::capture(stream, || -> sidelane::Result<()> {
-        exchange.dispatch(stream, &tensors.tokens()?)?;
-        experts_copy(exchange, stream)?;
-        exchange.combine(stream, whole(&tensors.out)?)
-    })?;
+    let layer = Graph::capture(stream, || call.layer(ep, stream))?;
     for round in 0..=task.few(50, 4) {
         let time = slowest(group, || {
             layer.launch(stream)?;
-            exchange.synchronize(stream)
+            ep.synchronize()
         })?;
         if round > 0 {
             found[2].push(time);
@@ -295,35 +293,17 @@ fn slowest(group: &Group, work: impl FnOnce() -> sidelane::Result<()>) -> sidela
 }
 
 /// Tensors in memory of the GPU, as a layer's are.
-struct OnDevice {
-    count: u32,
-    rows: Range,
-    experts: Range,
-    weights: Range,
-    out: Range,
-}
-
-impl OnDevice {
-    fn new(rank: &Rank, input: &Input) -> Result<Self, CheckError> {
-        let mut staged: Tensors = rank.tensors()?;
-        staged.put(input)?;
-        let put = |from: &PinnedMemory| -> Result<Range, DeviceError> {
-            let there = device(&rank.context, from.len() as u64)?;
-            rank.stream.copy(whole(&there)?, whole(from.range())?)?;
-            Ok(there)
-        };
-        let (rows, experts, weights) = (put(&staged.rows)?, put(&staged.experts)?, put(&staged.weights)?);
-        let out = put(&staged.out)?;
-        rank.stream.synchronize()?;
-        Ok(OnDevice { count: input.tokens, rows, experts, weights, out })
-    }
-
-    fn tokens(&self) -> Result<sidelane::ep::StreamTokens<'_>, DeviceError> {
-        Ok(sidelane::ep::StreamTokens {
-            count: self.count,
-            rows: whole(&self.rows)?,
-            experts: whole(&self.experts)?,
-            weights: whole(&self.weights)?,
-        })
-    }
+fn on_device(rank: &Rank, input: &Input) -> Result<Call, CheckError> {
+    let mut staged = rank.tensors()?;
+    staged.put(input)?;
+    let staged = staged.call()?;
+    let put = |from: &Range| -> Result<Range, DeviceError> {
+        let there = device(&rank.context, from.len())?;
+        rank.stream.copy(whole(&there)?, whole(from)?)?;
+        Ok(there)
+    };
+    let (x, experts, weights) = (put(&staged.x)?, put(&staged.experts)?, put(&staged.weights)?);
+    let out = put(&staged.out)?;
+    rank.stream.synchronize()?;
+    Ok(Call { x, experts, weights, out, dtype: staged.dtype })
 }

@@ -2,13 +2,14 @@
 
 use half::bf16;
 use sidelane::device::Graph;
+use sidelane::ep::{ExpertRows, Report};
 use sidelane::gate::Routing;
-use sidelane::plan::{Mode, Order, Overflow, RowLayout};
+use sidelane::plan::Order;
 use sidelane::{Dtype, Element, ExpertParallel, World};
 
 use super::super::error::{CheckError, same};
 use super::super::kernels::any;
-use super::super::memory::{Random, content};
+use super::super::memory::Random;
 use super::super::task::Task;
 use super::rank::{Case, Input, Rank, experts_copy};
 use crate::table::volume;
@@ -27,11 +28,7 @@ struct Host(ExpertParallel);
 
 impl Host {
     fn new(rank: &Rank) -> Result<Self, CheckError> {
-        let case = rank.case;
-        let mode = Mode::Slots { rows: case.max_tokens, overflow: Overflow::Error };
-        let ep = ExpertParallel::builder(&rank.group)?.experts(case.experts).top_k(case.top_k);
-        let ep = ep.hidden(case.hidden as usize).max_tokens(case.max_tokens).mode(mode).dtype(rank.dtype);
-        Ok(Host(ep.layout(RowLayout::RankMajor).order(Order::Rank).build()?))
+        Ok(Host(rank.case.builder(&rank.group)?.dtype(rank.dtype).order(Order::Rank).build()?))
     }
 
     /// A dispatch and a combine, with these partial rows, or with the rows themselves.
@@ -45,10 +42,10 @@ impl Host {
         let routing = Routing::new(case.top_k, input.experts.as_slice(), input.weights.as_slice())
             .map_err(sidelane::Error::from)?;
         let (rows, handle) = self.0.dispatch(&x, &routing)?;
-        let seen = bytemuck::cast_slice::<E, u8>(rows.rows().map_err(sidelane::Error::from)?).to_vec();
+        let seen = bytemuck::cast_slice::<E, u8>(rows.rows()?).to_vec();
         let (experts, weights) = (handle.row_experts().to_vec(), handle.row_weights().to_vec());
         let mut y = handle.output()?;
-        let target = y.rows_mut::<E>().map_err(sidelane::Error::from)?;
+        let target = y.rows_mut::<E>()?;
         bytemuck::cast_slice_mut::<E, u8>(target).copy_from_slice(partials.unwrap_or(&seen));
         let out: Vec<E> = self.0.combine(y, &handle)?;
         Ok(Answer { rows: seen, experts, weights, out: bytemuck::cast_slice(&out).to_vec() })
@@ -60,9 +57,9 @@ pub fn plain<E: Element>(task: &Task, case: Case, world: &World) -> Result<Strin
     let mut rank = Rank::new(case, E::DTYPE, world, task.device)?;
     let mut host = Host::new(&rank)?;
     let mut tensors = rank.tensors()?;
-    let me = rank.exchange.rank();
+    let me = rank.ep.rank();
     let rounds: u64 = task.few(6, 4);
-    let mut compared = 0;
+    let (mut compared, mut report) = (0, Report::default());
     for round in 1..=rounds {
         let seed = round << 8 | u64::from(me);
         let input = case.input(E::DTYPE, seed, case.tokens(seed));
@@ -72,28 +69,32 @@ pub fn plain<E: Element>(task: &Task, case: Case, world: &World) -> Result<Strin
         let answer = host.answer::<E>(case, &input, Some(&partials))?;
 
         tensors.put(&input)?;
-        rank.exchange.dispatch(&rank.stream, &tensors.tokens()?)?;
-        let received = rank.received()?;
-        compare(&rank, &received, &answer)?;
-        rank.leave(&partials)?;
-        rank.exchange.combine(&rank.stream, tensors.out()?)?;
-        rank.exchange.synchronize(&rank.stream)?;
-        same(format!("sums at rank {me}"), &content(&tensors.out)?[..answer.out.len()], &answer.out)?;
+        let call = tensors.call()?;
+        let (rows, handle) = call.dispatch(&mut rank.ep)?;
+        let received = rank.received(&rows)?;
+        compare(&rank, &rows, &received, &answer)?;
+        let y = rank.leave(&handle, &partials)?;
+        call.combine(&mut rank.ep, y, &handle)?;
+        rank.ep.synchronize()?;
+        same(format!("sums at rank {me}"), &tensors.sums()?[..answer.out.len()], &answer.out)?;
         compared += (received.len() + answer.out.len()) as u64;
+        report = handle.report()?;
     }
-    let report = rank.exchange.report();
     Ok(format!(
         "{rounds} rounds, {} compared at each rank; {} copies ({}) and {} operations a dispatch",
         volume(compared),
-        report.dispatch.copies,
-        if report.dispatch.batches > 0 { "one batch" } else { "single" },
-        report.dispatch.memory_operations
+        report.enqueued.copies,
+        if report.enqueued.batches > 0 { "one batch" } else { "single" },
+        report.enqueued.memory_operations
     ))
 }
 
 /// What was received, slot by slot.
-fn compare(rank: &Rank, received: &[u8], answer: &Answer) -> Result<(), CheckError> {
-    let (shape, case, me) = (rank.exchange.shape(), rank.case, rank.exchange.rank());
+fn compare(rank: &Rank, rows: &ExpertRows, received: &[u8], answer: &Answer) -> Result<(), CheckError> {
+    let Some(shape) = rows.slots() else {
+        return Err(CheckError::Ranks("rows of fixed slots have no slots".to_owned()));
+    };
+    let (case, me) = (rank.case, rank.ep.rank());
     let (rows, choices) =
         (case.bytes(rank.dtype, case.max_tokens) as usize, (case.max_tokens * case.top_k) as usize);
     for (source, slot) in received.chunks_exact(shape.bytes() as usize).enumerate() {
@@ -112,18 +113,14 @@ fn compare(rank: &Rank, received: &[u8], answer: &Answer) -> Result<(), CheckErr
 pub fn graph(task: &Task, case: Case, world: &World) -> Result<String, CheckError> {
     let mut rank = Rank::new(case, Dtype::Bf16, world, task.device)?;
     let mut host = Host::new(&rank)?;
-    let me = u64::from(rank.exchange.rank());
+    let me = u64::from(rank.ep.rank());
     // A graph has a constant number of tokens.
     let input = |round: u64| case.input(Dtype::Bf16, round << 8 | me, case.max_tokens);
     let mut tensors = rank.tensors()?;
     tensors.put(&input(0))?;
     let layer = {
-        let Rank { exchange, stream, .. } = &mut rank;
-        Graph::capture(stream, || -> sidelane::Result<()> {
-            exchange.dispatch(stream, &tensors.tokens()?)?;
-            experts_copy(exchange, stream)?;
-            exchange.combine(stream, tensors.out()?)
-        })?
+        let (Rank { ep, stream, .. }, call) = (&mut rank, tensors.call()?);
+        Graph::capture(stream, || call.layer(ep, stream))?
     };
     let rounds = task.few(10, 5);
     for round in 1..=rounds {
@@ -131,38 +128,40 @@ pub fn graph(task: &Task, case: Case, world: &World) -> Result<String, CheckErro
         let answer = host.answer::<bf16>(case, &input, None)?;
         tensors.put(&input)?;
         layer.launch(&rank.stream)?;
-        rank.exchange.synchronize(&rank.stream)?;
-        same(format!("launch {round} at rank {me}"), &content(&tensors.out)?, &answer.out)?;
+        rank.ep.synchronize()?;
+        same(format!("launch {round} at rank {me}"), &tensors.sums()?, &answer.out)?;
     }
     Ok(format!("{rounds} launches; a graph's copies on one GPU are single ones, which its SMs do"))
 }
 
-/// Two exchanges whose halves overlap.
+/// Two instances, of which one starts a dispatch before the other has enqueued its combine.
 pub fn turns(task: &Task, case: Case, world: &World) -> Result<String, CheckError> {
     let mut rank = Rank::new(case, Dtype::Bf16, world, task.device)?;
-    let mut other = case.builder(&rank.group, &rank.context).build()?;
+    let mut other = case.builder(&rank.group)?.on(&rank.stream).build()?;
     let mut host = Host::new(&rank)?;
     let (mut first, mut second) = (rank.tensors()?, rank.tensors()?);
-    let me = u64::from(rank.exchange.rank());
+    let me = u64::from(rank.ep.rank());
     let rounds = task.few(10, 5);
     for round in 0..rounds {
         let seeds = [round << 8 | me, 1 << 32 | round << 8 | me];
         let inputs = seeds.map(|seed| case.input(Dtype::Bf16, seed, case.tokens(seed)));
         first.put(&inputs[0])?;
         second.put(&inputs[1])?;
-        let Rank { exchange, stream, .. } = &mut rank;
-        exchange.dispatch(stream, &first.tokens()?)?;
-        experts_copy(exchange, stream)?;
-        other.start_dispatch(stream, &second.tokens()?)?;
-        exchange.combine(stream, first.out()?)?;
-        other.finish_dispatch(stream)?;
-        experts_copy(&other, stream)?;
-        other.combine(stream, second.out()?)?;
-        exchange.synchronize(stream)?;
-        other.status()?;
+        let Rank { ep, stream, .. } = &mut rank;
+        let calls = [first.call()?, second.call()?];
+        let (rows, handle) = calls[0].dispatch(ep)?;
+        let y = experts_copy(stream, &rows, &handle)?;
+        let (x, choices) = calls[1].input();
+        let started = other.start_dispatch(x, choices)?;
+        calls[0].combine(ep, y, &handle)?;
+        let (rows, handle) = started.finish()?;
+        let y = experts_copy(stream, &rows, &handle)?;
+        calls[1].combine(&mut other, y, &handle)?;
+        ep.synchronize()?;
+        other.check()?;
         for (input, tensors) in inputs.iter().zip([&first, &second]) {
             let answer = host.answer::<bf16>(case, input, None)?;
-            let seen = content(&tensors.out)?;
+            let seen = tensors.sums()?;
             same(format!("round {round} at rank {me}"), &seen[..answer.out.len()], &answer.out)?;
         }
     }

@@ -1,5 +1,5 @@
-//! The exchanges on one GPU, their ranks as threads or as processes, against the host's `ExpertParallel`: rows, choices, weights,
-//! counts and sums to the bit.
+//! `ExpertParallel` on one GPU, its ranks as threads or as processes, against the same calls on the host: rows, choices,
+//! weights, counts and sums to the bit.
 
 mod both;
 mod planned;
@@ -13,7 +13,7 @@ use sidelane::config::Config;
 use sidelane::device::Driver;
 use sidelane::{Element, Options, World};
 
-pub use rank::{Case, Input, Rank, Tensors, experts_copy};
+pub use rank::{Call, Case, Input, Rank, experts_copy};
 
 use super::check::{About, Checks};
 use super::error::CheckError;

@@ -1,11 +1,10 @@
-//! The planned exchange on this GPU, against the host's `ExpertParallel`: whatever a caller sees of it.
+//! `ExpertParallel` on this GPU with a planner, against the same calls on the host: all that a caller sees of them.
 
 use std::sync::Arc;
 
 use half::bf16;
 use sidelane::device::{Driver, Graph, PinnedMemory, Range, Stream};
-use sidelane::ep::ExpertParallelBuilder;
-use sidelane::ep::planned::{PlannedExchange, PlannedHandle, PlannedRows, Status, Tokens};
+use sidelane::ep::{ExpertParallelBuilder, ExpertRows, Handle, Status};
 use sidelane::gate::Routing;
 use sidelane::plan::{Mode, Overflow};
 use sidelane::{Dtype, ExpertParallel, Group, World};
@@ -15,7 +14,7 @@ use super::super::error::{CheckError, equal, same};
 use super::super::kernels::any;
 use super::super::memory::{Random, device, finish, whole};
 use super::super::task::Task;
-use super::rank::{Case, Input};
+use super::rank::{Call, Case, Input, experts_copy};
 use crate::table::volume;
 
 /// Sizes are known when they are needed, and no earlier.
@@ -26,13 +25,13 @@ pub fn half(case: Case) -> Mode {
     Mode::Budget { rows: (case.max_tokens * case.top_k / 2).max(1), overflow: Overflow::Drop }
 }
 
-/// A rank with an exchange on the device and one on the host. All memory of a rank is made before its first call: see
+/// A rank with an instance on the device and one on the host. All memory of a rank is made before its first call: see
 /// [`Rank`](super::rank::Rank).
 struct Both<'t> {
     task: &'t Task,
     case: Case,
     host: ExpertParallel,
-    exchange: PlannedExchange,
+    ep: ExpertParallel,
     stream: Arc<Stream>,
     x: Range,
     experts: Range,
@@ -67,14 +66,13 @@ impl<'t> Both<'t> {
         // Rows of two calls, each with more than a rank's share of all choices.
         let choices = case.max_tokens * case.top_k;
         let pool = 6 * (case.bytes(Dtype::Bf16, choices) + u64::from(choices) * 64 + (1 << 16));
-        let builder = PlannedExchange::builder(settings(&group, case, mode)?, Arc::clone(&stream));
-        let exchange = builder.pool(pool).build()?;
+        let ep = settings(&group, case, mode)?.on(&stream).device_heap(pool).build()?;
         let (tokens, choices) = (case.bytes(Dtype::Bf16, case.max_tokens), u64::from(choices) * 4);
         Ok(Both {
             task,
             case,
             host,
-            exchange,
+            ep,
             x: device(&context, tokens)?,
             experts: device(&context, choices)?,
             weights: device(&context, choices)?,
@@ -95,11 +93,11 @@ impl<'t> Both<'t> {
         let routing = Routing::new(self.case.top_k, input.experts.as_slice(), input.weights.as_slice())
             .map_err(sidelane::Error::from)?;
         let (rows, handle) = self.host.dispatch(&x, &routing)?;
-        let seen = rows.rows::<bf16>().map_err(sidelane::Error::from)?;
+        let seen = rows.rows::<bf16>()?;
         let rows = bytemuck::cast_slice::<bf16, u8>(seen).to_vec();
         let made = outputs(rows.len()).unwrap_or_else(|| rows.clone());
         let mut y = handle.output()?;
-        let target = y.rows_mut::<bf16>().map_err(sidelane::Error::from)?;
+        let target = y.rows_mut::<bf16>()?;
         bytemuck::cast_slice_mut::<bf16, u8>(target).copy_from_slice(&made);
         let counts = [handle.tokens_per_expert(), handle.padded_tokens_per_expert()].concat();
         let (weights, dropped) = (handle.row_weights().to_vec(), handle.dropped().to_vec());
@@ -127,47 +125,49 @@ impl<'t> Both<'t> {
         Ok(seen)
     }
 
-    fn tokens(&self, input: &Input) -> Result<[Range; 3], CheckError> {
-        Ok([
-            self.put(&self.x, &input.rows)?,
-            self.put(&self.experts, bytemuck::cast_slice(&input.experts))?,
-            self.put(&self.weights, bytemuck::cast_slice(&input.weights))?,
-        ])
+    /// Writes an input, and gives the tensors of its call.
+    fn call(&self, input: &Input) -> Result<Call, CheckError> {
+        Ok(Call {
+            x: self.put(&self.x, &input.rows)?,
+            experts: self.put(&self.experts, bytemuck::cast_slice(&input.experts))?,
+            weights: self.put(&self.weights, bytemuck::cast_slice(&input.weights))?,
+            out: self.out.part(0, input.rows.len() as u64)?,
+            dtype: Dtype::Bf16,
+        })
     }
 
     /// One layer on both; bytes compared.
     fn round(&mut self, seed: u64) -> Result<u64, CheckError> {
-        let me = self.exchange.rank();
+        let me = self.ep.rank();
         let input = self.case.input(Dtype::Bf16, seed, self.case.tokens(seed));
         let mut random = Random(seed ^ 1 << 40);
         let mut any_rows = |len: usize| (0..len / 2).flat_map(|_| any(&mut random, Dtype::Bf16)).collect();
         let (answer, made) = self.answer(&input, |len| Some(any_rows(len)))?;
 
-        let [x, experts, weights] = self.tokens(&input)?;
-        let dispatch = self.exchange.dispatch(Tokens { x: &x, experts: &experts, weights: &weights })?;
-        let (rows, handle) = dispatch.finish()?;
+        let call = self.call(&input)?;
+        let (rows, handle) = call.dispatch(&mut self.ep)?;
         self.compare(&answer, &rows, &handle)?;
         let y = handle.output()?;
-        self.put(y.rows(), &made)?;
-        let out = self.out.part(0, answer.out.len() as u64)?;
-        self.exchange.combine(y, &handle, &out)?.finish()?;
-        same(format!("sums at rank {me}"), &self.get(&out, answer.out.len())?, &answer.out)?;
-        equal(format!("the status at rank {me}"), handle.status_now().0.into(), Status::WELL.0.into())?;
+        self.put(y.range()?, &made)?;
+        call.combine(&mut self.ep, y, &handle)?;
+        handle.returned()?;
+        same(format!("sums at rank {me}"), &self.get(&call.out, answer.out.len())?, &answer.out)?;
+        equal(format!("the status at rank {me}"), handle.status_now().0.into(), Status::OK.0.into())?;
         Ok((answer.rows.len() + answer.out.len()) as u64)
     }
 
-    fn compare(&self, answer: &Answer, rows: &PlannedRows, handle: &PlannedHandle) -> Result<(), CheckError> {
-        let me = self.exchange.rank();
+    fn compare(&self, answer: &Answer, rows: &ExpertRows, handle: &Handle) -> Result<(), CheckError> {
+        let me = self.ep.rank();
         let counts = [handle.tokens_per_expert(), handle.padded_tokens_per_expert()].concat();
         let host = bytemuck::cast_slice(&answer.counts);
         same(format!("counts told at rank {me}"), bytemuck::cast_slice(&counts), host)?;
-        same(format!("counts at rank {me}"), &self.get(rows.counts(), host.len())?, host)?;
+        same(format!("counts at rank {me}"), &self.get(&rows.counts()?, host.len())?, host)?;
         let dropped = handle.dropped().iter().map(|&dropped| dropped.into()).collect::<Vec<u8>>();
         let expected = answer.dropped.iter().map(|&dropped| dropped.into()).collect::<Vec<u8>>();
         same(format!("dropped choices at rank {me}"), &dropped, &expected)?;
         let weights = bytemuck::cast_slice(&answer.weights);
         same(format!("weights at rank {me}"), &self.get(&rows.weights()?, weights.len())?, weights)?;
-        same(format!("rows at rank {me}"), &self.get(&rows.rows()?, answer.rows.len())?, &answer.rows)
+        same(format!("rows at rank {me}"), &self.get(&rows.range()?, answer.rows.len())?, &answer.rows)
     }
 
     /// Nobody frees memory while others wait.
@@ -180,7 +180,7 @@ impl<'t> Both<'t> {
 /// Calls of random tokens.
 pub fn plain(task: &Task, case: Case, mode: Mode, world: &World) -> Result<String, CheckError> {
     let mut both = Both::new(task, case, mode, world)?;
-    let me = u64::from(both.exchange.rank());
+    let me = u64::from(both.ep.rank());
     let rounds: u64 = task.few(6, 4);
     let mut compared = 0;
     for round in 1..=rounds {
@@ -193,23 +193,21 @@ pub fn plain(task: &Task, case: Case, mode: Mode, world: &World) -> Result<Strin
 /// A layer that was captured once, replayed with other tokens: its sizes stay on the device.
 pub fn graph(task: &Task, case: Case, world: &World) -> Result<String, CheckError> {
     let mut both = Both::new(task, case, half(case), world)?;
-    let me = u64::from(both.exchange.rank());
+    let me = u64::from(both.ep.rank());
     let input = |round: u64| case.input(Dtype::Bf16, round << 8 | me, case.max_tokens);
-    let [x, experts, weights] = both.tokens(&input(0))?;
-    let (out, stream) = (both.out.clone(), Arc::clone(&both.stream));
-    let exchange = &mut both.exchange;
+    let call = both.call(&input(0))?;
+    let (ep, stream) = (&mut both.ep, Arc::clone(&both.stream));
     let layer = Graph::capture(&stream, || -> sidelane::Result<()> {
-        let tokens = Tokens { x: &x, experts: &experts, weights: &weights };
-        let (rows, handle) = exchange.dispatch(tokens)?.unfinished()?;
-        let (y, rows) = (handle.output()?, rows.rows()?);
-        stream.copy(whole(y.rows())?, whole(&rows)?)?;
-        exchange.combine(y, &handle, &out).map(drop)
+        let (x, choices) = call.input();
+        let (rows, handle) = ep.start_dispatch(x, choices)?.unfinished()?;
+        let y = experts_copy(&stream, &rows, &handle)?;
+        call.combine(ep, y, &handle)
     })?;
     let rounds = task.few(10, 5);
     for round in 1..=rounds {
         let input = input(round);
         let (answer, _) = both.answer(&input, |_| None)?;
-        both.tokens(&input)?;
+        both.call(&input)?;
         layer.launch(&both.stream)?;
         let seen = both.get(&both.out, answer.out.len())?;
         same(format!("launch {round} at rank {me}"), &seen, &answer.out)?;

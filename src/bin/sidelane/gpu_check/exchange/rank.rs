@@ -1,14 +1,15 @@
-//! One rank: an exchange on a stream, what it sends, and where that lies.
+//! One rank: an instance in fixed slots, its input, and the memory of that.
 //!
 //! Ranks share the context of their GPU, and memory that is freed waits for all that the context does: for the streams of
 //! peers that wait for this rank. So a rank makes its memory before the first call and keeps it until the last.
 
 use std::sync::Arc;
 
-use sidelane::device::{Context, Driver, PinnedMemory, Span, Stream};
-use sidelane::ep::{StreamExchange, StreamExchangeBuilder, StreamTokens};
+use sidelane::device::{Context, Driver, PinnedMemory, Range, Stream};
+use sidelane::ep::{Choices, ExpertOutput, ExpertParallelBuilder, ExpertRows, Handle, Tensor, TensorMut};
 use sidelane::error::DeviceError;
-use sidelane::{Dtype, Group, World};
+use sidelane::plan::{Mode, Overflow, RowLayout, SlotShape};
+use sidelane::{Dtype, ExpertParallel, Group, World};
 
 use super::super::driver::stream;
 use super::super::error::CheckError;
@@ -56,9 +57,17 @@ impl Case {
         (Random(seed ^ 0x7a).next() % u64::from(self.max_tokens + 1)) as u32
     }
 
-    pub fn builder<'g>(&self, group: &'g Group, context: &'g Arc<Context>) -> StreamExchangeBuilder<'g> {
-        let builder = StreamExchange::builder(group, context).experts(self.experts).top_k(self.top_k);
-        builder.hidden(self.hidden).max_tokens(self.max_tokens)
+    /// Settings of fixed slots, on the host or, with a stream, on a device.
+    pub fn builder<'g>(&self, group: &'g Group) -> Result<ExpertParallelBuilder<'g>, sidelane::Error> {
+        let mode = Mode::Slots { rows: self.max_tokens, overflow: Overflow::Error };
+        let builder = ExpertParallel::builder(group)?.experts(self.experts).top_k(self.top_k);
+        let builder = builder.hidden(self.hidden as usize).max_tokens(self.max_tokens);
+        Ok(builder.mode(mode).layout(RowLayout::RankMajor))
+    }
+
+    /// A slot of these rows.
+    fn slot(&self, dtype: Dtype) -> Result<SlotShape, sidelane::Error> {
+        Ok(SlotShape::new(self.max_tokens, self.top_k, self.bytes(dtype, 1))?)
     }
 
     /// Bytes of so many rows.
@@ -73,8 +82,8 @@ pub struct Rank {
     pub dtype: Dtype,
     pub group: Group,
     pub context: Arc<Context>,
-    pub exchange: StreamExchange,
-    pub stream: Stream,
+    pub ep: ExpertParallel,
+    pub stream: Arc<Stream>,
     /// Through which memory of the device is read and written.
     staging: PinnedMemory,
 }
@@ -83,10 +92,11 @@ impl Rank {
     pub fn new(case: Case, dtype: Dtype, world: &World, device: u32) -> Result<Self, CheckError> {
         let group = world.all()?;
         let context = Driver::open().and_then(|driver| driver.context(device))?;
-        let exchange = case.builder(&group, &context).dtype(dtype).build()?;
-        let stream = stream(&context)?;
-        let staging = PinnedMemory::new(&context, exchange.received().len() as usize)?;
-        Ok(Rank { case, dtype, group, context, exchange, stream, staging })
+        let stream = Arc::new(stream(&context)?);
+        let ep = case.builder(&group)?.dtype(dtype).on(&stream).build()?;
+        let slots = u64::from(case.ranks) * case.slot(dtype)?.bytes();
+        let staging = PinnedMemory::new(&context, slots as usize)?;
+        Ok(Rank { case, dtype, group, context, ep, stream, staging })
     }
 
     /// Memory for the tensors of a call, with no tokens in it.
@@ -95,7 +105,9 @@ impl Rank {
         let memory = |len: u64| PinnedMemory::new(&self.context, len as usize);
         let (choices, rows) = (u64::from(max_tokens * top_k) * 4, self.case.bytes(self.dtype, max_tokens));
         Ok(Tensors {
-            count: 0,
+            case: self.case,
+            dtype: self.dtype,
+            tokens: 0,
             rows: memory(rows)?,
             experts: memory(choices)?,
             weights: memory(choices)?,
@@ -103,41 +115,51 @@ impl Rank {
         })
     }
 
-    /// What was received, once the stream has come so far.
-    pub fn received(&self) -> Result<Vec<u8>, CheckError> {
-        self.stream.copy(whole(self.staging.range())?, whole(self.exchange.received())?)?;
-        self.exchange.synchronize(&self.stream)?;
+    /// Received slots, once the stream has come so far.
+    pub fn received(&self, rows: &ExpertRows) -> Result<Vec<u8>, CheckError> {
+        self.stream.copy(whole(self.staging.range())?, whole(&rows.range()?)?)?;
+        self.ep.synchronize()?;
         Ok(content(&self.staging)?)
     }
 
-    /// Leaves partial rows, no more bytes than slots have, and waits until they are there.
-    pub fn leave(&self, partials: &[u8]) -> Result<(), CheckError> {
-        let (to, len) = (self.exchange.partials()?, partials.len() as u64);
+    /// Writes partial rows to a handle's output buffer, no more bytes than slots have, and waits until they are there.
+    pub fn leave(&self, handle: &Handle, partials: &[u8]) -> Result<ExpertOutput, CheckError> {
+        let (y, len) = (handle.output()?, partials.len() as u64);
         self.staging.write(0, partials)?;
-        self.stream.copy(to.span(0, len)?, self.staging.range().span(0, len)?)?;
-        Ok(self.exchange.synchronize(&self.stream)?)
+        self.stream.copy(y.range()?.span(0, len)?, self.staging.range().span(0, len)?)?;
+        self.ep.synchronize()?;
+        Ok(y)
     }
 }
 
-/// Experts whose partial rows are the rows that came. Nothing waits for the host.
-pub fn experts_copy(exchange: &StreamExchange, stream: &Stream) -> Result<(), sidelane::Error> {
-    let shape = exchange.shape();
-    let (received, partials) = (exchange.received(), exchange.partials()?);
+/// Enqueues experts whose partial rows are the rows that came. Nothing waits for the host.
+pub fn experts_copy(
+    stream: &Stream,
+    rows: &ExpertRows,
+    handle: &Handle,
+) -> Result<ExpertOutput, sidelane::Error> {
+    let (received, y) = (rows.range()?, handle.output()?);
+    let Some(shape) = rows.slots() else {
+        stream.copy(whole(y.range()?)?, whole(&received)?)?;
+        return Ok(y);
+    };
     let len = shape.bytes() - shape.rows_at();
-    for source in 0..u64::from(exchange.size()) {
+    for source in 0..received.len() / shape.bytes() {
         let from = received.span(source * shape.bytes() + shape.rows_at(), len)?;
-        stream.copy(partials.span(source * len, len)?, from)?;
+        stream.copy(y.range()?.span(source * len, len)?, from)?;
     }
-    Ok(())
+    Ok(y)
 }
 
 /// Tensors of one call, which the host reads and writes, too.
 pub struct Tensors {
-    pub count: u32,
-    pub rows: PinnedMemory,
-    pub experts: PinnedMemory,
-    pub weights: PinnedMemory,
-    pub out: PinnedMemory,
+    case: Case,
+    dtype: Dtype,
+    tokens: u32,
+    rows: PinnedMemory,
+    experts: PinnedMemory,
+    weights: PinnedMemory,
+    out: PinnedMemory,
 }
 
 impl Tensors {
@@ -146,20 +168,65 @@ impl Tensors {
         self.rows.write(0, &input.rows)?;
         self.experts.write(0, bytemuck::cast_slice(&input.experts))?;
         self.weights.write(0, bytemuck::cast_slice(&input.weights))?;
-        self.count = input.tokens;
+        self.tokens = input.tokens;
         Ok(())
     }
 
-    pub fn tokens(&self) -> Result<StreamTokens<'_>, DeviceError> {
-        Ok(StreamTokens {
-            count: self.count,
-            rows: whole(self.rows.range())?,
-            experts: whole(self.experts.range())?,
-            weights: whole(self.weights.range())?,
+    /// The tensors of as many tokens as were written last.
+    pub fn call(&self) -> Result<Call, DeviceError> {
+        let rows = self.case.bytes(self.dtype, self.tokens);
+        let choices = u64::from(self.tokens * self.case.top_k) * 4;
+        Ok(Call {
+            x: self.rows.range().part(0, rows)?,
+            experts: self.experts.range().part(0, choices)?,
+            weights: self.weights.range().part(0, choices)?,
+            out: self.out.range().part(0, rows)?,
+            dtype: self.dtype,
         })
     }
 
-    pub fn out(&self) -> Result<Span<'_>, DeviceError> {
-        whole(self.out.range())
+    /// The sums, and whatever lies behind them.
+    pub fn sums(&self) -> Result<Vec<u8>, DeviceError> {
+        content(&self.out)
+    }
+}
+
+/// Tensors of a dispatch and a combine.
+pub struct Call {
+    pub x: Range,
+    pub experts: Range,
+    pub weights: Range,
+    pub out: Range,
+    pub dtype: Dtype,
+}
+
+impl Call {
+    /// The tokens and their choices.
+    pub fn input(&self) -> (Tensor<'_>, Choices<'_>) {
+        let Call { x, experts, weights, dtype, .. } = self;
+        (Tensor::device(x, *dtype), Choices::Device { experts, weights })
+    }
+
+    /// Enqueues a dispatch.
+    pub fn dispatch(&self, ep: &mut ExpertParallel) -> Result<(ExpertRows, Handle), sidelane::Error> {
+        let (x, choices) = self.input();
+        ep.dispatch(x, choices)
+    }
+
+    /// Enqueues a combine.
+    pub fn combine(
+        &self,
+        ep: &mut ExpertParallel,
+        y: ExpertOutput,
+        handle: &Handle,
+    ) -> Result<(), sidelane::Error> {
+        ep.combine_into(y, handle, TensorMut::device(&self.out, self.dtype))
+    }
+
+    /// Enqueues a dispatch, experts that copy, and a combine.
+    pub fn layer(&self, ep: &mut ExpertParallel, stream: &Stream) -> Result<(), sidelane::Error> {
+        let (rows, handle) = self.dispatch(ep)?;
+        let y = experts_copy(stream, &rows, &handle)?;
+        self.combine(ep, y, &handle)
     }
 }

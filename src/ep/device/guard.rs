@@ -1,0 +1,153 @@
+//! What ends the waits of streams when the world dies.
+//!
+//! Nobody can take back a wait that is enqueued, and the driver does not know what it waits for. So when the world dies,
+//! a thread writes to every word that this rank waits for, again and again, since a late signal or a reset may undo it, until
+//! no stream can be waiting any more. Streams drain, and what they carry on with is worth nothing; the *status* word says so,
+//! to the host and to kernels. What the host does not reach, words in memory of a device, somebody else writes, as often. An
+//! exchange that is dropped while a stream may wait leaves the guard behind.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use crate::bootstrap::Health;
+use crate::device::{PinnedMemory, Range};
+use crate::error::DeviceError;
+
+/// Past every value that is waited for, counted in a circle of 32 bits.
+pub(super) const POISON: u64 = 1 << 30;
+/// Between two rounds of writing.
+const ROUND: Duration = Duration::from_millis(1);
+
+/// The words of one rank, guarded.
+#[derive(Debug)]
+pub(super) struct Guard {
+    words: Arc<Words>,
+    health: Arc<Health>,
+}
+
+/// What writes words that the host does not reach.
+pub(super) type Beyond = Box<dyn Fn() + Send + Sync>;
+
+pub(super) struct Words {
+    memory: PinnedMemory,
+    /// Where the words lie that this rank waits for.
+    awaited: Vec<usize>,
+    /// Where it is said that the world is dead; the first is asked for.
+    status: Vec<usize>,
+    dead: u64,
+    beyond: Option<Beyond>,
+    /// Calls can be made.
+    in_use: AtomicBool,
+}
+
+impl Guard {
+    /// Watches over the world for the words at these places. When it dies, the status words become `dead`.
+    pub fn new(
+        health: &Arc<Health>,
+        memory: &PinnedMemory,
+        awaited: Vec<usize>,
+        (status, dead): (Vec<usize>, u64),
+        beyond: Option<Beyond>,
+    ) -> Result<Self, DeviceError> {
+        // All lie inside: later looks cannot fail.
+        for &place in awaited.iter().chain(&status) {
+            memory.word(place)?;
+        }
+        let in_use = AtomicBool::new(true);
+        let words = Arc::new(Words { memory: memory.clone(), awaited, status, dead, beyond, in_use });
+        let (watched, dead) = (Arc::downgrade(&words), Arc::downgrade(health));
+        health.on_failure(move |_| {
+            if let (Some(words), Some(health)) = (watched.upgrade(), dead.upgrade()) {
+                words.release();
+                words.drain(health);
+            }
+        });
+        Ok(Guard { words, health: health.clone() })
+    }
+
+    /// The words, which are this rank's for as long as they are needed.
+    pub fn words(&self) -> &Arc<Words> {
+        &self.words
+    }
+
+    /// The first status: 0, what a kernel found, or that the world is dead.
+    pub fn status(&self) -> u64 {
+        self.words.status.first().map_or(0, |&place| self.words.get(place))
+    }
+
+    /// The value of an awaited word.
+    pub fn value(&self, nth: usize) -> u64 {
+        self.words.awaited.get(nth).map_or(0, |&place| self.words.get(place))
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.words.in_use.store(false, Ordering::Release);
+        // If the world is dead, somebody drains already.
+        if self.health.check().is_ok() && self.words.memory.is_claimed() {
+            self.words.clone().drain(self.health.clone());
+        }
+    }
+}
+
+impl Words {
+    /// Ends waits in a thread of its own, as soon as the world is dead and as long as there may be any.
+    fn drain(self: Arc<Self>, health: Arc<Health>) {
+        let (words, alive) = (Arc::clone(&self), Arc::clone(&health));
+        let drain = move || {
+            while words.in_use.load(Ordering::Acquire) || words.memory.is_claimed() {
+                if alive.check().is_err() {
+                    words.release_all();
+                }
+                std::thread::sleep(ROUND);
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("sidelane-drain".into()).spawn(drain) {
+            tracing::warn!(%error, "no thread ends the waits of streams");
+            // Of a dead world, the waits that there are end at least once.
+            if health.check().is_err() {
+                self.release_all();
+            }
+        }
+    }
+
+    fn release_all(&self) {
+        self.release();
+        self.beyond.iter().for_each(|release| release());
+    }
+
+    fn release(&self) {
+        self.status.iter().for_each(|&place| self.set(place, self.dead));
+        for &place in &self.awaited {
+            self.set(place, POISON);
+        }
+    }
+
+    /// Whether anybody but the guard and whoever shares its words has a claim on them: a stream may be under way.
+    pub fn is_claimed(&self) -> bool {
+        self.memory.is_claimed()
+    }
+
+    /// The words as devices see them.
+    pub fn range(&self) -> &Range {
+        self.memory.range()
+    }
+
+    pub fn set(&self, place: usize, value: u64) {
+        if let Ok(word) = self.memory.word(place) {
+            word.store(value, Ordering::Release);
+        }
+    }
+
+    pub fn get(&self, place: usize) -> u64 {
+        self.memory.word(place).map_or(0, |word| word.load(Ordering::Acquire))
+    }
+}
+
+impl std::fmt::Debug for Words {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Words").field("awaited", &self.awaited).finish_non_exhaustive()
+    }
+}

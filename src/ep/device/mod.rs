@@ -1,0 +1,25 @@
+//! Instances on a device: rows in memory of a GPU, calls on a CUDA stream, and no kernel between packed and landed rows.
+//!
+//! | module | what it is |
+//! |---|---|
+//! | `planned` | exact sizes or a budget: a planner thread lays out each call and has copy engines move the rows |
+//! | `slots` | fixed slots: every address is a constant, so the stream carries a call out alone |
+//! | `passage` | how rows cross between nodes: from device to device, or by pinned memory of the host |
+//! | `guard` | what ends the waits of streams when the world fails |
+//! | `status` | how a call ended, in a word that kernels can read |
+
+mod guard;
+mod passage;
+pub(super) mod planned;
+pub(super) mod slots;
+mod status;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+pub use status::Status;
+
+/// Number of a new instance on a device: it tells the handles of this process apart.
+fn next_instance() -> u64 {
+    static INSTANCES: AtomicU64 = AtomicU64::new(0);
+    INSTANCES.fetch_add(1, Ordering::Relaxed)
+}

@@ -1,0 +1,86 @@
+//! A combine, as the planner serves it.
+//!
+//! ```text
+//!   caller's stream    experts write | bell |        wait                                  | sum | ...
+//!   planner              entry, everybody's: bases | enqueue ------------.            ring |
+//!   its stream                                       pull runs | read -> peers
+//! ```
+//!
+//! Copy engines cannot add. So each rank pulls the rows of its own tokens home, run by run, to where they lay packed when
+//! they went out; then its stream adds them up, a token's rows in ascending order of experts.
+
+use std::sync::Arc;
+
+use super::REFUSED;
+use super::call::PlannerCall;
+use super::planner::Planner;
+use super::shape::{Bell, MemoryShape};
+use crate::ep::Status;
+use crate::error::{CallError, CallKind, Error, MemoryError, PlanError};
+use crate::schedule::{Refusal, Tag};
+
+impl Planner {
+    /// Serves a combine of a seat; outputs lie at `steps` steps in this rank's memory.
+    ///
+    /// # Errors
+    /// Those that end the world. What is refused is told.
+    pub fn combine(&mut self, seat: u32, steps: u32) -> Result<(), Error> {
+        let (programs, number) = (Arc::clone(&self.programs), self.kept[seat as usize].number);
+        let mut call = PlannerCall::new(self, &programs, CallKind::Combine, seat);
+        call.base = u64::from(steps) * MemoryShape::STEP;
+        call.refused = match (steps, number) {
+            (REFUSED, _) => Some(PlanError::RefusedHere.into()),
+            (_, 0) => {
+                Some(CallError::NotKept { missing: "the layout of a dispatch that was refused" }.into())
+            }
+            _ => None,
+        };
+        let refused = call.drive()?;
+        let status = match &refused {
+            None => Status::OK,
+            Some(_) if number == 0 => self.kept[seat as usize].status,
+            Some(error) => Status::of(error),
+        };
+        self.answer(seat, Bell::Combined, status)?;
+        let enqueued = self.engine.take_enqueued();
+        self.common.seats[seat as usize].tell(|told| {
+            told.combined = enqueued;
+            told.combine_refused = refused;
+            told.home += 1;
+        });
+        Ok(())
+    }
+}
+
+impl PlannerCall<'_> {
+    /// Says where outputs lie, to local peers, and to relays where this rank's rows have their place.
+    pub fn offer(&mut self) {
+        let handle = self.planner.kept[self.seat as usize].number;
+        self.say(Tag { handle, base: self.base, ..self.tag });
+        if self.tag.refusal == Refusal::None {
+            let Planner { common, calls, tables, kept, .. } = &mut *self.planner;
+            let (layout, home) = (&kept[self.seat as usize].layout, common.shape.staging(self.seat).0);
+            let setting = common.fixed.agreement(*calls, CallKind::Combine).setting;
+            tables.stage_rows(&setting, layout, home);
+            tables.offer(&common.fixed.paths(), self.tag, self.base);
+        }
+    }
+
+    /// Reads where the outputs of this node's ranks lie.
+    pub fn bases(&mut self) -> Result<(), MemoryError> {
+        let Planner { common, calls, tables, .. } = &mut *self.planner;
+        let agreement = common.fixed.agreement(*calls, CallKind::Combine);
+        tables.bases[common.fixed.lanes.rank as usize] = self.base;
+        for peer in common.fixed.paths().locals() {
+            tables.bases[peer as usize] = agreement.tag_of(peer)?.base;
+        }
+        Ok(())
+    }
+
+    /// Fills the operands by which rows come here.
+    pub fn fill_pull(&mut self) {
+        let Planner { common, calls, tables, kept, .. } = &mut *self.planner;
+        let (layout, home) = (&kept[self.seat as usize].layout, common.shape.staging(self.seat).0);
+        tables.pull(&common.fixed.agreement(*calls, CallKind::Combine).setting, layout, home);
+    }
+}

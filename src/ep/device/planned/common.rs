@@ -1,0 +1,93 @@
+//! What the caller's thread and the planner share.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use super::seat::Seat;
+use super::shape::{Bell, MemoryShape, Piece};
+use super::space::Space;
+use crate::device::{Kernels, PinnedMemory, Range, Regroup, Stream, Word};
+use crate::ep::fixed::Fixed;
+use crate::error::{DeviceError, Error};
+use crate::world::{Detour, Registration};
+
+/// Both know this of an exchange.
+#[derive(Debug)]
+pub(super) struct Common {
+    /// Tells handles of different exchanges apart, within this process.
+    pub instance: u64,
+    pub fixed: Arc<Fixed>,
+    pub shape: MemoryShape,
+    /// This rank's memory, as its device reaches it.
+    pub memory: Range,
+    /// Memory of the host that both and the device reach.
+    pub host: PinnedMemory,
+    pub seats: Vec<Seat>,
+    pub space: Arc<Space>,
+    /// Why rows that cross go by memory of the host, if they do.
+    pub detour: Option<Detour>,
+    /// How cards know the device's memory, if they do.
+    pub registration: Option<Registration>,
+    /// The caller will enqueue no more.
+    pub closing: AtomicBool,
+    /// The planner serves no more.
+    pub gone: AtomicBool,
+    /// Calls that the planner has served, replays not counted.
+    pub served: AtomicU64,
+}
+
+impl Common {
+    /// A bell, as the host sees it.
+    pub fn bell(&self, seat: u32, bell: Bell) -> Result<&AtomicU64, DeviceError> {
+        self.host.word(self.shape.bell(seat, bell) as usize)
+    }
+
+    /// A bell, as streams see it.
+    pub fn word(&self, seat: u32, bell: Bell) -> Result<Word<'_, u32>, DeviceError> {
+        self.host.range().word(self.shape.bell(seat, bell))
+    }
+
+    /// A piece of the device's memory.
+    pub fn piece(&self, (offset, len): Piece) -> Result<Range, DeviceError> {
+        self.memory.part(offset, len)
+    }
+
+    /// A piece of the host's memory, as the device sees it.
+    pub fn host_piece(&self, (offset, len): Piece) -> Result<Range, DeviceError> {
+        self.host.range().part(offset, len)
+    }
+
+    /// Enqueues that `rows` rows that landed at `base` are put into visible order, where engines relay.
+    pub fn regroup(
+        &self,
+        stream: &Stream,
+        kernels: &Kernels,
+        (seat, base, rows): (u32, u64, u32),
+    ) -> Result<(), Error> {
+        let (shape, row_bytes) = (&self.shape, self.shape.row_bytes());
+        if rows == 0 {
+            return Ok(());
+        }
+        let (bytes, (index, end)) = (u64::from(rows) * row_bytes, shape.landing(rows).arrivals());
+        let from = self.piece((base + shape.landing(rows).bytes(), bytes))?;
+        let (out, index) = (self.piece((base, bytes))?, self.piece((base + index, end - index))?);
+        Ok(kernels.regroup(
+            stream,
+            &Regroup {
+                row_bytes,
+                sources: rows,
+                rows,
+                from: from.span(0, from.len())?,
+                index: index.span(0, index.len())?,
+                out: out.span(0, out.len())?,
+                status: self.word(seat, Bell::Status)?,
+            },
+        )?)
+    }
+
+    /// Rings for the caller's stream: it goes on.
+    pub fn ring(&self, seat: u32, bell: Bell) -> Result<(), DeviceError> {
+        self.bell(seat, bell)?.store(1, Ordering::Release);
+        Ok(())
+    }
+}

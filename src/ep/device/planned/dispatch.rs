@@ -1,0 +1,287 @@
+//! A dispatch, as the planner serves it.
+//!
+//! ```text
+//!   caller's stream    ids, weights -> host | bell | sort, regroup: rows packed | packed |   wait       |
+//!   planner              sort | counts | entry, everybody's | place | tell | enqueue --------.    ring |
+//!   its stream                                            wait packed | runs, pads, notes | landed -> peers
+//! ```
+//!
+//! Rows lie packed as [`Sorted`](crate::plan::Sorted) numbers entries: by bin, then token. So what goes from here to one
+//! expert is one run, and moves as one copy to its final place.
+
+use std::sync::Arc;
+
+use super::REFUSED;
+use super::call::PlannerCall;
+use super::planner::Planner;
+use super::shape::Bell;
+use super::space::Extent;
+use crate::ep::Status;
+use crate::error::{CallKind, Error, PlanError};
+use crate::gate::Routing;
+use crate::plan::Notes;
+use crate::schedule::{Tag, WindowId};
+
+/// Where this rank lets others write.
+#[derive(Debug)]
+pub(super) struct Landing {
+    base: u64,
+    len: u64,
+    /// Memory of the pool; none where it is fixed.
+    extent: Option<Extent>,
+}
+
+impl Planner {
+    /// Serves the dispatch of a seat.
+    ///
+    /// # Errors
+    /// Those that end the world. What is refused is told.
+    pub fn dispatch(&mut self, seat: u32, tokens: u32) -> Result<(), Error> {
+        let programs = Arc::clone(&self.programs);
+        let mut call = PlannerCall::new(self, &programs, CallKind::Dispatch, seat);
+        call.tokens = tokens;
+        let refusal = call.drive()?;
+        let staging = call.staging.take();
+        let status = match refusal {
+            None => Status::OK,
+            Some(error) => call.refuse_dispatch(error)?,
+        };
+        self.kept[seat as usize].status = status;
+        self.answer(seat, Bell::Dispatched, status)?;
+        if let Some(mut staging) = staging {
+            staging.trim(0);
+        }
+        let enqueued = self.engine.take_enqueued();
+        self.common.seats[seat as usize].tell(|told| {
+            told.dispatched = enqueued;
+            told.landed += 1;
+        });
+        Ok(())
+    }
+}
+
+impl PlannerCall<'_> {
+    /// The call is refused. Its caller's stream packs all the same, and its flag is consumed.
+    fn refuse_dispatch(&mut self, error: Error) -> Result<Status, Error> {
+        let (seat, tokens, status) = (self.seat, self.tokens, Status::of(&error));
+        self.planner.kept[seat as usize].number = 0;
+        self.await_packed(false)?;
+        self.planner.common.seats[seat as usize].tell(|told| {
+            told.extent = None;
+            told.refused = Some(error);
+            told.placed += 1;
+        });
+        self.planner.send_tables(seat, tokens, false)?;
+        Ok(status)
+    }
+
+    /// Says how rows are packed, if that depends on where they go, and waits until they are.
+    fn await_packed(&mut self, placed: bool) -> Result<(), Error> {
+        let (seat, planner) = (self.seat, &mut *self.planner);
+        if planner.common.shape.arrives() {
+            planner.list(seat, self.tokens, placed)?;
+        }
+        let Planner { common, engine, .. } = planner;
+        Ok(engine.take(common.word(seat, Bell::Packed)?)?)
+    }
+
+    /// Sorts this rank's choices; what is wrong with them it refuses.
+    pub fn sort(&mut self) {
+        if let Err(error) = self.planner.sort(self.seat, self.tokens) {
+            self.planner.sorted.clear(&self.planner.common.fixed.bins);
+            self.refused = Some(error);
+        }
+    }
+
+    pub fn announce(&mut self) {
+        let landing = self.refused.is_none().then(|| self.planner.announce(self.seat));
+        let (base, handle) = landing.as_ref().map_or((0, 0), |landing| (landing.base, landing.len));
+        self.landing = landing;
+        self.say(Tag { base, handle, ..self.tag });
+    }
+
+    /// Tells the caller where rows land, and fills the operands by which they do.
+    pub fn fill_rows(&mut self) -> Result<(), Error> {
+        let seat = self.seat;
+        self.planner.kept[seat as usize].number = self.planner.calls.number();
+        self.await_packed(true)?;
+        self.staging = self.landing.take().and_then(|landing| self.planner.tell_placement(seat, landing));
+        self.planner.send_tables(seat, self.tokens, true)?;
+        let Planner { common, calls, tables, kept, arrivals, .. } = &mut *self.planner;
+        let (setting, shape) = (common.fixed.agreement(*calls, CallKind::Dispatch).setting, &common.shape);
+        let layout = &kept[seat as usize].layout;
+        tables.rows(&setting, layout, true);
+        if shape.arrives() {
+            tables.to_arrivals(&setting, layout, arrivals.first_run, |rows| shape.landing(rows));
+        }
+        Ok(())
+    }
+
+    /// Fills the operands by which what crossed is brought in.
+    pub fn fill_bring_in(&mut self) -> Result<(), Error> {
+        let (seat, planner) = (self.seat as usize, &mut *self.planner);
+        let landing = planner.common.shape.landing(planner.kept[seat].layout.landed);
+        if planner.common.shape.arrives() {
+            planner.find_arrivals(landing)?;
+        }
+        let desk = planner.desk(landing);
+        let Planner { common, calls, tables, scratch, .. } = planner;
+        let setting = common.fixed.agreement(*calls, CallKind::Dispatch).setting;
+        match &self.task {
+            _ if common.shape.arrives() => tables.bring_notes_in(&setting, &scratch.landed, landing, desk),
+            Some(task) => tables.bring_in(&setting, &task.forward, landing, true),
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// Says what this rank has for every bin, and keeps how its rows lie packed.
+    pub fn publish(&mut self) -> Result<(), Error> {
+        self.planner.publish(self.seat)
+    }
+
+    pub fn place(&mut self) -> Result<(), Error> {
+        self.planner.place(self.seat)
+    }
+}
+
+impl Planner {
+    /// This rank's own routing, as its stream left it.
+    fn sort(&mut self, seat: u32, tokens: u32) -> Result<(), Error> {
+        let (fixed, shape) = (&self.common.fixed, &self.common.shape);
+        let (spec, count) = (&fixed.spec, tokens as usize * fixed.spec.top_k as usize);
+        if tokens == REFUSED {
+            return Err(PlanError::RefusedHere.into());
+        }
+        if tokens > spec.max_tokens {
+            return Err(PlanError::TooManyTokens { tokens, max: spec.max_tokens }.into());
+        }
+        for (words, (at, _)) in [
+            (&mut self.scratch.experts, shape.host_experts(seat)),
+            (&mut self.scratch.weights, shape.host_weights(seat)),
+        ] {
+            words.resize(count, 0);
+            self.common.host.read_words(at as usize, words)?;
+        }
+        let experts: &[i32] = bytemuck::cast_slice(&self.scratch.experts);
+        let weights: &[f32] = bytemuck::cast_slice(&self.scratch.weights);
+        let routing = Routing::new(spec.top_k, experts, weights)?;
+        Ok(self.sorted.fill(&spec.map, &fixed.bins, Notes::Weight, fixed.lanes.rank, &routing)?)
+    }
+
+    /// Says what this rank has for every bin, and keeps how its rows lie packed.
+    fn publish(&mut self, seat: u32) -> Result<(), Error> {
+        let common = &self.common;
+        let (port, control) = (&common.fixed.port, &common.fixed.control);
+        self.crossing.fill(&common.fixed.bins, &common.fixed.paths(), &self.sorted);
+        let numbers = &mut self.numbers.scratch;
+        numbers.clone_from(&self.sorted.counts);
+        self.crossing.staged(&common.fixed.paths(), numbers);
+        port.write(WindowId::CONTROL, control.publication(self.calls.parity()), numbers)?;
+        self.scratch.starts.clone_from(&self.sorted.starts);
+        self.scratch.notes.clone_from(&self.sorted.notes);
+        let (notes, _) = common.shape.host_notes(seat);
+        Ok(common.host.write_words(notes as usize, &self.sorted.notes)?)
+    }
+
+    fn announce(&self, seat: u32) -> Landing {
+        let common = &self.common;
+        if common.shape.budget().is_some() {
+            let (base, len) = common.shape.rows(seat);
+            return Landing { base, len, extent: None };
+        }
+        let extent = common.space.announce(common.fixed.most_bytes(CallKind::Dispatch, &self.numbers.sizes));
+        Landing { base: extent.offset(), len: extent.len(), extent: Some(extent) }
+    }
+
+    /// From the counts of all to this rank's layout.
+    fn place(&mut self, seat: u32) -> Result<(), Error> {
+        let fixed = Arc::clone(&self.common.fixed);
+        let top_k = fixed.spec.top_k;
+        let (counts, sizes) = (&self.numbers.counts, &self.numbers.sizes);
+        self.tables.landing.clone_from(&self.numbers.landing);
+        let clipped = fixed.spec.mode.budget().is_some();
+        let dropped = clipped && self.sorted.keep(top_k, |bin| sizes.room(&fixed.bins, counts, bin));
+        if dropped && fixed.arrives() {
+            self.crossing.fill(&fixed.bins, &fixed.paths(), &self.sorted);
+        }
+        let frame = fixed.frame();
+        if fixed.arrives() {
+            self.arrivals.arrange(&frame, &self.sorted, &mut self.crossing);
+            self.arrivals.pack(&frame, &self.sorted, &self.crossing);
+            self.rewrite_notes(seat)?;
+        }
+        let (counts, sizes) = (&self.numbers.counts, &self.numbers.sizes);
+        let layout = &mut self.kept[seat as usize].layout;
+        layout.fill(&frame, (&self.sorted, &self.crossing), top_k, counts, sizes);
+        if fixed.arrives() {
+            self.arrivals.add_runs(&frame, &self.sorted, layout, (counts, sizes));
+            self.scratch.starts.clone_from(&self.arrivals.starts);
+        } else {
+            layout.pack(&self.sorted, &self.scratch.starts);
+            // Relays bring home rows one behind the other, without those that were dropped.
+            for rank in fixed.paths().relays().filter(|_| fixed.straight()) {
+                let mut home = layout.home_of(&fixed.paths(), rank);
+                for bin in fixed.bins.of(rank) {
+                    self.scratch.starts[bin as usize] = home;
+                    home += self.sorted.counts[bin as usize];
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells where rows land. What is staged behind them is this rank's as long as the extent that is returned.
+    fn tell_placement(&mut self, seat: u32, landing: Landing) -> Option<Extent> {
+        let common = Arc::clone(&self.common);
+        let (layout, number) = (&self.kept[seat as usize].layout, self.calls.number());
+        let (chunk, staged) = (common.shape.landing(layout.landed), u64::from(layout.staged));
+        let (kept, used) = match (common.shape.arrives(), common.fixed.straight()) {
+            (true, true) => (chunk.arrivals().1, chunk.staging() + staged * common.shape.row_bytes()),
+            (true, false) => (chunk.arrivals().1, 0),
+            (false, _) => (chunk.bytes(), 0),
+        };
+        let (mut extent, mut staging) = (landing.extent, None);
+        if let Some(extent) = &mut extent {
+            extent.trim(kept.max(used));
+            staging = (used > kept).then(|| extent.split(kept));
+        }
+        common.seats[seat as usize].tell(|told| {
+            let placement = &mut told.placement;
+            (placement.number, placement.rows) = (number, layout.landed);
+            placement.tokens_per_expert.clone_from(&layout.rows_per_bin);
+            placement.padded_per_expert.clone_from(&layout.padded_per_bin);
+            placement.dropped.clone_from(&self.sorted.dropped);
+            placement.required.clone_from(&self.numbers.sizes.required);
+            told.extent = extent;
+            told.refused = None;
+            told.placed += 1;
+        });
+        staging
+    }
+
+    /// Collects what the caller's stream finds beside the rows: what its sums add up, and how many rows there are.
+    fn send_tables(&mut self, seat: u32, tokens: u32, placed: bool) -> Result<(), Error> {
+        let common = Arc::clone(&self.common);
+        let (fixed, shape) = (&common.fixed, &common.shape);
+        let (top_k, layout) = (fixed.spec.top_k, &self.kept[seat as usize].layout);
+        let (summands, counts) = (&mut self.scratch.summands, &mut self.scratch.counts);
+        counts.clear();
+        if placed {
+            self.sorted.summands(&fixed.bins, top_k, &self.scratch.starts, summands);
+            counts.extend_from_slice(&layout.rows_per_bin);
+            counts.extend_from_slice(&layout.padded_per_bin);
+        } else {
+            summands.clear();
+            let tokens = if tokens == REFUSED { 0 } else { tokens };
+            summands.resize(tokens.min(fixed.spec.max_tokens) as usize * top_k as usize, -1);
+            counts.resize(2 * fixed.bins.of(fixed.lanes.rank).len(), 0);
+        }
+        let [summands, counts] = [bytemuck::cast_slice(summands), bytemuck::cast_slice::<i64, u32>(counts)];
+        let lens = [summands, counts].map(|words: &[u32]| words.len() as u64 * 4);
+        common.host.write_words(shape.host_summands(seat).0 as usize, summands)?;
+        common.host.write_words(shape.host_counts(seat).0 as usize, counts)?;
+        self.send(shape.host_summands(seat), shape.summands(seat), lens[0])?;
+        self.send(shape.host_counts(seat), shape.counts(seat), lens[1])
+    }
+}

@@ -1,0 +1,328 @@
+//! The exchange, in its caller's thread.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::REFUSED;
+use super::common::Common;
+use super::enqueue::Lists;
+use super::handle::{Lease, PlannedDispatch, PlannedHandle, PlannedOutput};
+use super::shape::MemoryShape;
+use crate::device::{Kernels, Range, Stream};
+use crate::ep::buffers::OutputAt;
+use crate::ep::builder::Spec;
+use crate::ep::device::guard::Guard;
+use crate::ep::device::passage::Passage;
+use crate::ep::tensor::{Shape, Side, Tensor, TensorMut, Tokens, wrong_place};
+use crate::ep::{Choices, CombineInput, ExpertOutput, LaneUse};
+use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::world::SymmetricRange;
+
+/// An [`ExpertParallel`](crate::ExpertParallel) whose calls a planner lays out: see the [module](super).
+///
+/// Dropping it waits until what was enqueued is served; graphs must have drained before.
+pub(in crate::ep) struct PlannedExchange {
+    pub(super) common: Arc<Common>,
+    pub(super) stream: Arc<Stream>,
+    pub(super) kernels: Arc<Kernels>,
+    pub(super) lists: Lists,
+    /// Per seat: dispatches and combines enqueued.
+    calls: Vec<(u64, u64)>,
+    /// All dispatches.
+    dispatches: u64,
+    lanes: Arc<[LaneUse]>,
+    planner: Option<JoinHandle<()>>,
+    _guard: Guard,
+    /// Other nodes write to it as long as this lives.
+    _passage: Passage,
+    _control: SymmetricRange,
+}
+
+/// How long streams of a dead world are waited for when the exchange goes.
+const DRAIN: Duration = Duration::from_secs(10);
+
+/// What an exchange is made of.
+pub(super) struct Parts {
+    pub common: Arc<Common>,
+    pub stream: Arc<Stream>,
+    pub kernels: Kernels,
+    pub planner: JoinHandle<()>,
+    pub guard: Guard,
+    pub passage: Passage,
+    pub control: SymmetricRange,
+}
+
+impl PlannedExchange {
+    /// Of these parts.
+    pub(super) fn of(parts: Parts) -> Result<Self, Error> {
+        let Parts { common, stream, kernels, planner, guard, passage, control } = parts;
+        let lists = Lists::new(&common, stream.context())?;
+        let calls = vec![(0, 0); common.shape.word_sets() as usize];
+        let (planner, lanes) = (Some(planner), LaneUse::of_devices(&common.fixed.lanes).into());
+        Ok(PlannedExchange {
+            common,
+            stream,
+            kernels: Arc::new(kernels),
+            lists,
+            calls,
+            dispatches: 0,
+            lanes,
+            planner,
+            _guard: guard,
+            _passage: passage,
+            _control: control,
+        })
+    }
+
+    /// The stream of its calls.
+    pub fn stream(&self) -> &Arc<Stream> {
+        &self.stream
+    }
+
+    /// Its number among instances on devices.
+    pub fn instance(&self) -> u64 {
+        self.common.instance
+    }
+
+    /// The lanes of the group.
+    pub fn lanes(&self) -> &[LaneUse] {
+        &self.lanes
+    }
+
+    /// Shape of a tensor of so many tokens.
+    pub fn tokens_shape(&self, tokens: u32) -> Shape {
+        let Spec { hidden, dtype, .. } = self.common.fixed.spec;
+        Shape { rows: tokens.into(), columns: hidden, dtype }
+    }
+
+    /// Enqueues that every token goes to the ranks of its experts, and that the rows of this rank's experts come. Collective.
+    /// What is enqueued afterwards finds the rows.
+    ///
+    /// With a budget it may be captured into a graph: replays read `tokens` anew, as many as there were. The seat is then
+    /// the graph's for good. The first capture of a seat waits until earlier calls have been served.
+    ///
+    /// # Errors
+    /// [`CallError::TooManyInFlight`] if as many dispatches are alive as there are seats; then the call is not made, and the other
+    /// ranks wait. [`DeviceError`](crate::error::DeviceError) ends the world. Bad input is reported by
+    /// [`PlannedDispatch::finish`], on all ranks.
+    pub fn dispatch(&mut self, x: Tensor<'_>, choices: Choices<'_>) -> Result<PlannedDispatch, Error> {
+        self.begin_dispatch(Tokens::check(&self.common.fixed.spec, x, choices))
+    }
+
+    fn begin_dispatch(&mut self, tokens: Result<Tokens<'_>, Error>) -> Result<PlannedDispatch, Error> {
+        self.common.fixed.shared.hub.health().check()?;
+        let captured = self.stream.is_capturing()?;
+        let common = Arc::clone(&self.common);
+        if captured && common.shape.budget().is_none() {
+            let (parameter, expected) =
+                ("mode", "a budget: a graph does not know the sizes of eager dispatches");
+            return Err(PlanError::BadParameter { parameter, seen: 0, expected }.into());
+        }
+        let seats = common.shape.seats();
+        let free = (0..seats).find(|&seat| common.seats[seat as usize].take());
+        let seat = free.ok_or(CallError::TooManyInFlight { max: seats })?;
+        let (tokens, refused) =
+            tokens.map_or_else(|error| (None, Some(error)), |tokens| (Some(tokens), None));
+        let count = tokens.map_or(0, |tokens| tokens.count);
+        let (dispatches, _) = &mut self.calls[seat as usize];
+        *dispatches += 1;
+        self.dispatches += 1;
+        let (nth, call) = (*dispatches, self.dispatches);
+        let lanes = Arc::clone(&self.lanes);
+        let lease = Arc::new(Lease { common, seat, nth, call, tokens: count, lanes });
+        self.begin(seat, captured)?;
+        self.enqueue_dispatch(seat, tokens).map_err(|error| self.common.fixed.fail(error))?;
+        let shape = &self.common.shape;
+        let late = shape.arrives() && shape.budget().is_none();
+        let regroups = late.then(|| (Arc::clone(&self.stream), Arc::clone(&self.kernels)));
+        Ok(PlannedDispatch { lease, refused, regroups })
+    }
+
+    /// Enqueues that expert outputs come back to their tokens and are summed into `out`. Collective.
+    ///
+    /// # Errors
+    /// [`DeviceError`](crate::error::DeviceError) ends the world. A refusal of this rank's input, which the other ranks hear
+    /// of.
+    pub fn combine(
+        &mut self,
+        y: CombineInput<'_>,
+        handle: &PlannedHandle,
+        out: TensorMut<'_>,
+    ) -> Result<(), Error> {
+        let out = out.on_device("combined tokens", self.tokens_shape(handle.tokens()));
+        let refused = self.start_combine(y, handle, out.as_ref().err().cloned())?;
+        // A sum that is refused leaves zeros, where there is room for them.
+        self.finish_combine(handle, out.ok())?;
+        refused.map_or(Ok(()), Err)
+    }
+
+    /// First half: offers outputs, unless something `unfit` refuses the call. Returns why it is refused, if it is.
+    pub fn start_combine(
+        &mut self,
+        y: CombineInput<'_>,
+        handle: &PlannedHandle,
+        unfit: Option<Error>,
+    ) -> Result<Option<Error>, Error> {
+        let lease = match self.own(handle) {
+            Ok(lease) => lease,
+            Err(foreign) => return Err(self.refuse(CallKind::Combine, None, foreign)),
+        };
+        let output = Kernels::sum_choices_names(self.common.fixed.spec.dtype)
+            .map_err(Error::from)
+            .and_then(|_| self.output(y, handle));
+        let (output, refused) =
+            output.map_or_else(|error| (None, Some(error)), |output| (Some(output), None));
+        let refused = refused.or(unfit);
+        let steps = match &output {
+            Some(output) if refused.is_none() => (output.base / MemoryShape::STEP) as u32,
+            _ => REFUSED,
+        };
+        let nth = self.offer(&lease, output, steps)?;
+        handle.combines(nth, refused.clone());
+        Ok(refused)
+    }
+
+    /// Second half: the sums of the rows that came back.
+    pub fn finish_combine(&mut self, handle: &PlannedHandle, out: Option<&Range>) -> Result<(), Error> {
+        let enqueued = self.enqueue_sum(handle.seat(), handle.tokens(), out);
+        enqueued.map_err(|error| self.common.fixed.fail(error))
+    }
+
+    /// The output that a caller brings, or one that its rows are copied to.
+    fn output(&self, y: CombineInput<'_>, handle: &PlannedHandle) -> Result<PlannedOutput, Error> {
+        let tensor = match y {
+            CombineInput::Output(ExpertOutput(OutputAt::Planned(output))) => {
+                let (seen, expected) = (output.lease.call, handle.call());
+                return match Arc::ptr_eq(&output.lease, handle.lease()) {
+                    true => Ok(output),
+                    false => Err(CallError::WrongOutput { seen, expected }.into()),
+                };
+            }
+            CombineInput::Output(ExpertOutput(OutputAt::Slots(output))) => {
+                let (seen, expected) = (output.instance(), self.instance());
+                return Err(CallError::ForeignHandle { seen, expected }.into());
+            }
+            CombineInput::Output(_) => return Err(wrong_place("expert outputs", Side::Device)),
+            CombineInput::Elsewhere(tensor) => tensor,
+        };
+        let output = handle.output()?;
+        let rows = Shape { rows: output.len().into(), ..self.tokens_shape(0) };
+        let from = tensor.on_device("expert outputs", rows)?;
+        let len = from.len();
+        self.stream.copy(output.rows().span(0, len)?, from.span(0, len)?)?;
+        handle.count_copied(len);
+        Ok(output)
+    }
+
+    /// Takes part in a call that this rank cannot make: the other ranks are told, as of bad input, and do not wait.
+    pub fn refuse(&mut self, call: CallKind, handle: Option<&PlannedHandle>, error: Error) -> Error {
+        let refused = match (call, handle.filter(|handle| handle.instance() == self.instance())) {
+            (CallKind::Combine, Some(handle)) => self.own(handle).and_then(|lease| {
+                let nth = self.offer(&lease, None, REFUSED)?;
+                handle.combines(nth, Some(error.clone()));
+                self.finish_combine(handle, None)
+            }),
+            (CallKind::Combine, None) => self.refuse_without_seat(),
+            (CallKind::Dispatch, _) => self.begin_dispatch(Err(error.clone())).map(drop),
+            // A planner has no other call: every rank refuses it by itself.
+            _ => Ok(()),
+        };
+        refused.err().unwrap_or(error)
+    }
+
+    /// Enters a combine for which this rank has no layout, to refuse it.
+    fn refuse_without_seat(&mut self) -> Result<(), Error> {
+        self.common.fixed.shared.hub.health().check()?;
+        // A graph would refuse again with every launch.
+        if self.stream.is_capturing()? {
+            return Ok(());
+        }
+        let seat = self.common.shape.seatless();
+        self.begin(seat, false)?;
+        let enqueued = self.enqueue_offer(seat, REFUSED).and_then(|()| self.enqueue_sum(seat, 0, None));
+        enqueued.map_err(|error| self.common.fixed.fail(error))
+    }
+
+    /// Waits until the stream is done; waits of a failed world end by themselves.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        while !self.stream.is_done()? {
+            std::thread::yield_now();
+        }
+        Ok(self.common.fixed.shared.hub.health().check()?)
+    }
+
+    /// The seat of a handle of this exchange.
+    fn own(&self, handle: &PlannedHandle) -> Result<Arc<Lease>, Error> {
+        self.common.fixed.shared.hub.health().check()?;
+        let (seen, expected) = (handle.instance(), self.instance());
+        if seen != expected {
+            return Err(CallError::ForeignHandle { seen, expected }.into());
+        }
+        Ok(Arc::clone(handle.lease()))
+    }
+
+    /// Enqueues a combine, and says which of the seat's it is.
+    fn offer(&mut self, lease: &Lease, y: Option<PlannedOutput>, steps: u32) -> Result<u64, Error> {
+        let captured = self.stream.is_capturing()?;
+        let (_, combines) = &mut self.calls[lease.seat as usize];
+        *combines += 1;
+        let nth = *combines;
+        self.begin(lease.seat, captured)?;
+        // Given back as of this call: no earlier one may use it.
+        drop(y);
+        self.enqueue_offer(lease.seat, steps).map_err(|error| self.common.fixed.fail(error))?;
+        Ok(nth)
+    }
+
+    /// Counts a call that the planner will count as served: none of a seat that is a graph's.
+    fn begin(&self, seat: u32, captured: bool) -> Result<(), Error> {
+        let kept = &self.common.seats[seat as usize];
+        match (captured, kept.is_captured()) {
+            (true, false) => {
+                self.served()?;
+                kept.capture();
+            }
+            (false, false) => self.common.space.count(),
+            (_, true) => (),
+        }
+        Ok(())
+    }
+
+    /// Waits until the planner has served what was enqueued, so that it tells these calls from replays.
+    fn served(&self) -> Result<(), Error> {
+        let common = &self.common;
+        while common.served.load(Ordering::Acquire) < common.space.enqueued() {
+            common.fixed.shared.hub.health().check()?;
+            if common.gone.load(Ordering::Acquire) {
+                return Err(PlanError::PlannerGone.into());
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for PlannedExchange {
+    fn drop(&mut self) {
+        self.common.closing.store(true, Ordering::Release);
+        if let Some(planner) = self.planner.take() {
+            let _ = planner.join();
+        }
+        // The guard ends waits as long as it lives.
+        let since = Instant::now();
+        while self.common.fixed.shared.hub.health().check().is_err()
+            && self.stream.is_done() == Ok(false)
+            && since.elapsed() < DRAIN
+        {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl std::fmt::Debug for PlannedExchange {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PlannedExchange").field("spec", &self.common.fixed.spec).finish_non_exhaustive()
+    }
+}

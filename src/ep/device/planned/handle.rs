@@ -1,0 +1,357 @@
+//! What the caller's thread holds of a call: its rows, its placement, its outputs, and how it went.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::common::Common;
+use super::seat::{Placement, Told};
+use super::shape::Bell;
+use super::space::Extent;
+use crate::device::{Kernels, Range, Stream};
+use crate::ep::{CallExecutor, LaneUse, Report, Status};
+use crate::error::{Error, PlanError};
+use crate::exec::Enqueued;
+use crate::plan::Chunk;
+
+/// A seat, as long as anything of its dispatch is alive.
+#[derive(Debug)]
+pub(super) struct Lease {
+    pub common: Arc<Common>,
+    pub seat: u32,
+    /// Which dispatch of the seat it is.
+    pub nth: u64,
+    /// Which dispatch of the exchange it is.
+    pub call: u64,
+    pub tokens: u32,
+    pub lanes: Arc<[LaneUse]>,
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.common.seats[self.seat as usize].free();
+    }
+}
+
+impl Lease {
+    fn told<T>(&self, known: impl FnMut(&mut Told) -> Option<T>) -> Result<T, Error> {
+        let common = &self.common;
+        let seat = &common.seats[self.seat as usize];
+        if seat.is_captured() {
+            let (parameter, expected) =
+                ("a captured call", "to be asked on the device: its host does not know of replays");
+            return Err(PlanError::BadParameter { parameter, seen: self.seat.into(), expected }.into());
+        }
+        seat.wait(common.fixed.shared.hub.health(), &common.gone, known)
+    }
+
+    /// A report of what was enqueued.
+    fn report(&self, enqueued: Enqueued, kernels: &[&'static str]) -> Report {
+        let (detour, registration) = (self.common.detour, self.common.registration);
+        let (lanes, kernels, executor) = (self.lanes.to_vec(), kernels.to_vec(), CallExecutor::Planner);
+        Report { executor, lanes, enqueued, kernels, detour, registration, ..Report::default() }
+    }
+
+    /// The status word of the seat, as devices read it.
+    fn status_word(&self) -> Result<Range, Error> {
+        Ok(self.common.host_piece((self.common.shape.bell(self.seat, Bell::Status), 4))?)
+    }
+}
+
+/// A dispatch that is enqueued.
+#[derive(Debug)]
+pub(in crate::ep) struct PlannedDispatch {
+    pub(super) lease: Arc<Lease>,
+    /// What is wrong with this rank's input.
+    pub(super) refused: Option<Error>,
+    /// What puts rows into visible order, once it is known where they are.
+    pub(super) regroups: Option<(Arc<Stream>, Arc<Kernels>)>,
+}
+
+impl PlannedDispatch {
+    /// Waits until all ranks have said how many rows they have: not for the rows. Work on them can be enqueued then; where
+    /// engines relay, behind the kernel that puts them into visible order, which this enqueues.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::dispatch`](crate::ExpertParallel::dispatch). After those that leave the world usable the stream
+    /// goes on with no rows, and the status word says why.
+    pub fn finish(self) -> Result<(PlannedRows, PlannedHandle), Error> {
+        let nth = self.lease.nth;
+        let told = self.lease.told(|told| {
+            (told.placed >= nth).then(|| match told.refused.take() {
+                Some(error) => Err(error),
+                None => Ok((told.placement.clone(), told.extent.take())),
+            })
+        })?;
+        let (placement, extent) = match (told, self.refused) {
+            (Err(Error::Plan(PlanError::RefusedHere)), Some(own)) => return Err(own),
+            (told, _) => told?,
+        };
+        if let (Some((stream, kernels)), Some(extent)) = (self.regroups, &extent) {
+            let (common, place) = (&self.lease.common, (self.lease.seat, extent.offset(), placement.rows));
+            common.regroup(&stream, &kernels, place).map_err(|error| common.fixed.fail(error))?;
+        }
+        Self::land(self.lease, Some(placement), extent)
+    }
+
+    /// With a budget: goes on without waiting. How many rows come stands on the device
+    /// ([`PlannedRows::counts`]), and [`PlannedHandle::status`] says whether they came.
+    ///
+    /// # Errors
+    /// What was wrong with this rank's input; [`PlanError::BadParameter`] in eager mode, where rows have no place before
+    /// their number is known.
+    pub fn unfinished(self) -> Result<(PlannedRows, PlannedHandle), Error> {
+        if let Some(refused) = self.refused {
+            return Err(refused);
+        }
+        if self.lease.common.shape.budget().is_none() {
+            let (parameter, expected) = ("mode", "a budget: otherwise finish says where rows are");
+            return Err(PlanError::BadParameter { parameter, seen: 0, expected }.into());
+        }
+        Self::land(self.lease, None, None)
+    }
+
+    fn land(
+        lease: Arc<Lease>,
+        placement: Option<Placement>,
+        extent: Option<Extent>,
+    ) -> Result<(PlannedRows, PlannedHandle), Error> {
+        let (common, seat) = (&lease.common, lease.seat);
+        let landed = placement.as_ref().map_or(0, |placement| placement.rows);
+        let shape = &common.shape;
+        let landing = shape.landing(landed);
+        let base = extent.as_ref().map_or(shape.rows(seat).0, Extent::offset);
+        let counts = common.piece(shape.counts(seat))?;
+        let memory = common.piece((base, landing.bytes()))?;
+        let arrived = match shape.arrives() {
+            true => {
+                let (index, end) = shape.landing(landed).arrivals();
+                let at = landing.bytes();
+                Some((common.piece((base + at, index - at))?, common.piece((base + index, end - index))?))
+            }
+            false => None,
+        };
+        let lease_of_rows = Arc::clone(&lease);
+        let rows = PlannedRows { memory, counts, landing, arrived, _extent: extent, _lease: lease_of_rows };
+        let (placement, copied, last) = (placement.unwrap_or_default(), AtomicU64::new(0), Mutex::default());
+        Ok((rows, PlannedHandle { placement, lease, copied, last }))
+    }
+}
+
+/// Rows that were received, `[rows, hidden]`: (local expert, source rank, token). They are there for what is enqueued on the
+/// exchange's stream after the dispatch. Their memory is given back when this is dropped, to calls enqueued later.
+#[derive(Debug)]
+pub(in crate::ep) struct PlannedRows {
+    memory: Range,
+    counts: Range,
+    landing: Chunk,
+    /// Where engines relay: rows as they arrived, and which is which.
+    arrived: Option<(Range, Range)>,
+    _extent: Option<Extent>,
+    _lease: Arc<Lease>,
+}
+
+impl PlannedRows {
+    /// Number of rows; with a budget, as many as it has.
+    pub fn len(&self) -> u32 {
+        self.landing.rows
+    }
+
+    /// The rows, `[rows, hidden]`; with a budget, as many as it has, of which those beyond the segments are undefined.
+    ///
+    /// # Errors
+    /// None in practice: they lie inside their memory.
+    pub fn rows(&self) -> Result<Range, Error> {
+        Ok(self.memory.part(0, u64::from(self.landing.rows) * self.landing.row_bytes)?)
+    }
+
+    /// The routing weight of each row, `f32 [rows]`; 0 for pad rows.
+    ///
+    /// # Errors
+    /// None in practice: they lie inside their memory.
+    pub fn weights(&self) -> Result<Range, Error> {
+        Ok(self.memory.part(self.landing.notes_at(), self.landing.notes * 4)?)
+    }
+
+    /// Where engines relay: rows as they arrived, and for each visible row which of them it is, `i32 [rows]`, -1 of pads. A
+    /// grouped matrix product that takes an index can read them as they are; [`PlannedRows::rows`] are made of them.
+    pub fn index(&self) -> Option<(&Range, &Range)> {
+        self.arrived.as_ref().map(|(rows, index)| (rows, index))
+    }
+
+    /// Rows of each local expert, then the same with pads: `i64 [2, local experts]`.
+    pub fn counts(&self) -> &Range {
+        &self.counts
+    }
+}
+
+/// The placement of one dispatch. Combines follow it.
+#[derive(Debug)]
+pub(in crate::ep) struct PlannedHandle {
+    lease: Arc<Lease>,
+    placement: Placement,
+    copied: AtomicU64,
+    /// The last combine.
+    last: Mutex<Option<LastCombine>>,
+}
+
+/// The combine that answers for a handle.
+#[derive(Clone, Debug)]
+struct LastCombine {
+    /// Which combine of the seat it is.
+    nth: u64,
+    /// Why this rank refused it.
+    refused: Option<Error>,
+}
+
+impl PlannedHandle {
+    /// The number of its instance.
+    pub fn instance(&self) -> u64 {
+        self.lease.common.instance
+    }
+
+    pub(super) fn lease(&self) -> &Arc<Lease> {
+        &self.lease
+    }
+
+    pub(super) fn seat(&self) -> u32 {
+        self.lease.seat
+    }
+
+    pub(super) fn call(&self) -> u64 {
+        self.lease.call
+    }
+
+    /// That this combine was enqueued.
+    pub(super) fn combines(&self, nth: u64, refused: Option<Error>) {
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(LastCombine { nth, refused });
+    }
+
+    pub(super) fn count_copied(&self, bytes: u64) {
+        self.copied.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes of rows that did not lie in an output buffer.
+    pub fn copied_bytes(&self) -> u64 {
+        self.copied.load(Ordering::Relaxed)
+    }
+
+    /// Rows of each local expert; empty if the dispatch was not finished.
+    pub fn tokens_per_expert(&self) -> &[i64] {
+        &self.placement.tokens_per_expert
+    }
+
+    /// The same, pads counted: the segments of the rows.
+    pub fn padded_tokens_per_expert(&self) -> &[i64] {
+        &self.placement.padded_per_expert
+    }
+
+    /// Which of this rank's choices, `[tokens, top_k]`, were dropped for want of room.
+    pub fn dropped(&self) -> &[bool] {
+        &self.placement.dropped
+    }
+
+    /// Rows that each rank needed, pads counted; the same at every rank.
+    pub fn required_rows(&self) -> &[u32] {
+        &self.placement.required
+    }
+
+    /// Rows received, pads counted.
+    pub fn rows(&self) -> u32 {
+        self.placement.rows
+    }
+
+    /// Tokens dispatched by this rank.
+    pub fn tokens(&self) -> u32 {
+        self.lease.tokens
+    }
+
+    /// A buffer of the rows' shape where peers can read it: experts write into it. Its contents are undefined.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError).
+    pub fn output(&self) -> Result<PlannedOutput, Error> {
+        let Lease { common, seat, .. } = &*self.lease;
+        let (shape, rank) = (&common.shape, common.fixed.lanes.rank);
+        let offer = shape.offer(self.placement.rows);
+        let (base, extent) = match shape.budget() {
+            Some(_) => (shape.output(*seat).0, None),
+            None => {
+                let taken = common.space.take(offer.bytes());
+                let extent = taken.map_err(|free| common.fixed.room.lacks(rank, offer.bytes(), free))?;
+                (extent.offset(), Some(extent))
+            }
+        };
+        let rows = common.piece((base, u64::from(offer.rows) * offer.row_bytes))?;
+        Ok(PlannedOutput { rows, len: offer.rows, base, _extent: extent, lease: Arc::clone(&self.lease) })
+    }
+
+    /// How the last call of this dispatch or its combines ended at this rank: a [`Status`] of 32 bits, for kernels. It is
+    /// written before the stream goes on.
+    ///
+    /// # Errors
+    /// None in practice.
+    pub fn status(&self) -> Result<Range, Error> {
+        self.lease.status_word()
+    }
+
+    /// The same, for the host; what it says is sure once the stream has come by.
+    pub fn status_now(&self) -> Status {
+        let word = self.lease.common.bell(self.lease.seat, Bell::Status);
+        Status(word.map_or(0, |word| word.load(std::sync::atomic::Ordering::Acquire) as u32))
+    }
+
+    /// How the bytes of the dispatch went. Waits until its rows have landed.
+    pub fn report(&self) -> Result<Report, Error> {
+        let nth = self.lease.nth;
+        let enqueued = self.lease.told(|told| (told.landed >= nth).then_some(told.dispatched))?;
+        let relayed = self.lease.common.shape.arrives();
+        let kernels = if relayed { &["regroup", "regroup"] } else { &["order", "regroup"] };
+        Ok(self.lease.report(enqueued, kernels))
+    }
+
+    /// How the last combine went. Waits until its rows are back, though not for their sums.
+    pub fn returned(&self) -> Result<Report, Error> {
+        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let Some(LastCombine { nth, refused }) = last else {
+            return Ok(self.lease.report(Enqueued::default(), &[]));
+        };
+        let told = self.lease.told(|told| {
+            (told.home >= nth).then(|| match &told.combine_refused {
+                Some(error) => Err(error.clone()),
+                None => Ok(told.combined),
+            })
+        })?;
+        let enqueued = match (told, refused) {
+            (Err(Error::Plan(PlanError::RefusedHere)), Some(own)) => return Err(own),
+            (told, _) => told?,
+        };
+        Ok(self.lease.report(enqueued, Kernels::sum_choices_names(self.lease.common.fixed.spec.dtype)?))
+    }
+}
+
+/// What experts write.
+#[derive(Debug)]
+pub(in crate::ep) struct PlannedOutput {
+    rows: Range,
+    len: u32,
+    pub(super) base: u64,
+    pub(super) _extent: Option<Extent>,
+    pub(super) lease: Arc<Lease>,
+}
+
+impl PlannedOutput {
+    /// The number of its instance.
+    pub fn instance(&self) -> u64 {
+        self.lease.common.instance
+    }
+
+    /// Number of rows; with a budget, as many as it has.
+    pub fn len(&self) -> u32 {
+        self.len
+    }
+
+    /// The rows, `[rows, hidden]`, to write to. What pad rows hold is never read.
+    pub fn rows(&self) -> &Range {
+        &self.rows
+    }
+}

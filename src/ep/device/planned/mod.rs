@@ -1,0 +1,66 @@
+//! Instances of exact sizes or of a budget on a CUDA stream: a planner thread lays out each call.
+//!
+//! The caller's thread enqueues and returns. The *planner*, one thread for each instance, hears from the stream what was
+//! routed, exchanges counts with the other planners and places the rows. It then has copy engines move them and lets the
+//! stream go on. Sizes are exact, and no kernel runs between packed and landed rows.
+//!
+//! ```text
+//!   caller's thread    dispatch()  ...            finish(): sizes
+//!   caller's stream    ids to the host | flag | sort, regroup | packed | wait | experts | flag | wait | sum
+//!   planner                                plan, as the host does           bases
+//!   planner's stream                            wait packed | rows to all ranks       | rows return
+//! ```
+//!
+//! | file | subject |
+//! |---|---|
+//! | `setup`, `exchange`, `enqueue`, `handle` | how an instance is made; what its caller calls, enqueues and holds |
+//! | `planner`, `call`, `dispatch`, `combine` | how the planner drives the programs of [`schedule`](crate::schedule), with the engine of [`exec`](crate::exec) |
+//! | `arrivals` | further work of the planner where copy engines relay |
+//! | `shape`, `space`, `seat`, `common` | memory layout, free memory, and what both threads share |
+//! | `apart` | a stream that the caller's cannot hold up |
+//!
+//! **Constants.** A stream and its planner share words of the host's memory. One side sets a word and the other takes it
+//! back. Values that grow are the planners' alone. So what a stream does for a call never changes. With a budget
+//! ([`Mode::Budget`](crate::plan::Mode)) memory does not move either, and a graph can replay the call with other tokens.
+//!
+//! **Other nodes.** If the NICs of all ranks read and write their devices' memory
+//! ([`Registration`](crate::world::Registration)), rows go from device to device. Otherwise they are staged in pinned memory
+//! of the host on both sides, and [`Detour`](crate::world::Detour) gives the reason. The planner posts the puts and does this
+//! rank's part as a relay. This table counts the copies of a row, by engines (`e`), by NICs (`r`) and by kernels (`k`):
+//!
+//! | route | own node | other node, dispatch | other node, combine | floor |
+//! |---|---|---|---|---|
+//! | direct | e | r | r | bytes by the NIC's bandwidth |
+//! | pxn | e k | r e k, `r` once per token and node | r, from the rank that has it | the same, of fewer bytes |
+//! | direct, host-staged | e | e r e | e r e | bytes by the NIC's bandwidth, or twice by the bus |
+//! | pxn, host-staged | e k | e r e k, `e r` once per token and node | e r e, the first `e` to the relay's outbox | the same, of fewer bytes |
+//!
+//! From device to device, a NIC reads packed rows after the stream has marked them. A flag in memory of the host may overtake
+//! rows in memory of the device. So NICs write a word behind the rows into the device's memory, and the stream awaits that
+//! word. Host-staged copies out are one batch for each signal to another node. Under `direct`, copies in are one for each
+//! stretch of visible rows that no local peer interrupts. Under `pxn` they are the runs of a block in relay order, and a kernel
+//! puts what arrived into visible order. [`Enqueued`](crate::exec::Enqueued) counts all of them.
+
+mod apart;
+mod arrivals;
+mod call;
+mod combine;
+mod common;
+mod dispatch;
+mod enqueue;
+mod exchange;
+mod handle;
+mod planner;
+mod seat;
+mod setup;
+mod shape;
+mod space;
+#[cfg(test)]
+pub(in crate::ep) mod tests;
+
+pub(in crate::ep) use exchange::PlannedExchange;
+pub(in crate::ep) use handle::{PlannedDispatch, PlannedHandle, PlannedOutput, PlannedRows};
+pub(in crate::ep) use setup::PlannerSettings;
+
+/// A bell's value, less one, that says: my caller's input was refused. No number of tokens is so large, and no place.
+const REFUSED: u32 = u32::MAX - 1;

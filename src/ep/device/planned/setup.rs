@@ -1,0 +1,189 @@
+//! Making an exchange: memory, a stream apart, and the planner's thread.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+
+use super::apart;
+use super::common::Common;
+use super::exchange::{Parts, PlannedExchange};
+use super::planner::{Kept, Planner, Scratch};
+use super::seat::Seat;
+use super::shape::{Bell, MemoryShape};
+use super::space::Space;
+use crate::device::{Context, Driver, Kernels, PinnedMemory, Stream};
+use crate::ep::Status;
+use crate::ep::agreement::GroupCounts;
+use crate::ep::builder::Spec;
+use crate::ep::device::guard::Guard;
+use crate::ep::device::next_instance;
+use crate::ep::device::passage::{Needs, Passage};
+use crate::ep::fixed::{Fixed, Room};
+use crate::ep::relay::Relay;
+use crate::error::{Error, MemoryError, PlanError};
+use crate::exec::{Engine, Ground, Near};
+use crate::plan::{Arrivals, Crossing, Sorted};
+use crate::schedule::call::{Engines, RankPrograms};
+use crate::schedule::{CallerTables, Calls, Control, Flag};
+use crate::topology::{Paths, Route};
+use crate::world::{DeviceWindow, Group, Member};
+
+/// Settings that a planner needs beside those of every instance. All ranks must choose alike, but for the stream.
+#[derive(Clone, Debug)]
+pub(in crate::ep) struct PlannerSettings {
+    pub stream: Arc<Stream>,
+    /// Dispatches that may be alive at once.
+    pub max_in_flight: u32,
+    /// Bytes of the device's memory in which dispatches of exact size receive and experts write.
+    pub device_heap: u64,
+}
+
+impl PlannedExchange {
+    /// Allocates, finds a stream that the caller's cannot hold up, and starts the planner. Waits until the caller's stream is
+    /// idle. Collective.
+    pub fn new(group: &Group, spec: Spec, settings: PlannerSettings) -> Result<PlannedExchange, Error> {
+        let PlannerSettings { stream, max_in_flight: seats, device_heap: pool } = settings;
+        let context = Arc::clone(stream.context());
+        let lanes = group.lanes(spec.route)?;
+        let staged = most_staged(&lanes.paths(), spec.max_tokens);
+        let flags = Control::flag(0, Flag::Entry, group.size());
+        let words = flags + Flag::COUNT as u64 * u64::from(group.size()) * 64;
+        let crossed = if lanes.paths().rails() { words } else { 0 };
+        let shape = MemoryShape::new(&spec, seats, pool, staged, crossed);
+        let usable =
+            check(&spec, seats).and_then(|()| Ok(shape.check()?)).and_then(|()| prepare(&context, &stream));
+        let usable_here = [("whether their streams can be used (1: yes)", usable.is_ok().into())];
+        let settings = [("max_in_flight", seats.into()), ("device_heap", pool)];
+        let told = group.alike(&[usable_here.as_slice(), &settings].concat());
+        let (apart, kernels) = usable?;
+        told?;
+        let room = Room {
+            total: shape.pool().1,
+            space: "device heap",
+            setting: "ExpertParallelBuilder::device_heap",
+        };
+        let window = DeviceWindow::new(group, &context, (shape.device_bytes(), words), Ok(()))?;
+        let members = window.members();
+        let needs = Needs {
+            words: shape.words().1,
+            desk: shape.arrives().then(|| shape.desk_bytes()),
+            twin: shape.twin_bytes(),
+        };
+        let passage = Passage::find(group, &context, &lanes, &members, needs)?;
+        let (mut fixed, control) = Fixed::new(group, spec, room, passage.ground())?;
+        // Within a budget, streams find rows and metadata at places that they know before the call.
+        fixed.fixed_rows = fixed.spec.mode.budget();
+        let fixed = Arc::new(fixed);
+        let own = members[group.rank() as usize].as_ref();
+        let nowhere = MemoryError::NotUsable { rank: group.rank() };
+        let memory = own.ok_or(nowhere)?.memory.clone();
+        let host = PinnedMemory::new(&context, shape.host_bytes() as usize)?;
+        let common = Arc::new(Common {
+            instance: next_instance(),
+            memory,
+            host,
+            seats: (0..shape.word_sets()).map(|_| Seat::default()).collect(),
+            space: Space::new(shape.pool().0, shape.pool().1),
+            closing: AtomicBool::new(false),
+            gone: AtomicBool::new(false),
+            served: AtomicU64::new(0),
+            detour: passage.detour(),
+            registration: passage.registration(),
+            shape,
+            fixed: Arc::clone(&fixed),
+        });
+        fill(&context, &apart, &common)?;
+        let bells = |bells: &[Bell]| -> Vec<usize> {
+            let of = |seat| bells.iter().map(move |&bell| shape.bell(seat, bell) as usize);
+            (0..shape.word_sets()).flat_map(of).collect()
+        };
+        let awaited = bells(&[Bell::Listed, Bell::Packed, Bell::Dispatched, Bell::Combined]);
+        let status = (bells(&[Bell::Status]), Status::WORLD_FAILED.0.into());
+        let guard = Guard::new(fixed.shared.hub.health(), &common.host, awaited, status, None)?;
+        let near = |Member { memory, words, same_device }: Member| Near { memory, words, same_device };
+        let ranks = members.into_iter().map(|member| member.map(near)).collect();
+        let (zeros_at, zeros_len) = shape.zeros();
+        let zeros = common.memory.part(zeros_at, zeros_len)?;
+        let twin = passage.twin().map(|twin| (twin.memory.clone(), shape.outbox()));
+        let words = passage.registration().map(|_| common.piece(shape.words())).transpose()?;
+        let ground = Ground { ranks, zeros, twin, words };
+        let engine = Engine::new(&context, Arc::clone(&fixed.port), ground, apart);
+        let planner = start(context.driver(), &common, engine)?;
+        // Nobody rings before everybody listens.
+        group.gather(&[])?;
+        PlannedExchange::of(Parts { common, stream, kernels, planner, guard, passage, control })
+    }
+}
+
+/// Rows that a rank hands on at most, if there are relays.
+fn most_staged(paths: &Paths<'_>, max_tokens: u32) -> Option<u64> {
+    let sources = |rank| paths.of(rank).sources().count() as u64;
+    let most = || (0..paths.ranks()).map(sources).max().unwrap_or(0) * u64::from(max_tokens);
+    (paths.route() == Route::Pxn && paths.rails()).then(most)
+}
+
+/// Refuses settings that no planner can use.
+fn check(spec: &Spec, seats: u32) -> Result<(), Error> {
+    if seats == 0 {
+        let (parameter, expected) = ("max_in_flight", "at least 1");
+        return Err(PlanError::BadParameter { parameter, seen: 0, expected }.into());
+    }
+    Ok(Kernels::sum_choices_names(spec.dtype).map(drop)?)
+}
+
+/// What must be there before anybody is told that it is: kernels, loaded, and a stream apart.
+fn prepare(context: &Arc<Context>, stream: &Stream) -> Result<(Stream, Kernels), Error> {
+    context.driver().require_eager_loading()?;
+    let _alone = apart::alone();
+    let kernels = Kernels::load(context)?;
+    Ok((apart::from(context, stream)?, kernels))
+}
+
+/// Writes what never changes: zeros for pads, and the bin of each expert; and words that nobody has raised.
+fn fill(context: &Arc<Context>, stream: &Stream, common: &Common) -> Result<(), Error> {
+    let (shape, fixed) = (&common.shape, &common.fixed);
+    let (map, rank) = (&fixed.spec.map, fixed.lanes.rank);
+    let bins: Vec<u32> = (0..map.experts()).map(|expert| map.slot_for(rank, expert)).collect();
+    let (zeros, of_experts) = (shape.zeros().1.max(shape.words().1), shape.map().1);
+    let source = PinnedMemory::new(context, (zeros + of_experts) as usize)?;
+    source.write_words(zeros as usize, &bins)?;
+    for (from, (to, len)) in [(0, shape.words()), (0, shape.zeros()), (zeros, shape.map())] {
+        stream.copy(common.memory.span(to, len)?, source.range().span(from, len)?)?;
+    }
+    Ok(stream.synchronize()?)
+}
+
+fn start(
+    driver: &Driver,
+    common: &Arc<Common>,
+    engine: Engine,
+) -> Result<std::thread::JoinHandle<()>, Error> {
+    let fixed = &common.fixed;
+    let engines = Engines {
+        pulls: true,
+        brings_in: fixed.paths().rails() && (fixed.arrives() || !fixed.straight()),
+        fixed_outputs: fixed.spec.mode.budget().is_some(),
+    };
+    let sums = fixed.partial_bytes().is_some();
+    let programs = RankPrograms::new(fixed.paths(), fixed.chunks, sums, engines);
+    let planner = Planner {
+        common: Arc::clone(common),
+        programs: Arc::new(programs),
+        engine,
+        relay: fixed.paths().rails().then(|| Relay::new(Arc::clone(fixed))),
+        calls: Calls::new(fixed.shared.hub.epoch()),
+        tables: CallerTables::new(fixed.paths(), fixed.chunks),
+        sorted: Sorted::default(),
+        crossing: Crossing::default(),
+        arrivals: Arrivals::default(),
+        numbers: GroupCounts::new(fixed),
+        kept: (0..common.shape.word_sets()).map(|_| Kept::default()).collect(),
+        scratch: Scratch::default(),
+    };
+    let thread = std::thread::Builder::new().name("sidelane-planner".into());
+    let driver = driver.clone();
+    let started = thread.spawn(move || {
+        // Whoever captures meanwhile would have this thread's looks at its own stream refused; then they are not made.
+        driver.beside_captures(|| planner.serve());
+    });
+    Ok(started.map_err(|_| PlanError::PlannerGone)?)
+}

@@ -1,0 +1,296 @@
+//! Where things lie in an exchange's memory: the same at every rank.
+//!
+//! ```text
+//!   memory of the device   | words | zeros | map | seat 0 | seat 1 | ...  |  pool: rows and outputs of eager dispatches       |
+//!   a seat                 | staging: packed rows, later rows that came home | order | summands | counts | * |
+//!                                                             * with a budget: rows that land, and outputs
+//!
+//!   memory of the host     | seat 0 | seat 1 | ... | words of no seat |
+//!   a seat                 | bells, a line each | experts | weights | notes | summands | counts | order |
+//!
+//!   with several nodes: words of the device that cards write, and one of
+//!   the device's twin      | as memory of the device | outbox: rows on their way to other nodes |    where no card reaches it
+//!   the planner's desk     | index of arrivals | notes of rows from other nodes |                     else, where engines relay
+//! ```
+
+use crate::ep::builder::Spec;
+use crate::error::{CallKind, PlanError};
+use crate::plan::{Chunk, Sizing};
+
+/// Everything begins at multiples of this.
+const GRAIN: u64 = 256;
+/// More than any device has: sums of a few of these do not overflow.
+const MOST: u64 = 1 << 56;
+/// Bytes of a word that a stream and a thread share: nothing else is in its line.
+const LINE: u64 = 64;
+
+/// Words that a stream shares with its planner, and with nobody else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Bell {
+    /// The stream: ids and weights are here. The number of tokens, plus one.
+    Dispatch,
+    /// The planner, where engines relay: it is known how rows are to be packed.
+    Listed,
+    /// The stream: rows lie packed.
+    Packed,
+    /// The planner: rows have landed, and memory that was read is free.
+    Dispatched,
+    /// The stream: outputs may be read. Where they lie, in steps of [`MemoryShape::STEP`], plus one.
+    Combine,
+    /// The planner: rows are home.
+    Combined,
+    /// The planner: how the last call ended; see [`Status`](super::Status).
+    Status,
+}
+
+impl Bell {
+    pub const COUNT: u64 = 7;
+}
+
+/// Sizes that all ranks have in common.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MemoryShape {
+    seats: u32,
+    ids: u64,
+    max_tokens: u64,
+    top_k: u64,
+    align: u64,
+    /// Most experts at one rank.
+    experts: u64,
+    sizing: Sizing,
+    budget: Option<u32>,
+    pool: u64,
+    /// Where engines relay: most rows that a rank stages.
+    staged: Option<u64>,
+    /// Bytes of the words.
+    words: u64,
+}
+
+/// A piece of memory: offset and length in bytes.
+pub(super) type Piece = (u64, u64);
+
+impl MemoryShape {
+    /// What a bell's value counts in.
+    pub const STEP: u64 = 64;
+
+    /// `staged`: where engines relay, most rows that a rank hands on; `words`: bytes of flags that cards may write.
+    pub fn new(spec: &Spec, seats: u32, pool: u64, staged: Option<u64>, words: u64) -> Self {
+        let slots = |rank| spec.map.slots_of(rank).len() as u64;
+        MemoryShape {
+            seats,
+            ids: spec.map.experts().into(),
+            max_tokens: spec.max_tokens.into(),
+            top_k: spec.top_k.into(),
+            align: spec.align.into(),
+            experts: (0..spec.map.ranks()).map(slots).max().unwrap_or(0),
+            sizing: spec.sizing(CallKind::Dispatch, None),
+            budget: spec.mode.budget(),
+            pool: if spec.mode.budget().is_some() { 0 } else { pool.min(MOST) },
+            staged,
+            words,
+        }
+    }
+
+    /// Whether all of it can be counted: no sum or product of what follows is beyond 64 bits.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] for more bytes than any device has.
+    pub fn check(&self) -> Result<(), PlanError> {
+        let landing = u128::from(self.budget.unwrap_or(0)) + u128::from(self.staged.unwrap_or(0));
+        let rows = landing + u128::from(self.entries() + self.align + self.ids + self.experts);
+        // A row, its note and its numbers, all of them a few times.
+        let bytes = 4 * u128::from(self.row_bytes() + self.sizing.note_bytes() + 8 + GRAIN);
+        let all = rows.saturating_mul(bytes).saturating_mul(u128::from(self.seats) + 1);
+        if all <= MOST.into() {
+            return Ok(());
+        }
+        Err(PlanError::BadParameter {
+            parameter: "bytes of the exchange",
+            seen: u64::try_from(all).unwrap_or(u64::MAX),
+            expected: "what a device may have: fewer seats, tokens or choices, or shorter rows",
+        })
+    }
+
+    pub fn seats(&self) -> u32 {
+        self.seats
+    }
+
+    /// Sets of words: one for each seat, and one for combines that a rank refuses because it has no seat for them.
+    pub fn word_sets(&self) -> u32 {
+        self.seats + 1
+    }
+
+    /// The set of words without a seat.
+    pub fn seatless(&self) -> u32 {
+        self.seats
+    }
+
+    /// Choices of a rank, at most; and so its rows.
+    pub fn entries(&self) -> u64 {
+        self.max_tokens * self.top_k
+    }
+
+    /// Bytes of one row.
+    pub fn row_bytes(&self) -> u64 {
+        self.sizing.row_bytes
+    }
+
+    /// With a budget: what lands at most.
+    pub fn budget(&self) -> Option<Chunk> {
+        self.budget.map(|rows| self.sizing.landing(rows))
+    }
+
+    /// What lands if so many rows do. With a budget, notes lie behind all of it, however many rows come.
+    pub fn landing(&self, rows: u32) -> Chunk {
+        self.budget().unwrap_or_else(|| self.sizing.landing(rows))
+    }
+
+    /// Bytes that must lie where `rows` rows land, and behind them: arrivals and their index, then what is staged.
+    pub fn extent(&self, rows: u32) -> u64 {
+        let landing = self.landing(rows);
+        self.staged.map_or(landing.bytes(), |most| landing.staging() + most * self.row_bytes())
+    }
+
+    /// Whether engines relay.
+    pub fn arrives(&self) -> bool {
+        self.staged.is_some()
+    }
+
+    /// What a rank offers in a combine, for so many rows.
+    pub fn offer(&self, rows: u32) -> Chunk {
+        self.sizing.offer(self.budget.unwrap_or(rows))
+    }
+
+    /// Flags that cards write behind rows.
+    pub fn words(&self) -> Piece {
+        (0, self.words)
+    }
+
+    pub fn zeros(&self) -> Piece {
+        (behind(self.words()), round(self.align * self.row_bytes().max(self.sizing.note_bytes())))
+    }
+
+    /// The bin of each expert, for this rank: `i32`.
+    pub fn map(&self) -> Piece {
+        (behind(self.zeros()), self.ids * 4)
+    }
+
+    pub fn staging(&self, seat: u32) -> Piece {
+        (behind(self.map()) + u64::from(seat) * self.seat_bytes(), self.entries() * self.row_bytes())
+    }
+
+    /// The token of each packed row, `i32`.
+    pub fn order(&self, seat: u32) -> Piece {
+        (behind(self.staging(seat)), self.entries() * 4)
+    }
+
+    /// For each token its packed rows in the order of the sum, `i32 [tokens, top_k]`.
+    pub fn summands(&self, seat: u32) -> Piece {
+        (behind(self.order(seat)), self.entries() * 4)
+    }
+
+    /// Rows per local expert, then the same with pads: `i64 [2, experts]`.
+    pub fn counts(&self, seat: u32) -> Piece {
+        (behind(self.summands(seat)), 2 * self.experts * 8)
+    }
+
+    /// With a budget: where rows land.
+    pub fn rows(&self, seat: u32) -> Piece {
+        (behind(self.counts(seat)), self.budget.map_or(0, |rows| self.extent(rows)))
+    }
+
+    /// With a budget: where experts write.
+    pub fn output(&self, seat: u32) -> Piece {
+        (behind(self.rows(seat)), self.budget.map_or(0, |rows| self.sizing.offer(rows).bytes()))
+    }
+
+    pub fn pool(&self) -> Piece {
+        (self.staging(self.seats).0, round(self.pool))
+    }
+
+    /// Size of the device's memory.
+    pub fn device_bytes(&self) -> u64 {
+        behind(self.pool())
+    }
+
+    /// In the twin: from where rows leave. All that a rank dispatches fits.
+    pub fn outbox(&self) -> Piece {
+        (self.device_bytes(), round(self.entries() * self.row_bytes()))
+    }
+
+    /// Size of the twin.
+    pub fn twin_bytes(&self) -> u64 {
+        behind(self.outbox())
+    }
+
+    /// On the desk: where notes begin, behind the index.
+    pub fn desk_notes(&self) -> u64 {
+        round(self.most_rows() * 4)
+    }
+
+    /// Size of the desk.
+    pub fn desk_bytes(&self) -> u64 {
+        self.desk_notes() + round(self.most_rows() * self.sizing.note_bytes())
+    }
+
+    /// Rows that may land, pads counted; memory of none cannot be pinned.
+    fn most_rows(&self) -> u64 {
+        self.budget.map_or(self.pool / self.row_bytes().max(1), u64::from).max(1)
+    }
+
+    /// Where a bell is in the host's memory.
+    pub fn bell(&self, seat: u32, bell: Bell) -> u64 {
+        u64::from(seat) * self.host_seat_bytes() + bell as u64 * LINE
+    }
+
+    pub fn host_experts(&self, seat: u32) -> Piece {
+        let first = self.bell(seat, Bell::Dispatch) + round(Bell::COUNT * LINE);
+        (first, self.entries() * 4)
+    }
+
+    pub fn host_weights(&self, seat: u32) -> Piece {
+        (behind(self.host_experts(seat)), self.entries() * 4)
+    }
+
+    pub fn host_notes(&self, seat: u32) -> Piece {
+        (behind(self.host_weights(seat)), self.entries() * self.sizing.note_bytes())
+    }
+
+    pub fn host_summands(&self, seat: u32) -> Piece {
+        (behind(self.host_notes(seat)), self.entries() * 4)
+    }
+
+    pub fn host_counts(&self, seat: u32) -> Piece {
+        (behind(self.host_summands(seat)), 2 * self.experts * 8)
+    }
+
+    /// Where engines relay: the token of each packed row.
+    pub fn host_order(&self, seat: u32) -> Piece {
+        (behind(self.host_counts(seat)), self.entries() * 4)
+    }
+
+    /// Size of the host's memory.
+    pub fn host_bytes(&self) -> u64 {
+        u64::from(self.seats) * self.host_seat_bytes() + round(Bell::COUNT * LINE)
+    }
+
+    fn seat_bytes(&self) -> u64 {
+        let landing = self.budget.map_or(0, |rows| round(self.extent(rows)));
+        let output = self.budget.map_or(0, |rows| round(self.sizing.offer(rows).bytes()));
+        let rows = round(self.entries() * self.row_bytes());
+        rows + 2 * round(self.entries() * 4) + round(2 * self.experts * 8) + landing + output
+    }
+
+    fn host_seat_bytes(&self) -> u64 {
+        let arrays = 4 * round(self.entries() * 4) + round(self.entries() * self.sizing.note_bytes());
+        round(Bell::COUNT * LINE) + arrays + round(2 * self.experts * 8)
+    }
+}
+
+fn round(bytes: u64) -> u64 {
+    bytes.next_multiple_of(GRAIN)
+}
+
+fn behind((offset, len): Piece) -> u64 {
+    offset + round(len)
+}

@@ -1,0 +1,355 @@
+//! The exchange itself.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::aside::Aside;
+use super::handle::{Facts, SlotHandle, SlotRows};
+use super::late::late;
+use super::places::{Places, Windows};
+use super::proxy::Proxy;
+use super::turn::Turn;
+use crate::device::{Addresses, Check, Kernels, Pack, Range, Stream, Sum, Word};
+use crate::ep::buffers::OutputAt;
+use crate::ep::builder::Spec;
+use crate::ep::device::guard::Guard;
+use crate::ep::tensor::{Shape, Side, Tensor, TensorMut, Tokens, wrong_place};
+use crate::ep::{Choices, CombineInput, ExpertOutput, LaneUse};
+use crate::error::{CallError, DeviceError, Error, Fault, LaneError};
+use crate::exec::{Enqueued, Lowered};
+use crate::lane::COPY_ENGINE;
+use crate::plan::SlotShape;
+use crate::schedule::Flag;
+use crate::world::Shared;
+
+/// What this rank waits for of each peer.
+pub(super) const FLAGS: [Flag; 2] = [Flag::Landed, Flag::Home];
+/// The status of a dead world; what kernels find is below it.
+pub(super) const DEAD: u64 = 1 << 16;
+
+/// An [`ExpertParallel`](crate::ExpertParallel) in fixed slots on a device. See the [module](super).
+///
+/// It may be dropped when the host has enqueued its last call; graphs that hold its calls must not be launched any more, and
+/// with several nodes their launches must be done.
+///
+/// With several nodes, see that the stream is done, by [`synchronize`](Self::synchronize) or [`Stream::is_done`], before the
+/// exchange goes, or at least before the world does: what CUDA alone has seen to be done Sidelane takes for unfinished. Until it
+/// sees it, a thread that is left behind serves the stream and holds the world, which says no goodbye; a process that exits then
+/// is lost to the others, not gone.
+#[derive(Debug)]
+pub(in crate::ep) struct SlotExchange {
+    pub(super) shared: Arc<Shared>,
+    pub(super) world_ranks: Vec<u32>,
+    pub(super) me: u32,
+    pub(super) device: u32,
+    pub(super) spec: Spec,
+    pub(super) shape: SlotShape,
+    pub(super) experts: u32,
+    pub(super) digest: u64,
+    pub(super) places: Places,
+    pub(super) kernels: Kernels,
+    /// The rank of each expert, its number there, and the place of each token.
+    pub(super) rank_of: Range,
+    pub(super) local_of: Range,
+    pub(super) rows: Range,
+    pub(super) received: Range,
+    /// Where slots are packed to, and where partial rows are summed from.
+    pub(super) packed_at: Addresses,
+    pub(super) summed_from: Addresses,
+    pub(super) dispatch: Lowered,
+    pub(super) combine: Lowered,
+    pub(super) release: Lowered,
+    /// Of a dispatch, and of a combine, without how copies are enqueued.
+    pub(super) counts: [Enqueued; 2],
+    pub(super) turn: Turn,
+    pub(super) dispatches: u64,
+    pub(super) lanes: Vec<LaneUse>,
+    pub(super) facts: Arc<Facts>,
+    pub(super) guard: Guard,
+    /// Whom it awaits: by words of the host first, then by those that cards raise in the device's memory.
+    pub(super) awaited: Vec<u32>,
+    pub(super) aside: Option<Arc<Aside>>,
+    /// This rank's own.
+    pub(super) memory: Range,
+    pub(super) window: Windows,
+    /// Goes last: it sees whether anybody still uses the words.
+    pub(super) proxy: Option<Proxy>,
+}
+
+impl SlotExchange {
+    /// Its number among instances on devices.
+    pub fn instance(&self) -> u64 {
+        self.facts.instance
+    }
+
+    /// The lanes of the group.
+    pub fn lanes(&self) -> &[LaneUse] {
+        &self.lanes
+    }
+
+    /// First half of a dispatch: sends, and says how many tokens. What is enqueued before the second half runs meanwhile.
+    ///
+    /// # Errors
+    /// [`CallError::OutOfTurn`], [`PlanError`], and [`DeviceError`](crate::error::DeviceError) for tensors of another shape,
+    /// misaligned or out of reach: nothing was enqueued, and the call can be made again. The reason of the world's failure.
+    pub fn start_dispatch(
+        &mut self,
+        stream: &Stream,
+        x: Tensor<'_>,
+        choices: Choices<'_>,
+    ) -> Result<u32, Error> {
+        self.turn("start_dispatch", |turn| (turn == Turn::Dispatch).then_some(0))?;
+        let Tokens { count, x, experts, weights } = Tokens::check(&self.spec, x, choices)?;
+        let pack = Pack {
+            shape: self.shape,
+            tokens: count,
+            x: x.span(0, x.len())?,
+            experts: experts.span(0, experts.len())?,
+            weights: weights.span(0, weights.len())?,
+            n_experts: self.experts,
+            rank_of: self.rank_of.span(0, self.rank_of.len())?,
+            local_of: self.local_of.span(0, self.local_of.len())?,
+            slots: &self.packed_at,
+            places: self.rows.span(0, self.rows.len())?,
+            counter: self.counter()?,
+            status: self.status_word()?,
+            digest: self.digest,
+        };
+        self.kernels.pack(stream, &pack)?;
+        self.turn = Turn::Landing { tokens: count };
+        let sent = self.dispatch.send(stream);
+        sent.map_err(|error| self.fail(error.into()))?;
+        Ok(count)
+    }
+
+    /// Second half of a dispatch: the stream waits for the rows of all ranks.
+    ///
+    /// # Errors
+    /// [`CallError::OutOfTurn`]; what the driver refuses ends the world.
+    pub fn finish_dispatch(&mut self, stream: &Stream, tokens: u32) -> Result<(SlotRows, SlotHandle), Error> {
+        let landing = |turn| if let Turn::Landing { tokens } = turn { Some(tokens) } else { None };
+        self.turn("finish_dispatch", landing)?;
+        self.turn = Turn::Combine { tokens };
+        let received = self.dispatch.receive(stream).and_then(|()| self.check(stream));
+        received.map_err(|error| self.fail(error.into()))?;
+        self.dispatches += 1;
+        let enqueued = self.dispatch.with_copies(self.counts[0]);
+        let facts = Arc::clone(&self.facts);
+        let rows = SlotRows { received: self.received.clone(), shape: self.shape, ranks: self.size() };
+        Ok((rows, SlotHandle::new(facts, (self.dispatches, tokens), enqueued)))
+    }
+
+    /// Compares the headers with what they must be: a rank that makes another call is found before its rows are used.
+    fn check(&self, stream: &Stream) -> Result<(), DeviceError> {
+        let check = Check {
+            shape: self.shape,
+            ranks: self.size(),
+            received: self.received.span(0, self.received.len())?,
+            counter: self.counter()?,
+            status: self.status_word()?,
+            digest: self.digest,
+        };
+        self.kernels.check(stream, &check)
+    }
+
+    /// Calls of this rank, as the pack kernel counts them.
+    fn counter(&self) -> Result<Word<'_, u64>, DeviceError> {
+        self.memory.word(self.places.counter().0)
+    }
+
+    /// First half of a combine: sends the partial rows back. `out` is where sums will go, where that is known.
+    ///
+    /// # Errors
+    /// As [`start_dispatch`](Self::start_dispatch).
+    pub fn start_combine(
+        &mut self,
+        stream: &Stream,
+        y: CombineInput<'_>,
+        handle: &SlotHandle,
+        out: Option<&TensorMut<'_>>,
+    ) -> Result<(), Error> {
+        self.own(handle)?;
+        let tokens = self.turn("start_combine", Turn::combine)?;
+        if let Some(out) = out {
+            self.sums(out, tokens)?;
+        }
+        self.bring(stream, y, handle)?;
+        self.turn = Turn::Homing { tokens };
+        let sent = self.combine.send(stream);
+        sent.map_err(|error| self.fail(error.into()))?;
+        handle.combined(self.combine.with_copies(self.counts[1]));
+        Ok(())
+    }
+
+    /// That a handle is of the last dispatch.
+    fn own(&self, handle: &SlotHandle) -> Result<(), Error> {
+        self.shared.hub.health().check()?;
+        if !Arc::ptr_eq(&handle.facts, &self.facts) {
+            let (seen, expected) = (handle.instance(), self.instance());
+            return Err(CallError::ForeignHandle { seen, expected }.into());
+        }
+        match (handle.nth, self.dispatches) {
+            (seen, expected) if seen != expected => Err(CallError::WrongOutput { seen, expected }.into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Copies outputs that lie elsewhere to where peers expect them.
+    fn bring(&self, stream: &Stream, y: CombineInput<'_>, handle: &SlotHandle) -> Result<(), Error> {
+        let tensor = match y {
+            CombineInput::Output(ExpertOutput(OutputAt::Slots(output))) => {
+                let (seen, expected) = (output.nth, handle.nth);
+                return match output.nth == handle.nth && Arc::ptr_eq(&output.facts, &handle.facts) {
+                    true => Ok(()),
+                    false => Err(CallError::WrongOutput { seen, expected }.into()),
+                };
+            }
+            CombineInput::Output(ExpertOutput(OutputAt::Planned(output))) => {
+                let (seen, expected) = (output.instance(), self.instance());
+                return Err(CallError::ForeignHandle { seen, expected }.into());
+            }
+            CombineInput::Output(_) => return Err(wrong_place("expert outputs", Side::Device)),
+            CombineInput::Elsewhere(tensor) => tensor,
+        };
+        let partials = &self.facts.partials;
+        let (columns, dtype) = (self.spec.hidden, self.spec.dtype);
+        let rows = partials.len() / self.spec.row_bytes();
+        let from = tensor.on_device("expert outputs", Shape { rows, columns, dtype })?;
+        if from.address() == partials.address() {
+            return Ok(());
+        }
+        stream.copy(partials.span(0, from.len())?, from.span(0, from.len())?)?;
+        handle.count_copied(from.len());
+        Ok(())
+    }
+
+    /// Where sums of so many tokens go.
+    fn sums<'o>(&self, out: &TensorMut<'o>, tokens: u32) -> Result<&'o Range, Error> {
+        let shape = Shape { rows: tokens.into(), columns: self.spec.hidden, dtype: self.spec.dtype };
+        out.on_device("combined tokens", shape)
+    }
+
+    /// Second half of a combine: sums, by rank, ascending.
+    ///
+    /// # Errors
+    /// What the driver refuses ends the world. With an `out` that cannot be used, the rows are used up.
+    pub fn finish_combine(
+        &mut self,
+        stream: &Stream,
+        handle: &SlotHandle,
+        out: TensorMut<'_>,
+    ) -> Result<(), Error> {
+        let homing = |turn| if let Turn::Homing { tokens } = turn { Some(tokens) } else { None };
+        let tokens = self.turn("finish_combine", homing)?;
+        self.own(handle)?;
+        self.turn = Turn::Dispatch;
+        self.combine.receive(stream).map_err(|error| self.fail(error.into()))?;
+        let out = self.sums(&out, tokens)?;
+        let sum = Sum {
+            shape: self.shape,
+            tokens,
+            columns: self.spec.hidden as u32,
+            rows: self.spec.dtype,
+            dtype: self.spec.dtype,
+            homes: &self.summed_from,
+            places: self.rows.span(0, self.rows.len())?,
+            status: self.status_word()?,
+            out: out.span(0, out.len())?,
+        };
+        Ok(self.kernels.sum(stream, &sum)?)
+    }
+
+    /// Instead of a combine of this handle, or of the last dispatch: what was received has been read. Collective.
+    ///
+    /// # Errors
+    /// As [`start_dispatch`](Self::start_dispatch).
+    pub fn release(&mut self, stream: &Stream, handle: Option<&SlotHandle>) -> Result<(), Error> {
+        handle.map_or(Ok(()), |handle| self.own(handle))?;
+        self.turn("release", Turn::combine)?;
+        self.turn = Turn::Dispatch;
+        let released = self.release.send(stream).and_then(|()| self.release.receive(stream));
+        released.map_err(|error| self.fail(error.into()))
+    }
+
+    /// Blocks until everything in the stream is done, however the world fares, and says how it went. For the end of a step or
+    /// of a test: nothing else here blocks.
+    ///
+    /// With words in memory of the device, a dead world's waits are ended by a stream of Sidelane's. If blocked streams hold up
+    /// all hardware queues, there is none, and this returns the cause with the stream still waiting: it keeps Sidelane's memory,
+    /// and tensors of the caller's own must stay.
+    ///
+    /// # Errors
+    /// [`LaneError::Deadline`] if a live rank is silent for too long, which ends the world. It names the first peer of which
+    /// nothing has come, as far as words can be read: where the device does not answer, those of the host. If these say of nobody
+    /// that it is late, it names this rank itself. Else as [`status`](Self::status).
+    pub fn synchronize(&self, stream: &Stream) -> Result<(), Error> {
+        let (start, deadline) = (Instant::now(), self.shared.options.clocks.deadline);
+        let mut late = None;
+        while !stream.is_done()? {
+            let waited = start.elapsed();
+            if self.shared.hub.health().check().is_err() {
+                if self.aside.as_ref().is_some_and(|aside| aside.is_stuck()) {
+                    break;
+                }
+            } else if waited > deadline && late.is_none() {
+                let missing = self.missing(waited);
+                // Words of a world that has died meanwhile tell nothing. Ending it ends the waits.
+                late = self.shared.hub.health().check().is_ok().then(|| self.fail(missing));
+            }
+            std::thread::yield_now();
+        }
+        late.map_or_else(|| self.status(), Err)
+    }
+
+    /// What is known to be wrong: the world's cause of death, or what a kernel has found. Sums are zeros then.
+    ///
+    /// # Errors
+    /// [`Cause`](crate::error::Cause), [`DeviceError::Fault`].
+    pub fn status(&self) -> Result<(), Error> {
+        self.shared.hub.health().check()?;
+        let status = self.guard.status();
+        match Fault::of(status as u32) {
+            Some(fault) => Err(DeviceError::Fault { device: self.device, fault }.into()),
+            None => Ok(()),
+        }
+    }
+
+    /// The status word, for kernels.
+    fn status_word(&self) -> Result<Word<'_, u32>, DeviceError> {
+        self.facts.words.range().word(self.facts.status)
+    }
+
+    /// Number of ranks.
+    fn size(&self) -> u32 {
+        self.world_ranks.len() as u32
+    }
+
+    /// Refuses what is not next, and what comes after the end of the world.
+    fn turn(&self, call: &'static str, next: impl FnOnce(Turn) -> Option<u32>) -> Result<u32, Error> {
+        self.shared.hub.health().check()?;
+        let expected = self.turn.name();
+        next(self.turn).ok_or_else(|| CallError::OutOfTurn { call, expected }.into())
+    }
+
+    /// Peers wait for what could not be enqueued: their waits are ended, too.
+    fn fail(&self, error: Error) -> Error {
+        self.shared.fail(&self.world_ranks, error)
+    }
+
+    /// The peer whose word a stream still waits for.
+    fn missing(&self, waited: Duration) -> Error {
+        let by_card = self.aside.as_ref().map_or_else(|| Some(Vec::new()), |aside| aside.values());
+        let all = FLAGS.len() * self.awaited.len();
+        let by_host = all - if self.aside.is_some() { FLAGS.len() * self.window.far.len() } else { 0 };
+        let mut values: Vec<u64> = (0..by_host).map(|nth| self.guard.value(nth)).collect();
+        values.extend(by_card.into_iter().flatten());
+        let landing = matches!(self.turn, Turn::Landing { .. } | Turn::Combine { .. });
+        let (late, flag) = late(&values, usize::from(!landing));
+        let peer = late.map_or(self.me, |nth| self.awaited[nth]);
+        let lanes = self.proxy.as_ref().map(|proxy| proxy.work().port.lanes());
+        let far = lanes.filter(|_| self.window.far.contains(&peer));
+        let lane = far.map_or(COPY_ENGINE, |lanes| lanes.reach[peer as usize].name());
+        let (rank, flag) = (self.me, FLAGS[flag] as u32);
+        LaneError::Deadline { rank, peer, lane, flag, awaited: 1, seen: 0, waited }.into()
+    }
+}

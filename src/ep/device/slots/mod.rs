@@ -1,0 +1,44 @@
+//! Instances in fixed slots on a CUDA stream: a program of constants that the stream carries out alone.
+//!
+//! ```text
+//!   caller's stream    pack  | copies, signals | waits |  experts  | check | copies, signals | waits |  sum
+//!                     kernel   ---- no kernel ----      (caller's)   kernel  ---- no kernel ----      kernel
+//!                            '---- dispatch ------------'            '----- combine ------------------------'
+//! ```
+//!
+//! Each rank has a slot row for every token that another rank may send it
+//! ([`SlotShape`](crate::plan::SlotShape)). So nothing is counted or dropped, no thread plans, and sizes and addresses never
+//! change. Full slots move, whether used or not: for small batches this costs less than an exchange of counts. A graph can
+//! hold both calls: their flags are constants, and `schedule::stream` proves that this is safe.
+//!
+//! Between packed and landed rows there are copies by copy engines and memory operations of the stream, and nothing else.
+//! Kernels run before and after, and [`Report`](crate::ep::Report) names them.
+//!
+//! **Other nodes.** A *proxy*, one host thread for each instance, puts for the stream. The stream sets a flag when slots are
+//! packed, and goes on. If the NICs of all ranks read and write their devices' memory, slots go from device to device, and a
+//! word behind them, in memory of the device, is what the receiving stream awaits. Otherwise they are staged in pinned memory
+//! of the host ([`Detour`](crate::world::Detour) gives the reason): one batch of copies out before the flag, one batch in
+//! behind the waits.
+//!
+//! **When the world fails**, all waits of streams are ended, and the status says that sums are worth nothing. Words in memory
+//! of the device are written for that by a stream made then, which must find a hardware queue that no blocked stream holds. So
+//! a device with a single queue stages in the host. Where all queues are held, `synchronize` gives up and returns the cause.
+//!
+//! All ranks make the same calls in the same order. An instance has one dispatch in flight. For more microbatches, make more
+//! instances, and enqueue their calls in the same order on all ranks.
+
+mod aside;
+mod exchange;
+mod handle;
+mod late;
+mod places;
+mod proxy;
+mod setup;
+#[cfg(test)]
+mod tests;
+mod turn;
+
+pub(in crate::ep) use exchange::SlotExchange;
+pub(in crate::ep) use handle::{SlotHandle, SlotOutput, SlotRows};
+#[cfg(test)]
+pub(in crate::ep) use tests::between_two_machines;

@@ -1,0 +1,220 @@
+//! A thread of the host that does for a stream what the stream cannot: it puts slots on rails.
+//!
+//! ```text
+//!   caller's stream    pack | bell | copies within the node ... | waits for words that cards, or this thread, raise
+//!   proxy                     hears the bell, takes it back, puts and signals
+//!   on the detour             hears what rails have brought, and tells the stream
+//! ```
+//!
+//! It knows neither calls nor graphs: it hears bells, and each has one meaning. So a replay is served like a call.
+//!
+//! *Order.* A stream may ring twice before it is heard: what it awaits behind a bell does not ask that its own rows have left, so
+//! its next call may be there while this thread still sleeps. It rings no third time, since what it awaits behind the second peers
+//! send when they have heard the first. So two bells are set at most, one of a dispatch and one of what answers a dispatch; these
+//! come in turn, and in turn they are served.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crate::ep::device::guard::Words;
+use crate::ep::device::passage::Passage;
+use crate::ep::host::CancelOnPanic;
+use crate::error::{Error, LaneError};
+use crate::exec::Crossed;
+use crate::lane::Port;
+use crate::schedule::{Calls, Flag};
+use crate::world::{Shared, SymmetricRange};
+
+/// Looks at the bells before the thread sleeps between two: calls often follow each other closely.
+const AWAKE: u32 = 20_000;
+/// The same, where ranks share cores.
+const AWAKE_IN_A_CROWD: u32 = 100;
+/// Sleep between two looks.
+const NAP: Duration = Duration::from_micros(50);
+
+/// What one proxy serves.
+#[derive(Debug)]
+pub(super) struct Work {
+    pub shared: Arc<Shared>,
+    /// What reaches other nodes.
+    pub port: Port,
+    /// This rank's words, in memory of the host.
+    pub words: Arc<Words>,
+    pub bells: Vec<Bell>,
+    /// On the detour.
+    pub back: Vec<Back>,
+    /// Other nodes write to it as long as this lives.
+    pub passage: Passage,
+    /// On the detour: the flags that rails raise.
+    pub _flags: Option<SymmetricRange>,
+}
+
+/// A bell, and what it asks for.
+#[derive(Debug)]
+pub(super) struct Bell {
+    /// Which: [`Flag::Landed`] for a dispatch, others for what answers it.
+    pub rings: Flag,
+    /// Its place among the words.
+    pub place: usize,
+    pub crossed: Crossed,
+}
+
+impl Bell {
+    /// The bell that is to be served after so many, if it is set.
+    fn next(bells: &[Bell], served: Calls, is_set: impl Fn(usize) -> bool) -> Option<&Bell> {
+        let dispatch = is_dispatch(served.number() + 1);
+        bells.iter().find(|bell| (bell.rings == Flag::Landed) == dispatch && is_set(bell.place))
+    }
+}
+
+/// Dispatches and what answers them come in turn, from 1.
+fn is_dispatch(number: u64) -> bool {
+    number % 2 == 1
+}
+
+/// Whom the stream hears by this thread.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Back {
+    /// A rank of another node.
+    pub from: u32,
+    /// The places of the words that speak of it: of a dispatch, and of what answers it.
+    pub words: [usize; 2],
+}
+
+/// The thread, and its work.
+#[derive(Debug)]
+pub(super) struct Proxy {
+    work: Arc<Work>,
+    closing: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Proxy {
+    /// Starts it.
+    ///
+    /// # Errors
+    /// [`LaneError::System`] if there is no thread to be had.
+    pub fn start(work: Work) -> Result<Self, LaneError> {
+        let (work, closing) = (Arc::new(work), Arc::new(AtomicBool::new(false)));
+        let thread = std::thread::Builder::new().name(format!("sidelane-slots-{}", work.port.lanes().rank));
+        let (serves, closes) = (Arc::clone(&work), Arc::clone(&closing));
+        let started = thread.spawn(move || {
+            let _end = CancelOnPanic(&serves.shared);
+            if let Err(error) = serves.serve(&closes) {
+                let _ = serves.shared.fail(&serves.port.lanes().world_ranks, error);
+            }
+        });
+        let refused =
+            |e: std::io::Error| LaneError::System { call: "clone", errno: e.raw_os_error().unwrap_or(0) };
+        Ok(Proxy { work, closing, thread: Some(started.map_err(refused)?) })
+    }
+
+    /// What it serves.
+    pub fn work(&self) -> &Work {
+        &self.work
+    }
+}
+
+impl Drop for Proxy {
+    /// What streams have yet to do is served, by a thread that is left behind if they are not seen to be done.
+    fn drop(&mut self) {
+        self.closing.store(true, Ordering::Release);
+        if let Some(thread) = self.thread.take().filter(|_| !self.work.words.is_claimed()) {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Work {
+    /// Serves until the exchange is gone and no stream is under way, or the world is dead.
+    fn serve(&self, closing: &AtomicBool) -> Result<(), Error> {
+        let none = || Calls::new(self.shared.hub.epoch());
+        let (mut sent, mut heard) = (none(), vec![none(); self.back.len()]);
+        let awake = if self.port.lanes().crowded { AWAKE_IN_A_CROWD } else { AWAKE };
+        let mut idle = 0;
+        loop {
+            self.port.lanes().health.check()?;
+            // Asked before the bells are looked at: a stream rings last, and is done then.
+            let done = closing.load(Ordering::Acquire) && !self.words.is_claimed();
+            if self.hear(&mut sent)? | self.tell(&mut heard)? {
+                idle = 0;
+                continue;
+            }
+            if done {
+                return Ok(());
+            }
+            idle += 1;
+            if idle < awake { std::thread::yield_now() } else { std::thread::sleep(NAP) }
+        }
+    }
+
+    /// Serves the bell whose turn it is, if it is set.
+    fn hear(&self, sent: &mut Calls) -> Result<bool, Error> {
+        let Some(bell) = Bell::next(&self.bells, *sent, |place| self.words.get(place) != 0) else {
+            return Ok(false);
+        };
+        // Before anything is sent: who hears of it lets the stream ring again.
+        self.words.set(bell.place, 0);
+        sent.enter();
+        bell.crossed.perform(&self.port, sent.value())?;
+        Ok(true)
+    }
+
+    /// Tells the stream what has come.
+    fn tell(&self, heard: &mut [Calls]) -> Result<bool, Error> {
+        if self.back.is_empty() {
+            return Ok(false);
+        }
+        self.port.lanes().progress();
+        let mut told = false;
+        for (back, heard) in self.back.iter().zip(heard) {
+            let mut next = *heard;
+            next.enter();
+            if self.port.flag(back.from, Flag::Block)?.value() >= next.value() {
+                *heard = next;
+                self.words.set(back.words[usize::from(!is_dispatch(next.number()))], 1);
+                told = true;
+            }
+        }
+        Ok(told)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::exec::Crossed;
+    use crate::schedule::stream::{Across, Slots, StreamProgram};
+    use crate::topology::NodeMap;
+
+    #[test]
+    fn bells_that_are_set_together_are_served_as_they_were_rung() {
+        let (slots, nodes) = (Slots::new(2, 512, 256).unwrap(), NodeMap::from_labels(&[0, 1]));
+        let programs = [StreamProgram::dispatch, StreamProgram::combine, StreamProgram::release];
+        for way in [Across::Straight, Across::Detour] {
+            let bells = programs.map(|of| {
+                let program = of(slots, 0).unwrap().across(&nodes, way).unwrap();
+                let rings = program.proxied().unwrap().rings;
+                Bell { rings, place: slots.flag(0, rings) as usize, crossed: Crossed::of(&program) }
+            });
+            // What may be set when the thread wakes, in the order in which the stream rang.
+            let [landed, home, read] = [&bells[0], &bells[1], &bells[2]].map(|bell| bell.place);
+            let rung = [vec![landed], vec![home, landed], vec![read, landed], vec![home], vec![landed, home]];
+            let mut served = Calls::new(3);
+            for rung in rung {
+                let mut set: BTreeSet<usize> = rung.iter().copied().collect();
+                for &place in &rung {
+                    let bell = Bell::next(&bells, served, |place| set.contains(&place)).unwrap();
+                    assert_eq!(bell.place, place, "after {} in {rung:?}", served.number());
+                    set.remove(&place);
+                    served.enter();
+                }
+                assert!(Bell::next(&bells, served, |place| set.contains(&place)).is_none());
+            }
+        }
+    }
+}

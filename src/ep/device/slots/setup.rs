@@ -1,0 +1,200 @@
+//! Making an exchange: memory, kernels, programs, and where there are other nodes, a proxy.
+
+use std::sync::Arc;
+
+use super::SlotExchange;
+use super::aside::Aside;
+use super::exchange::{DEAD, FLAGS};
+use super::handle::Facts;
+use super::places::{Places, Tables, Windows};
+use super::proxy::{Back, Bell, Proxy, Work};
+use super::turn::Turn;
+use crate::device::{Context, Kernels, Priority, Stream};
+use crate::ep::LaneUse;
+use crate::ep::builder::Spec;
+use crate::ep::device::guard::{Beyond, Guard};
+use crate::ep::device::next_instance;
+use crate::ep::device::passage::{Needs, Passage};
+use crate::error::{Error, LaneError, MemoryError, PlanError};
+use crate::exec::{Crossed, Enqueued, Lowered, PeerWindows};
+use crate::lane::{self, COPY_ENGINE, Port};
+use crate::plan::{ExpertMap, SlotShape};
+use crate::rows::Arithmetic;
+use crate::schedule::WindowId;
+use crate::schedule::stream::{Across, Slots, StreamProgram};
+use crate::topology::Route;
+use crate::world::{DeviceWindow, Group, Member, SymmetricRange};
+
+/// The program of a call, for a rank.
+type Of = fn(Slots, u32) -> Result<StreamProgram, PlanError>;
+const CALLS: [Of; 3] = [StreamProgram::dispatch, StreamProgram::combine, StreamProgram::release];
+
+impl SlotExchange {
+    /// Takes memory of the device, maps that of the others, and loads the kernels; with several nodes, registers it with NICs,
+    /// or pins as much of the host's beside it, and starts the proxy. Collective: what fails at one rank is told to all.
+    pub fn new(group: &Group, spec: &Spec, context: &Arc<Context>) -> Result<Self, Error> {
+        let made = Self::of_rank(group, spec, context);
+        let lacks = made.as_ref().err().map_or_else(String::new, ToString::to_string);
+        let all = group.gather(lacks.as_bytes())?;
+        let made = made?;
+        match all.iter().zip(group.ranks()).find(|(lacks, _)| !lacks.is_empty()) {
+            Some((lacks, &rank)) => {
+                let reason = String::from_utf8_lossy(lacks).into_owned();
+                Err(LaneError::PeerLacks { rank, lane: COPY_ENGINE, reason }.into())
+            }
+            None => Ok(made),
+        }
+    }
+
+    /// Checks settings that only slots on a device have limits for.
+    pub fn check_settings(spec: &Spec) -> Result<(), PlanError> {
+        Arithmetic::try_from(spec.dtype)?;
+        match spec.mode.slots() {
+            Some(rows) if rows != spec.max_tokens => {
+                let (parameter, expected) = ("slots", "max_tokens: on a device each token has one");
+                return Err(PlanError::BadParameter { parameter, seen: rows.into(), expected });
+            }
+            _ => {}
+        }
+        SlotShape::new(spec.max_tokens, spec.top_k, spec.row_bytes()).map(drop)
+    }
+
+    /// This rank's. What fails after the windows are mapped fails at this rank alone.
+    fn of_rank(group: &Group, spec: &Spec, context: &Arc<Context>) -> Result<Self, Error> {
+        let lanes = group.lanes(Route::Direct)?;
+        let map: &ExpertMap = &spec.map;
+        let shape = SlotShape::new(spec.max_tokens, spec.top_k, spec.row_bytes())?;
+        let (me, ranks, nodes) = (group.rank(), group.size(), group.nodes());
+        let far: Vec<u32> = (0..ranks).filter(|&peer| !nodes.same_node(me, peer)).collect();
+        let several = nodes.nodes() > 1;
+        let places = Places::new(ranks, map.experts(), shape, (spec.row_bytes(), several))?;
+        let slots = *places.slots();
+        // Whatever this rank lacks, the others hear of it where windows are compared.
+        let loaded = context.driver().require_eager_loading().and_then(|()| Kernels::load(context));
+        let sizes = (places.bytes(), places.word_bytes());
+        let ready = loaded.as_ref().map(drop).map_err(Clone::clone);
+        let members = DeviceWindow::new(group, context, sizes, ready)?.members();
+        let crossing = if several { Some(cross(group, context, &members, &slots)?) } else { None };
+
+        let own = members[me as usize].as_ref().ok_or(MemoryError::NotUsable { rank: me })?;
+        let (kernels, memory, words) = (loaded?, own.memory.clone(), own.words.clone());
+        let stream = Stream::new(context, Priority::Usual)?;
+        let Tables { rank_of, local_of, packed_at, summed_from } =
+            Tables::fill(&places, &memory, map, me, &stream)?;
+        let straight = matches!(&crossing, Some((Passage::Straight(..), ..)));
+        let card_words = straight.then(|| memory.part(0, slots.first())).transpose()?;
+        let aside = card_words.as_ref().map(|words| {
+            let awaited = far.iter().flat_map(|&peer| FLAGS.map(|flag| slots.flag(peer, flag)));
+            Aside::new(context, words, awaited.collect()).map(Arc::new)
+        });
+        let aside = aside.transpose()?;
+        let twin = crossing.as_ref().and_then(|(passage, ..)| passage.twin());
+        let window = Windows { members, far: far.clone(), card_words, twin: twin.map(|t| t.memory.clone()) };
+
+        let way = if straight { Across::Straight } else { Across::Detour };
+        let mut bells = Vec::new();
+        let mut make = |of: Of| -> Result<(Lowered, Enqueued), Error> {
+            let program = of(slots, me)?.across(&nodes, way)?;
+            let lowered = Lowered::lower(context, &program, me, &window)?;
+            let crossed = Crossed::of(&program);
+            let counts = crossed.counts(lowered.counts());
+            let rings = program.proxied().map(|proxied| proxied.rings);
+            bells.extend(rings.map(|rings| Bell { rings, place: slots.flag(me, rings) as usize, crossed }));
+            Ok((lowered, counts))
+        };
+        let [dispatch, combine, release] = CALLS.map(&mut make);
+        let ((dispatch, sent), (combine, brought), (release, _)) = (dispatch?, combine?, release?);
+
+        let place = |peer| FLAGS.map(|flag| slots.flag(peer, flag) as usize);
+        let by_host = (0..ranks).filter(|&peer| peer != me && !(straight && far.contains(&peer)));
+        let by_host: Vec<u32> = by_host.collect();
+        let beyond = aside.clone().map(|aside| Box::new(move || aside.release()) as Beyond);
+        let (health, awaited) = (group.shared.hub.health(), by_host.iter().flat_map(|&peer| place(peer)));
+        let status = (vec![places.status() as usize], DEAD);
+        let guard = Guard::new(health, &words, awaited.collect(), status, beyond)?;
+        let by_card = if straight { far.clone() } else { Vec::new() };
+        let back = far.iter().filter(|_| !straight).map(|&from| Back { from, words: place(from) });
+        let proxy = crossing.map(|(passage, flags, port)| {
+            let (shared, words, back) =
+                (Arc::clone(&group.shared), Arc::clone(guard.words()), back.collect());
+            Proxy::start(Work { shared, port, words, bells, back, passage, _flags: flags })
+        });
+        let received = memory.part(slots.receive(0), u64::from(ranks) * slots.slot_bytes())?;
+        let rows = Places::part(&memory, places.rows())?;
+        let partials = memory.part(slots.partial(0), u64::from(ranks) * slots.home_bytes())?;
+        let peers = (0..ranks).filter(|&peer| peer != me);
+        let proxy = proxy.transpose()?;
+        let of_proxy = proxy.as_ref().map(|proxy| &proxy.work().passage);
+        let lanes = LaneUse::of_devices(&lanes);
+        let facts = Arc::new(Facts {
+            instance: next_instance(),
+            partials,
+            rows: ranks * spec.max_tokens,
+            words: Arc::clone(guard.words()),
+            status: places.status(),
+            lanes: lanes.clone(),
+            same_device: peers.filter(|&peer| window.same_device(peer)).count() as u32,
+            detour: of_proxy.and_then(Passage::detour),
+            registration: of_proxy.and_then(Passage::registration),
+        });
+        Ok(SlotExchange {
+            shared: Arc::clone(&group.shared),
+            world_ranks: group.ranks().to_vec(),
+            me,
+            device: context.device(),
+            spec: spec.clone(),
+            shape,
+            experts: map.experts(),
+            digest: map.digest() ^ shape.bytes().rotate_left(32),
+            places,
+            kernels,
+            rank_of,
+            local_of,
+            rows,
+            received,
+            packed_at,
+            summed_from,
+            dispatch,
+            combine,
+            release,
+            counts: [sent, brought],
+            turn: Turn::Dispatch,
+            dispatches: 0,
+            lanes,
+            facts,
+            guard,
+            awaited: [by_host, by_card].concat(),
+            aside,
+            memory,
+            window,
+            proxy,
+        })
+    }
+}
+
+/// What rows cross by, with the flags that rails raise where these are not the device's, and what reaches other nodes. Collective.
+fn cross(
+    group: &Group,
+    context: &Arc<Context>,
+    members: &[Option<Member>],
+    slots: &Slots,
+) -> Result<(Passage, Option<SymmetricRange>, Port), Error> {
+    let lanes = group.lanes(Route::Direct)?;
+    let needs = Needs { words: slots.first(), desk: None, twin: slots.bytes() };
+    // First, needed or not: what fails at one rank alone must have nothing behind it that is collective.
+    let taken = group.take_symmetric(slots.flag_bytes())?;
+    let passage = Passage::find(group, context, &lanes, members, needs)?;
+    let (pool, flags, twin) = match &passage {
+        Passage::None => return Err(MemoryError::NotUsable { rank: group.rank() }.into()),
+        Passage::Straight(straight, _) => (straight.window.clone(), None, None),
+        Passage::Detour(twin, _) => {
+            // Slots themselves are reached by nobody.
+            let mapped = Arc::clone(&twin.window.mapped);
+            let nobodys = lane::Window { mapped, parts: Vec::new(), of_devices: true };
+            (nobodys, Some(taken), Some(twin.window.clone()))
+        }
+    };
+    let windows = [Some(pool), flags.as_ref().map(SymmetricRange::window), twin];
+    let port = Port::new(lanes, windows.into_iter().flatten().collect(), WindowId::CONTROL);
+    Ok((passage, flags, port))
+}

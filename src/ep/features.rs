@@ -1,0 +1,186 @@
+//! Features that each executor has: the one table by which builders and calls refuse the rest.
+//!
+//! | place and mode | executor |
+//! |---|---|
+//! | host | the host stepper |
+//! | device; eager or budget | the planner |
+//! | device; fixed slots | the constant program |
+
+use super::builder::Spec;
+use super::report::CallExecutor;
+use crate::dtype::Wire;
+use crate::error::PlanError;
+use crate::plan::{Mode, Order, Strategy};
+use crate::topology::Route;
+
+/// What an instance may be asked for, by its settings or by a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Feature {
+    /// Rows by local expert ([`RowLayout`](crate::plan::RowLayout)).
+    ExpertMajor,
+    /// One row per token and rank ([`RowLayout`](crate::plan::RowLayout)).
+    RankMajor,
+    /// Receive memory within a budget ([`Mode::Budget`]).
+    Budget,
+    /// Slots for fewer rows than a rank may have tokens ([`Mode::Slots`]).
+    ScarceSlots,
+    /// Sums by rank, of rows that lie by expert ([`Order::Rank`]).
+    OrderRank,
+    /// Sums by node ([`Order::Node`]).
+    OrderNode,
+    /// Partial sums in bf16 ([`Wire::Bf16`]).
+    RoundedPartials,
+    /// Segments of aligned size.
+    Alignment,
+    /// Relays ([`Route::Pxn`]).
+    Relays,
+    /// Relays that copy spans.
+    Spans,
+    /// Dispatch by all-gather ([`Strategy::Gather`]).
+    AllGather,
+    /// Dispatch of rows in fp8.
+    Fp8,
+    /// Combines that multiply rows with routing weights.
+    WeightedCombine,
+    /// [`ExpertParallel::prepare`](crate::ExpertParallel::prepare) and
+    /// [`dispatch_cached`](crate::ExpertParallel::dispatch_cached).
+    CachedDispatch,
+    /// [`ExpertParallel::dispatch_backward`](crate::ExpertParallel::dispatch_backward) and
+    /// [`combine_backward`](crate::ExpertParallel::combine_backward).
+    Gradients,
+    /// [`ExpertParallel::set_expert_map`](crate::ExpertParallel::set_expert_map).
+    ExpertMaps,
+    /// [`ExpertParallel::token_buffer`](crate::ExpertParallel::token_buffer): tokens that NICs read in place.
+    TokenBuffers,
+    /// Sizes that stay on the device ([`PendingDispatch::unfinished`](super::PendingDispatch::unfinished)), and calls
+    /// that are captured into a CUDA graph.
+    Capture,
+    /// [`ExpertParallel::release`](crate::ExpertParallel::release) in place of a combine.
+    Release,
+    /// [`ExpertParallel::set_stream`](crate::ExpertParallel::set_stream): calls on another stream of the device.
+    Streams,
+    /// [`ExpertParallel::yardstick`](crate::ExpertParallel::yardstick): the floor of a call.
+    Yardstick,
+}
+
+impl Feature {
+    /// All features.
+    pub const ALL: [Feature; 21] = [
+        Feature::ExpertMajor,
+        Feature::RankMajor,
+        Feature::Budget,
+        Feature::ScarceSlots,
+        Feature::OrderRank,
+        Feature::OrderNode,
+        Feature::RoundedPartials,
+        Feature::Alignment,
+        Feature::Relays,
+        Feature::Spans,
+        Feature::AllGather,
+        Feature::Fp8,
+        Feature::WeightedCombine,
+        Feature::CachedDispatch,
+        Feature::Gradients,
+        Feature::ExpertMaps,
+        Feature::TokenBuffers,
+        Feature::Capture,
+        Feature::Release,
+        Feature::Streams,
+        Feature::Yardstick,
+    ];
+
+    /// Name, and whether host stepper, planner and constant program have it: the table.
+    const fn row(self) -> (&'static str, [bool; 3]) {
+        let (yes, no) = (true, false);
+        match self {
+            Feature::ExpertMajor => ("expert-major rows", [yes, yes, no]),
+            Feature::RankMajor => ("rank-major rows", [yes, no, yes]),
+            Feature::Budget => ("a receive budget", [yes, yes, no]),
+            Feature::ScarceSlots => ("fewer slots than tokens", [yes, no, no]),
+            Feature::OrderRank => ("sums by rank", [yes, no, yes]),
+            Feature::OrderNode => ("sums by node", [yes, no, no]),
+            Feature::RoundedPartials => ("partial sums in bf16", [yes, no, no]),
+            Feature::Alignment => ("aligned segments", [yes, yes, no]),
+            Feature::Relays => ("relays (route pxn)", [yes, yes, no]),
+            Feature::Spans => ("relays that copy spans", [yes, no, no]),
+            Feature::AllGather => ("dispatch by all-gather", [yes, no, no]),
+            Feature::Fp8 => ("dispatch in fp8", [yes, no, no]),
+            Feature::WeightedCombine => ("weighted combine", [yes, no, no]),
+            Feature::CachedDispatch => ("cached dispatch", [yes, no, no]),
+            Feature::Gradients => ("gradients", [yes, no, no]),
+            Feature::ExpertMaps => ("another expert map", [yes, no, no]),
+            Feature::TokenBuffers => ("token buffers", [yes, no, no]),
+            Feature::Capture => ("sizes on the device, and capture", [no, yes, yes]),
+            Feature::Release => ("release without combine", [no, no, yes]),
+            Feature::Streams => ("calls on several streams", [no, no, yes]),
+            Feature::Yardstick => ("the yardstick", [yes, no, no]),
+        }
+    }
+
+    /// Its name in errors and tables.
+    pub const fn name(self) -> &'static str {
+        self.row().0
+    }
+
+    /// Whether an executor has it.
+    pub fn is_served_by(self, executor: CallExecutor) -> bool {
+        self.row().1[executor as usize]
+    }
+
+    /// Refuses what an executor does not have.
+    pub(super) fn require(self, executor: CallExecutor) -> Result<(), PlanError> {
+        if self.is_served_by(executor) {
+            return Ok(());
+        }
+        let place = if executor == CallExecutor::HostStepper { "the host" } else { "a device" };
+        Err(PlanError::NotAvailable { feature: self.name(), place, executor: executor.name() })
+    }
+
+    /// Whether these settings ask for it.
+    fn is_asked(self, spec: &Spec) -> bool {
+        match self {
+            Feature::ExpertMajor => !spec.layout.is_per_rank(),
+            Feature::RankMajor => spec.layout.is_per_rank(),
+            Feature::Budget => spec.mode.budget().is_some(),
+            Feature::ScarceSlots => matches!(spec.mode, Mode::Slots { rows, .. } if rows < spec.max_tokens),
+            Feature::OrderRank => spec.order == Order::Rank,
+            Feature::OrderNode => spec.order == Order::Node,
+            Feature::RoundedPartials => spec.order.has_partials() && spec.wire == Wire::Bf16,
+            Feature::Alignment => spec.align > 1,
+            Feature::Relays => spec.route == Route::Pxn,
+            Feature::Spans => spec.spans,
+            Feature::AllGather => spec.strategy == Strategy::Gather,
+            Feature::Fp8 => spec.record.is_some(),
+            Feature::WeightedCombine => spec.weighted,
+            _ => false,
+        }
+    }
+
+    /// Refuses the first setting that an executor does not have.
+    pub(super) fn check(spec: &Spec, executor: CallExecutor) -> Result<(), PlanError> {
+        let mut asked = Feature::ALL.into_iter().filter(|feature| feature.is_asked(spec));
+        asked.try_for_each(|feature| feature.require(executor))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn table_has_every_feature_once_and_somewhere() {
+        for (at, feature) in Feature::ALL.into_iter().enumerate() {
+            let (name, served) = feature.row();
+            assert!(served.contains(&true), "{name}");
+            assert!(Feature::ALL[..at].iter().all(|other| other.name() != name), "{name}");
+        }
+    }
+
+    #[test]
+    fn refused_feature_names_place_and_executor() {
+        let refused = Feature::Gradients.require(CallExecutor::Planner).unwrap_err();
+        assert_eq!(refused.to_string(), "not available on a device (planner): gradients");
+        assert_eq!(Feature::Gradients.require(CallExecutor::HostStepper), Ok(()));
+    }
+}

@@ -1,0 +1,500 @@
+//! One call on the host: what each step of its program is to this rank.
+//!
+//! The order of steps stands in [`schedule::call`](crate::schedule::call), and nowhere here.
+
+use std::sync::Arc;
+
+use super::buffers::HostInput;
+use super::buffers::HostOutput;
+use super::flight::{Flight, Lent, Offer};
+use super::handle::{Inner, Kept};
+use super::offload::HostRelay;
+use super::workspace::Workspace;
+use crate::ep::agreement::GroupCounts;
+use crate::ep::fixed::Fixed;
+use crate::ep::relay::RelayTask;
+use crate::error::{CallError, Error, MemoryError, PlanError};
+use crate::exec::{Executor, Moved};
+use crate::gate::Routing;
+use crate::lane::Io;
+use crate::memory::Extent;
+use crate::plan::{Bins, Frame, Overflow, Traffic};
+use crate::rows::{Arithmetic, Stores};
+use crate::schedule::call::{Part, RankPrograms, Role, StageId, Work};
+use crate::schedule::{CallerTables, Operands, Parts, Refusal, RelayTables, Sum, Tag, WindowId};
+
+/// A call amid its steps: the instance it is made on, what it owns, and what the caller lends it for this half.
+pub(super) struct HostCall<'e, 'l> {
+    pub fixed: &'e mut Arc<Fixed>,
+    pub programs: &'e Arc<RankPrograms>,
+    pub space: &'e mut Workspace,
+    pub flight: &'e mut Flight,
+    pub lent: Lent<'l>,
+}
+
+impl Executor for HostCall<'_, '_> {
+    fn run(&mut self, role: Role, stage: StageId, part: Part) -> Result<(), Error> {
+        match role {
+            Role::Own => self.run_own(stage, part),
+            Role::Relay => self.run_relay(stage),
+        }
+    }
+
+    fn compute(&mut self, role: Role, work: Work) -> Result<(), Error> {
+        if role == Role::Relay {
+            return self.with_relay(|relay, programs, task| relay.compute(programs, task, work));
+        }
+        match work {
+            Work::Sort => self.sort(),
+            Work::Publish => self.publish()?,
+            Work::Announce => self.announce(),
+            Work::Take => self.take(),
+            Work::Offer => self.offer(),
+            Work::Propose => self.propose(),
+            Work::StartRelay => self.start_relay()?,
+            Work::Judge => {
+                let agreement = self.fixed.agreement(self.space.calls, self.flight.kind());
+                agreement.judge(&mut self.space.numbers)?;
+            }
+            Work::Place => self.place(),
+            Work::Describe => {
+                let layout = &self.flight.made.layout;
+                self.fixed.describe_blocks(self.space.calls, layout, &self.space.sorted)?;
+            }
+            Work::TellAgreed => {
+                if let Some(agreed) = self.space.on_agreed.take() {
+                    agreed();
+                }
+            }
+            Work::Landings => self.landings()?,
+            Work::Bases => self.bases()?,
+            Work::FillRows => self.fill_rows(),
+            Work::FillSum => self.fill_sum(),
+            Work::JoinRelay => self.flight.task = self.space.join_relay(),
+            Work::Report => self.report(),
+            Work::Metadata => self.metadata()?,
+            Work::Retire => self.retire(),
+            Work::Adopt => self.adopt(),
+            _ => return Err(CallError::unknown_step(self.flight.kind(), &work).into()),
+        }
+        Ok(())
+    }
+
+    fn agree(&mut self, _: Role) -> Result<(), Error> {
+        let (calls, tag) = (self.space.calls, self.flight.tag);
+        let refused = self.flight.refused.take();
+        let verdict = self.fixed.agreement(calls, tag.kind).agree(tag, refused);
+        self.unless_refused(verdict)
+    }
+
+    fn admit(&mut self, _: Role) -> Result<(), Error> {
+        let agreement = self.fixed.agreement(self.space.calls, self.flight.kind());
+        let verdict = agreement.check_space(self.flight.tag, &mut self.space.numbers);
+        self.unless_refused(verdict)
+    }
+}
+
+impl HostCall<'_, '_> {
+    /// Gives back what this rank brought into a call that is refused.
+    fn unless_refused(&mut self, verdict: Result<(), Error>) -> Result<(), Error> {
+        if verdict.is_err() {
+            self.flight.landing = None;
+            if let (Some(offer), Some(handle)) = (self.flight.offer.take(), self.lent.handle) {
+                handle.inner().give_back(offer.chunk, offer.copied);
+            }
+        }
+        verdict
+    }
+
+    fn run_own(&mut self, stage: StageId, part: Part) -> Result<(), Error> {
+        let Workspace { host, tables, sorted, calls, .. } = &mut *self.space;
+        let inner = self.lent.handle.map_or(&self.flight.made, |handle| handle.inner());
+        let (mut io, mut layout, mut stores) = (Io::default(), None, Stores::Cached);
+        match stage {
+            StageId::Rows => {
+                (layout, stores) = (Some(inner), self.flight.stores);
+                if part == Part::Start {
+                    io = Io { input: self.lent.input, notes: bytemuck::cast_slice(&sorted.notes), ..io };
+                }
+            }
+            StageId::Sum => {
+                (layout, stores) = (Some(inner), self.flight.stores);
+                io = self.lent.output.take().unwrap_or_default();
+            }
+            _ => {}
+        }
+        let weighted = self.flight.weighted;
+        let operands = Operands {
+            runs: layout.map_or(&[], |inner| &inner.layout.runs),
+            rows: layout.map_or(&[], |inner| &inner.layout.rows),
+            sum: layout.map_or(Sum::default(), |inner| inner.sum(&tables.bases, weighted)),
+            ..tables.operands(*calls, self.fixed.spec.row_bytes())
+        };
+        host.run(&self.fixed.port, self.programs.stages.items(stage, part), &operands, &mut io, stores)
+    }
+
+    fn run_relay(&mut self, stage: StageId) -> Result<(), Error> {
+        self.with_relay(|relay, programs, task| {
+            if stage == StageId::Headers {
+                // Rows are what counts, and not the messages before them.
+                relay.take_moved();
+            }
+            relay.run(programs, task, stage)?;
+            if stage == StageId::RelayDone {
+                task.moved = relay.take_moved();
+            }
+            Ok(())
+        })
+    }
+
+    /// Has the relay, which is here, work on its task of this call.
+    fn with_relay(
+        &mut self,
+        step: impl FnOnce(&mut HostRelay, &RankPrograms, &mut RelayTask) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        if self.flight.task.is_none() {
+            self.flight.task = Some(self.task());
+        }
+        let relay = self.space.relay.as_mut().and_then(|relay| relay.here());
+        match (relay, &mut self.flight.task) {
+            (Some(relay), Some(task)) => step(relay, self.programs, task),
+            _ => Ok(()),
+        }
+    }
+
+    /// The part of this rank's relay in this call.
+    fn task(&mut self) -> RelayTask {
+        let (flight, calls) = (&mut *self.flight, self.space.calls);
+        let forward = match self.lent.handle {
+            Some(handle) => handle.inner().forward.clone(),
+            None => flight.made.forward.take(),
+        };
+        // Only a rank that offers has checked that the handle is one of this instance.
+        let offer = flight.offer.as_ref().zip(self.lent.handle);
+        let outbox = offer.map_or(0, |(offer, handle)| {
+            let home = CallerTables::home_bytes(&self.fixed.paths(), &handle.inner().layout);
+            offer.staging.offset() + home
+        });
+        RelayTask {
+            parts: flight.parts,
+            weighted: flight.weighted && flight.parts.rows,
+            outbox,
+            stores: flight.stores,
+            ..RelayTask::new(calls, flight.kind(), forward.unwrap_or_default())
+        }
+    }
+
+    fn start_relay(&mut self) -> Result<(), Error> {
+        let task = self.task();
+        match &mut self.space.relay {
+            Some(relay) => relay.send(task, self.fixed, self.programs),
+            None => Ok(()),
+        }
+    }
+
+    /// Sets the tag that goes out with the entries: one that refuses, if this rank does.
+    fn say(&mut self, tag: Tag) {
+        self.flight.tag = match &self.flight.refused {
+            None => tag,
+            Some(error) => tag.refusing(error),
+        };
+        self.space.tables.clear();
+        self.space.tables.tags.fill(self.flight.tag);
+    }
+
+    fn sort(&mut self) {
+        let (fixed, sorted) = (&**self.fixed, &mut self.space.sorted);
+        if self.flight.refused.is_none() {
+            let (routing, tokens) = (self.lent.routing, self.lent.tokens);
+            self.flight.refuse(match (fixed.spec.gathers, routing) {
+                (false, Some(routing)) => sort(fixed, sorted, routing),
+                _ => {
+                    sorted.fill_gathered(&fixed.bins, fixed.lanes.rank, tokens, routing);
+                    Ok(())
+                }
+            });
+        }
+        if self.flight.refused.is_some() {
+            sorted.clear(&fixed.bins);
+        }
+        let row_bytes = fixed.sizing(self.flight.kind()).row_bytes;
+        self.flight.stores = fixed.stores(sorted.entries() as u64 * row_bytes);
+    }
+
+    /// Says what this rank has for every bin, and for every rank that relays. Where slots are fixed, nobody asks.
+    fn publish(&mut self) -> Result<(), MemoryError> {
+        let Fixed { port, control, bins, spec, .. } = &**self.fixed;
+        let Workspace { crossing, sorted, numbers, calls, .. } = &mut *self.space;
+        let paths = self.fixed.paths();
+        crossing.fill(bins, &paths, sorted);
+        if spec.mode.slots().is_some() {
+            return Ok(());
+        }
+        let words = &mut numbers.scratch;
+        words.clone_from(&sorted.counts);
+        crossing.staged(&paths, words);
+        port.write(WindowId::CONTROL, control.publication(calls.parity()), words)
+    }
+
+    fn announce(&mut self) {
+        let free = self.flight.refused.is_none().then(|| self.fixed.pool().announce(self.flight.most));
+        let (base, handle) = free.as_ref().map_or((0, 0), |extent| (extent.offset(), extent.len()));
+        self.flight.landing = free;
+        self.flight.made = self.space.spare_handle();
+        self.say(Tag { base, handle, ..self.flight.tag });
+    }
+
+    fn take(&mut self) {
+        let (fixed, Some(handle)) = (&**self.fixed, self.lent.handle) else {
+            return self.say(self.flight.tag);
+        };
+        let (inner, sizing) = (handle.inner(), fixed.sizing(self.flight.kind()));
+        if self.flight.refused.is_none() {
+            let bytes = sizing.extent_bytes(inner.layout.landed, inner.layout.staged);
+            match fixed.pool().take(bytes) {
+                Ok(extent) => self.flight.landing = Some(extent),
+                Err(error) => self.flight.refuse(Err(error.into())),
+            }
+        }
+        let base = self.flight.landing.as_ref().map_or(0, Extent::offset);
+        self.flight.stores = fixed.stores(inner.layout.terms.len() as u64 * sizing.row_bytes);
+        self.say(Tag { handle: inner.number, base, ..self.flight.tag });
+    }
+
+    fn offer(&mut self) {
+        // Without a handle the call is refused, and its entry says so.
+        let Some(handle) = self.lent.handle else { return self.say(self.flight.tag) };
+        let inner = handle.inner();
+        // The caller's buffer is safe in the handle, whatever becomes of the call.
+        let elsewhere = self.lent.rows.take().and_then(|rows| inner.keep_safe(rows));
+        let copied = elsewhere.is_some();
+        let chunk = match self.flight.refused.take() {
+            None => self.chunk(elsewhere),
+            Some(error) => Err(error),
+        };
+        let offer = chunk.and_then(|chunk| match self.staging(inner) {
+            Ok(staging) => Ok(Offer { chunk, copied, staging }),
+            Err(error) => {
+                inner.give_back(chunk, copied);
+                Err(error.into())
+            }
+        });
+        match offer {
+            Ok(offer) => self.flight.offer = Some(offer),
+            Err(error) => self.flight.refused = Some(error),
+        }
+        self.say(Tag { handle: inner.number, ..self.flight.tag });
+        if let Some(offer) = &self.flight.offer {
+            let (paths, tables) = (self.fixed.paths(), &mut self.space.tables);
+            tables.stage(&paths, &inner.layout, offer.staging.offset());
+            tables.offer(&paths, self.flight.tag, offer.chunk.offset());
+        }
+    }
+
+    /// The chunk that this rank offers: the caller's buffer, which the handle keeps safe, or a copy of rows elsewhere.
+    fn chunk(&self, elsewhere: Option<HostInput<'_>>) -> Result<Extent, Error> {
+        let (spec, Some(handle)) = (&self.fixed.spec, self.lent.handle) else {
+            return Err(PlanError::RefusedHere.into());
+        };
+        let (inner, rows) = (handle.inner(), handle.inner().layout.landed);
+        Arithmetic::try_from(spec.dtype)?;
+        let mut output = match elsewhere {
+            None => handle.output()?,
+            Some(HostInput::Output(output)) if output.instance != self.space.instance => {
+                let (seen, expected) = (output.instance, self.space.instance);
+                return Err(CallError::ForeignHandle { seen, expected }.into());
+            }
+            Some(HostInput::Output(output)) => {
+                let (seen, expected) = (output.number, inner.number);
+                return Err(CallError::WrongOutput { seen, expected }.into());
+            }
+            Some(HostInput::Elsewhere { bytes, dtype }) => {
+                let (what, expected) = ("expert outputs", spec.dtype);
+                if dtype != expected {
+                    return Err(PlanError::WrongDtype { what, seen: dtype, expected }.into());
+                }
+                if bytes.len() as u64 != u64::from(rows) * inner.row_bytes {
+                    let seen = bytes.len() / dtype.size();
+                    let (rows, columns) = (rows as usize, spec.hidden);
+                    return Err(PlanError::WrongShape { what, seen, rows, columns }.into());
+                }
+                let mut output: HostOutput = handle.output()?;
+                output.rows_mut::<u8>()?.copy_from_slice(bytes);
+                inner.copied.store(inner.copied.load() + bytes.len() as u64);
+                output
+            }
+        };
+        if let Some(weights) = self.lent.row_weights {
+            output.weights_mut()?.copy_from_slice(weights);
+        }
+        Ok(output.extent)
+    }
+
+    /// One extent for the rows that relays return. Behind them the sums wait that this rank returns to others.
+    fn staging(&self, inner: &Inner) -> Result<Extent, MemoryError> {
+        let (fixed, paths) = (&**self.fixed, self.fixed.paths());
+        let setting = fixed.agreement(self.space.calls, self.flight.kind()).setting;
+        let home = CallerTables::home_bytes(&paths, &inner.layout);
+        let outbox =
+            inner.forward.as_deref().map_or(0, |forward| RelayTables::outbox_bytes(&setting, forward));
+        fixed.pool().take(home + outbox)
+    }
+
+    fn propose(&mut self) {
+        let handle = self.lent.map.as_ref().map_or(0, |map| map.digest());
+        self.say(Tag { handle, ..self.flight.tag });
+    }
+
+    /// From the counts of all to this rank's layout.
+    fn place(&mut self) {
+        let (fixed, paths) = (&**self.fixed, self.fixed.paths());
+        let Workspace { tables, sorted, crossing, spans, numbers, .. } = &mut *self.space;
+        let GroupCounts { counts, sizes, landing, .. } = numbers;
+        let (inner, top_k) = (&mut self.flight.made, self.lent.routing.map_or(0, |routing| routing.top_k()));
+        tables.landing.clone_from(landing);
+        let clipped = fixed.spec.mode.budget().is_some();
+        if clipped && sorted.keep(top_k, |bin| sizes.room(&fixed.bins, counts, bin)) {
+            crossing.fill(&fixed.bins, &paths, sorted);
+        }
+        inner.required.clone_from(&sizes.required);
+        inner.dropped.clone_from(&sorted.dropped);
+        let frame = fixed.frame();
+        if fixed.spec.spans {
+            spans.arrange(&frame, (sorted, crossing), counts, sizes);
+        }
+        inner.layout.fill(&frame, (sorted, crossing), top_k, counts, sizes);
+        inner.offer = frame.sizing.offer(inner.layout.landed);
+        if let (Some(landing), false) = (&mut self.flight.landing, self.flight.keeps_room) {
+            // Before other calls hear that this one goes on: they find the room that it does not need.
+            let sizing = fixed.sizing(self.flight.tag.kind);
+            landing.trim(sizing.extent_bytes(inner.layout.landed, inner.layout.staged));
+        }
+    }
+
+    fn landings(&mut self) -> Result<(), Error> {
+        let agreement = self.fixed.agreement(self.space.calls, self.flight.kind());
+        for (peer, landing) in (0..).zip(&mut self.space.tables.landing) {
+            let mine = peer == self.fixed.lanes.rank;
+            *landing = if mine { self.flight.tag.base } else { agreement.tag_of(peer)?.base };
+        }
+        Ok(())
+    }
+
+    fn bases(&mut self) -> Result<(), Error> {
+        let agreement = self.fixed.agreement(self.space.calls, self.flight.kind());
+        let Workspace { tables, host, .. } = &mut *self.space;
+        let chunk = self.flight.offer.as_ref().map_or(0, |offer| offer.chunk.offset());
+        tables.bases[self.fixed.lanes.rank as usize] = chunk;
+        for peer in self.fixed.paths().locals() {
+            tables.bases[peer as usize] = agreement.tag_of(peer)?.base;
+        }
+        host.take_moved();
+        Ok(())
+    }
+
+    fn fill_rows(&mut self) {
+        let kind = self.flight.kind();
+        let setting = self.fixed.agreement(self.space.calls, kind).setting;
+        let inner = self.lent.handle.map_or(&self.flight.made, |handle| handle.inner());
+        self.space.tables.rows(&setting, &inner.layout, kind.places());
+        self.flight.stores = self.fixed.stores(inner.layout.terms.len() as u64 * setting.sizing.row_bytes);
+        self.space.host.take_moved();
+    }
+
+    fn fill_sum(&mut self) {
+        let Some(handle) = self.lent.handle else { return };
+        let setting = self.fixed.agreement(self.space.calls, self.flight.kind()).setting;
+        let output = self.lent.output.as_mut();
+        let parts = if output.is_some() { self.flight.parts } else { Parts::default() };
+        self.flight.stores =
+            self.fixed.stores(output.as_ref().map_or(0, |output| output.output.len() as u64));
+        if let Some(output) = output {
+            output.weights.fill(0.0);
+        }
+        self.space.tables.sum(&setting, &handle.inner().layout, parts);
+    }
+
+    fn report(&mut self) {
+        let fixed = &**self.fixed;
+        let Workspace { host, sorted, numbers, calls, instance, .. } = &mut *self.space;
+        let (inner, sizing) = (&mut self.flight.made, fixed.sizing(self.flight.tag.kind));
+        inner.moves.moved = host.take_moved();
+        inner.moves.relayed = Moved::default();
+        if let Some(task) = self.flight.task.take() {
+            inner.moves.moved.add(task.moved);
+            inner.moves.relayed = task.moved;
+            inner.forward = Some(task.forward);
+        }
+        if let (Some(landing), false) = (&mut self.flight.landing, self.flight.keeps_room) {
+            landing.trim(sizing.landing(inner.layout.landed).bytes());
+        }
+        let (frame, forward) = (Frame { sizing, ..fixed.frame() }, inner.forward.as_deref());
+        inner.moves.traffic = Traffic::count(&frame, sorted, &inner.layout, forward, &mut numbers.scratch);
+        inner.name(&fixed.spec, (*instance, calls.number()));
+    }
+
+    fn metadata(&mut self) -> Result<(), MemoryError> {
+        let Some(landing) = &self.flight.landing else { return Ok(()) };
+        let made = &mut self.flight.made;
+        let place = self.fixed.sizing(self.flight.tag.kind).landing(made.layout.landed);
+        let words = landing.slice::<u32>(place.notes_at(), place.notes as usize)?;
+        made.receive(self.fixed, words, self.lent.routing.map_or(&[], |routing| routing.weights()));
+        Ok(())
+    }
+
+    fn retire(&mut self) {
+        let (Some(handle), Some(offer)) = (self.lent.handle, self.flight.offer.take()) else { return };
+        let (inner, Offer { chunk, staging, .. }) = (handle.inner(), offer);
+        let mut moved = self.space.host.take_moved();
+        moved.add(self.flight.task.take().map_or(Moved::default(), |task| task.moved));
+        inner.returned.store(moved);
+        self.space.calls.returned();
+        drop(staging);
+        if self.flight.keeps_chunk {
+            let licence = Arc::clone(&self.space.licence);
+            inner.kept.put(Kept { extent: chunk, licence, value: self.space.calls.value() });
+        } else {
+            self.space.retire(chunk, self.fixed.pool());
+        }
+    }
+
+    fn adopt(&mut self) {
+        let Some(map) = self.lent.map.take() else { return };
+        let mut fixed = Fixed::clone(self.fixed);
+        fixed.spec.map = Arc::new(map);
+        fixed.bins =
+            Bins::of_layout(fixed.spec.layout, &fixed.spec.map, fixed.spec.order, &fixed.lanes.nodes);
+        *self.fixed = Arc::new(fixed);
+        self.space.adopt(self.fixed);
+    }
+}
+
+/// Sorts choices into bins, and drops those that find no slot.
+pub(super) fn sort(
+    fixed: &Fixed,
+    sorted: &mut crate::plan::Sorted,
+    routing: &Routing<'_>,
+) -> Result<(), Error> {
+    let spec = &fixed.spec;
+    sorted.fill(&spec.map, &fixed.bins, spec.notes(), fixed.lanes.rank, routing)?;
+    if let Some(slots) = spec.mode.slots() {
+        let full = (0..).zip(&sorted.counts).find(|(_, rows)| **rows > slots);
+        if let (Some((bin, &rows)), Overflow::Error) = (full, spec.mode.overflow()) {
+            return Err(PlanError::SlotsFull { bin, rows, slots }.into());
+        }
+        sorted.keep(spec.top_k, |_| slots);
+    }
+    Ok(())
+}
+
+impl Tag {
+    /// The tag of a rank that refuses the call for this reason.
+    pub(in crate::ep) fn refusing(self, error: &Error) -> Tag {
+        match *error {
+            Error::Memory(MemoryError::OutOfSpace { asked, free, .. }) => {
+                Tag { refusal: Refusal::Space, handle: asked, base: free, ..self }
+            }
+            _ => Tag { refusal: Refusal::Input, ..self },
+        }
+    }
+}

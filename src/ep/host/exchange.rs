@@ -1,0 +1,109 @@
+//! The object that calls are made on, and how it drives them.
+
+use std::sync::Arc;
+
+use super::call::HostCall;
+use super::flight::{Flight, Lent};
+use super::gather::Gather;
+use super::handle::{HostHandle, Inner};
+use super::workspace::Workspace;
+use crate::ep::builder::Spec;
+use crate::ep::fixed::{CHUNKS, Fixed, Ground, Room};
+use crate::error::{CallError, Error};
+use crate::exec::{Until, drive};
+use crate::memory::Pool;
+use crate::plan::Strategy;
+use crate::schedule::call::{Engines, RankPrograms, Relays};
+use crate::world::Group;
+
+/// An [`ExpertParallel`](crate::ExpertParallel) on the host.
+pub(in crate::ep) struct HostExchange {
+    /// What never changes, but for the expert map.
+    pub fixed: Arc<Fixed>,
+    pub programs: Arc<RankPrograms>,
+    /// What calls use again.
+    pub space: Workspace,
+    /// How rows go out, if not by exchange.
+    pub gather: Option<Box<Gather>>,
+}
+
+impl HostExchange {
+    /// Collective.
+    pub fn new(group: &Group, spec: Spec) -> Result<Self, Error> {
+        let gather = match spec.strategy {
+            Strategy::Exchange => None,
+            Strategy::Gather => Some(Box::new(Gather::new(group, &spec)?)),
+        };
+        let total = group.shared.heap.pool().total();
+        let room = Room { total, space: "pool", setting: "SIDELANE_HEAP" };
+        let (fixed, range) = Fixed::new(group, spec, room, Ground::Near)?;
+        let fixed = Arc::new(fixed);
+        let programs =
+            RankPrograms::new(fixed.paths(), CHUNKS, fixed.partial_bytes().is_some(), Engines::default());
+        let space = Workspace::new(&fixed, range);
+        Ok(HostExchange { fixed, programs: Arc::new(programs), space, gather })
+    }
+
+    /// Enters a call, and drives it.
+    ///
+    /// # Errors
+    /// Why the call was refused; those that end the world.
+    pub fn enter(&mut self, flight: &mut Flight, lent: Lent<'_>, until: Until) -> Result<(), Error> {
+        self.fixed.shared.hub.health().check()?;
+        self.space.calls.enter();
+        self.proceed(flight, lent, until)
+    }
+
+    /// Drives a call that was entered.
+    ///
+    /// # Errors
+    /// As [`HostExchange::enter`].
+    pub fn proceed(&mut self, flight: &mut Flight, lent: Lent<'_>, until: Until) -> Result<(), Error> {
+        let HostExchange { fixed, programs, space, .. } = self;
+        let relays = if flight.offloaded { Relays::Thread } else { Relays::Inline };
+        let (mut machine, program) = (flight.machine, programs.own(flight.kind(), relays));
+        let mut call = HostCall { fixed, programs, space, flight: &mut *flight, lent };
+        let driven = drive(&mut machine, program, &mut call, until);
+        flight.machine = machine;
+        match driven {
+            Ok(None) => Ok(()),
+            Ok(Some(refusal)) => Err(refusal),
+            Err(error) => Err(self.fail(error)),
+        }
+    }
+
+    pub fn spec(&self) -> &Spec {
+        &self.fixed.spec
+    }
+
+    /// The pool rows are received in.
+    pub fn pool(&self) -> &Arc<Pool> {
+        self.fixed.pool()
+    }
+
+    pub fn fail(&self, error: Error) -> Error {
+        self.fixed.fail(error)
+    }
+
+    /// Whether a handle is one of this instance.
+    pub fn check_handle(&self, handle: &HostHandle) -> Result<(), Error> {
+        let (seen, expected) = (handle.inner().instance, self.space.instance);
+        if seen != expected {
+            return Err(CallError::ForeignHandle { seen, expected }.into());
+        }
+        Ok(())
+    }
+
+    pub fn handle_of(&self, inner: Inner) -> HostHandle {
+        self.space.handle_of(inner, self.pool())
+    }
+}
+
+impl std::fmt::Debug for HostExchange {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HostExchange")
+            .field("rank", &self.fixed.lanes.rank)
+            .field("spec", self.spec())
+            .finish()
+    }
+}

@@ -1,0 +1,218 @@
+//! The layout of one dispatch, kept for everything that follows it.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crossbeam::atomic::AtomicCell;
+use crossbeam::queue::ArrayQueue;
+
+use super::buffers::{HostInput, HostOutput};
+use crate::dtype::Wire;
+use crate::ep::builder::Spec;
+use crate::ep::fixed::Fixed;
+use crate::ep::notes::Received;
+use crate::ep::report::{LaneUse, Report};
+use crate::error::Error;
+use crate::exec::Moved;
+use crate::memory::{Extent, Licence, Pool};
+use crate::plan::{Chunk, Forward, Layout, Traffic};
+use crate::schedule::Sum;
+
+/// What a handle holds. Its tables are used again by later dispatches.
+#[derive(Debug, Default)]
+pub(in crate::ep) struct Inner {
+    pub layout: Layout,
+    /// What this rank relays. Nothing where there is only one node.
+    pub forward: Option<Arc<Forward>>,
+    /// What came with the rows.
+    pub received: Received,
+    /// Which choices had no room.
+    pub dropped: Vec<bool>,
+    /// Rows that each rank needed.
+    pub required: Vec<u32>,
+    /// What this rank offers in a return.
+    pub offer: Chunk,
+    /// Routing weights `[tokens, top_k]`; empty unless combines are weighted.
+    pub weights: Vec<f32>,
+    pub row_bytes: u64,
+    pub wire: Wire,
+    pub instance: u64,
+    /// The number of the call that made it.
+    pub number: u64,
+    pub moves: DispatchMoves,
+    /// The buffer of a call that was refused: it goes back to the caller.
+    pub refused: Left<Extent>,
+    /// Bytes copied because rows lay elsewhere.
+    pub copied: AtomicCell<u64>,
+    /// What the last return moved.
+    pub returned: AtomicCell<Moved>,
+    /// The output that the gradient of a weighted combine needs.
+    pub kept: Left<Kept>,
+}
+
+/// What a dispatch moved, and was to move.
+#[derive(Clone, Copy, Debug, Default)]
+pub(in crate::ep) struct DispatchMoves {
+    pub moved: Moved,
+    pub relayed: Moved,
+    pub traffic: Traffic,
+}
+
+/// What a call along a handle leaves to the next one: handles are shared.
+#[derive(Debug)]
+pub(in crate::ep) struct Left<T>(Mutex<Option<T>>);
+
+impl<T> Default for Left<T> {
+    fn default() -> Self {
+        Left(Mutex::new(None))
+    }
+}
+
+impl<T> Left<T> {
+    /// Takes it, if there is anything.
+    pub fn take(&self) -> Option<T> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Leaves it.
+    pub fn put(&self, value: T) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).replace(value);
+    }
+}
+
+/// A chunk that outlives the call in which peers were offered it.
+pub(in crate::ep) struct Kept {
+    pub extent: Extent,
+    pub licence: Arc<dyn Licence>,
+    /// The call that offered it last.
+    pub value: u64,
+}
+
+impl std::fmt::Debug for Kept {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Kept").field("extent", &self.extent).field("value", &self.value).finish()
+    }
+}
+
+impl Inner {
+    /// The terms of this placement, with chunks at `bases`; multiplied with the routing weights if `weighted`.
+    pub fn sum<'a>(&'a self, bases: &'a [u64], weighted: bool) -> Sum<'a> {
+        let layout = &self.layout;
+        let (terms, starts, choices) = layout.summands();
+        let (fetched, places) = layout.fetches();
+        Sum {
+            terms,
+            starts,
+            choices,
+            groups: &layout.groups,
+            group_starts: &layout.group_starts,
+            wire: self.wire,
+            held_by: &layout.held_by,
+            bases,
+            chunks: &layout.chunks,
+            weights: if weighted { &self.weights } else { &[] },
+            fetched,
+            places,
+        }
+    }
+
+    /// Takes the buffer that belongs to this handle into its keeping, so that whatever refuses a call loses nothing;
+    /// [`HostHandle::output`] gives it out again. Anything else is returned.
+    pub fn keep_safe<'a>(&self, y: HostInput<'a>) -> Option<HostInput<'a>> {
+        match y {
+            HostInput::Output(output) if output.instance == self.instance && output.number == self.number => {
+                self.refused.put(output.extent);
+                None
+            }
+            other => Some(other),
+        }
+    }
+
+    /// Keeps the chunk of a call that was refused for the caller, unless it is a copy.
+    pub fn give_back(&self, chunk: Extent, copied: bool) {
+        if !copied {
+            self.refused.put(chunk);
+        }
+    }
+
+    /// Makes this layout that of a handle: of which instance, and by which of its calls.
+    pub fn name(&mut self, spec: &Spec, (instance, number): (u64, u64)) {
+        (self.wire, self.row_bytes) = (spec.wire, spec.row_bytes());
+        (self.instance, self.number) = (instance, number);
+        self.copied.store(0);
+        self.returned.store(Moved::default());
+    }
+
+    /// Reads the metadata that came with the rows, and keeps the routing weights where combines are weighted.
+    pub fn receive(&mut self, fixed: &Fixed, words: &[u32], weights: &[f32]) {
+        let spec = &fixed.spec;
+        self.weights.clear();
+        if spec.weighted {
+            self.weights.extend_from_slice(weights);
+        }
+        let experts = spec.map.slots_of(fixed.lanes.rank).len();
+        self.received.fill(spec.notes(), &self.layout, experts, words);
+    }
+
+    /// Size of this rank's chunk.
+    pub fn chunk_bytes(&self) -> u64 {
+        self.offer.bytes()
+    }
+}
+
+/// The placement of one dispatch on the host.
+#[derive(Debug)]
+pub(in crate::ep) struct HostHandle {
+    inner: Inner,
+    pool: Arc<Pool>,
+    spare: Arc<ArrayQueue<Inner>>,
+    lanes: Arc<[LaneUse]>,
+}
+
+impl HostHandle {
+    pub fn new(inner: Inner, pool: Arc<Pool>, spare: Arc<ArrayQueue<Inner>>, lanes: Arc<[LaneUse]>) -> Self {
+        HostHandle { inner, pool, spare, lanes }
+    }
+
+    pub fn inner(&self) -> &Inner {
+        &self.inner
+    }
+
+    /// Tokens dispatched by this rank.
+    pub fn tokens(&self) -> u32 {
+        self.inner.layout.tokens
+    }
+
+    /// How the bytes of the dispatch went.
+    pub fn report(&self) -> Report {
+        let DispatchMoves { moved, relayed, traffic } = self.inner.moves;
+        Report { lanes: self.lanes.to_vec(), moved, relayed, traffic, ..Report::default() }
+    }
+
+    /// How those of the last return went.
+    pub fn returned(&self) -> Report {
+        Report { lanes: self.lanes.to_vec(), moved: self.inner.returned.load(), ..Report::default() }
+    }
+
+    /// An output buffer: that of the last call that was refused, or a new one.
+    pub fn output(&self) -> Result<HostOutput, Error> {
+        let inner = self.inner();
+        let extent = match inner.refused.take() {
+            Some(extent) => extent,
+            None => self.pool.take(inner.chunk_bytes())?,
+        };
+        let (chunk, number, instance) = (inner.offer, inner.number, inner.instance);
+        Ok(HostOutput { extent, chunk, number, instance })
+    }
+}
+
+impl Drop for HostHandle {
+    fn drop(&mut self) {
+        let inner = std::mem::take(&mut self.inner);
+        drop(inner.refused.take());
+        if let Some(Kept { extent, licence, value }) = inner.kept.take() {
+            self.pool.retire(extent, &licence, value);
+        }
+        // A full queue means that enough memory is kept for later.
+        let _ = self.spare.push(inner);
+    }
+}

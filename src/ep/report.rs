@@ -1,0 +1,109 @@
+//! How the bytes of a call went.
+
+use crate::exec::{Enqueued, Moved};
+use crate::lane::{Lanes, Reach};
+use crate::plan::Traffic;
+use crate::world::{Detour, Registration};
+
+/// What carried a call out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum CallExecutor {
+    /// The caller's thread: rows in memory of the host.
+    #[default]
+    HostStepper,
+    /// A planner thread, which has copy engines move rows in memory of a device.
+    Planner,
+    /// A program of constants on the caller's stream, for fixed slots in memory of a device.
+    ConstantProgram,
+}
+
+impl CallExecutor {
+    /// All executors.
+    pub const ALL: [CallExecutor; 3] =
+        [CallExecutor::HostStepper, CallExecutor::Planner, CallExecutor::ConstantProgram];
+
+    /// Its name in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            CallExecutor::HostStepper => "host-stepper",
+            CallExecutor::Planner => "planner",
+            CallExecutor::ConstantProgram => "constant-program",
+        }
+    }
+}
+
+/// How the bytes of a dispatch or of a return went at this rank.
+///
+/// The host counts what it moved, a device what its stream was asked to do; the other fields are zero.
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
+#[non_exhaustive]
+pub struct Report {
+    /// What carried the call out.
+    pub executor: CallExecutor,
+    /// Number of ranks that each lane reaches.
+    pub lanes: Vec<LaneUse>,
+    /// Host: what this rank moved.
+    pub moved: Moved,
+    /// Host: the part of it that this rank relayed.
+    pub relayed: Moved,
+    /// Host: what a dispatch was to move, and what would return: the plan's own count.
+    pub traffic: Traffic,
+    /// Device: what the stream was asked to do.
+    pub enqueued: Enqueued,
+    /// GPU kernels that ran before rows were packed or after they had landed. In between, SMs make what
+    /// [`Enqueued::copies_by_sms`] counts, and nothing else.
+    pub kernels: Vec<&'static str>,
+    /// Device: other ranks on this rank's own device.
+    pub same_device: u32,
+    /// Device: reason why inter-node rows are staged in memory of the host, if they are. Then
+    /// [`Enqueued::out_bytes`] and [`Enqueued::in_bytes`] count them.
+    #[serde(serialize_with = "detour")]
+    pub detour: Option<Detour>,
+    /// Device: how NICs know the device's memory, where they read and write inter-node rows there. Then
+    /// [`Enqueued::straight_bytes`] counts them.
+    #[serde(serialize_with = "registration")]
+    pub registration: Option<Registration>,
+}
+
+fn detour<S: serde::Serializer>(detour: &Option<Detour>, to: S) -> Result<S::Ok, S::Error> {
+    serde::Serialize::serialize(&detour.map(Detour::name), to)
+}
+
+fn registration<S: serde::Serializer>(of: &Option<Registration>, to: S) -> Result<S::Ok, S::Error> {
+    serde::Serialize::serialize(&of.map(Registration::name), to)
+}
+
+/// A lane and the number of ranks that it reaches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct LaneUse {
+    /// `own`, `shm`, `loop`, `copy engine`, or `relay`: of ranks that are reached through others.
+    pub lane: &'static str,
+    /// Ranks.
+    pub ranks: u32,
+}
+
+impl LaneUse {
+    /// The lanes in use, in the order in which ranks first need them.
+    pub(super) fn of(lanes: &Lanes) -> Vec<LaneUse> {
+        let mut uses: Vec<LaneUse> = Vec::new();
+        for lane in lanes.reach.iter().map(Reach::name) {
+            match uses.iter_mut().find(|used| used.lane == lane) {
+                Some(used) => used.ranks += 1,
+                None => uses.push(LaneUse { lane, ranks: 1 }),
+            }
+        }
+        uses
+    }
+
+    /// The same for rows in memory of devices: copy engines reach the ranks of this node.
+    pub(super) fn of_devices(lanes: &Lanes) -> Vec<LaneUse> {
+        let mut uses = LaneUse::of(lanes);
+        for used in uses.iter_mut().filter(|used| used.lane == "shm") {
+            used.lane = crate::lane::COPY_ENGINE;
+        }
+        uses.sort_by_key(|used| (used.lane != "own", used.lane != crate::lane::COPY_ENGINE, used.lane));
+        uses
+    }
+}

@@ -1,0 +1,25 @@
+//! Instances on a device in fixed slots, against the stand-in driver with kernels that are built
+//! for the CPU: copies as late and as torn as CUDA's rules allow, fresh memory poisoned.
+//!
+//! A process of its own for each test: the stand-in reads its settings once.
+#![allow(unsafe_code, reason = "a caller's streams and memory are unsafe to use by contract")]
+
+mod calls;
+mod faults;
+mod graphs;
+mod nodes;
+mod processes;
+mod rank;
+mod refusals;
+mod replays;
+mod rounds;
+
+use crate::apart::each_with_kernels as on_each;
+use crate::kernels::world as packed;
+use crate::{devices, rows_common, support};
+
+/// Runs the body in a process with the stand-in's usual settings, and with kernels. `test` is the
+/// test's full name.
+fn on_stand_in(test: &str, body: impl FnOnce()) {
+    on_each(test, &[&[]], body);
+}

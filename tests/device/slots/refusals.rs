@@ -1,0 +1,301 @@
+//! Input that cannot be used: refused before anything is enqueued, and the instance goes on.
+
+use std::sync::Arc;
+
+use sidelane::device::{Allocation, Context, PinnedMemory, Range, Reservation};
+use sidelane::ep::{Tensor, TensorMut};
+use sidelane::error::{CallError, DeviceError, Fault, MemoryError, PlanError};
+use sidelane::{Dtype, Error, World};
+
+use super::devices::stream;
+use super::packed::Input;
+use super::rank::{
+    Case, Rank, Tensors, call, combine, content, copied_back, dispatch, experts_copy, on_ranks, options,
+};
+use super::{on_each, on_stand_in};
+use crate::apart::Settings;
+
+const CASE: Case = Case { ranks: 2, experts: 4, top_k: 2, hidden: 16, max_tokens: 4 };
+
+/// A rank with an input of two tokens at least, and their tensors.
+fn with_tokens(world: World) -> (Rank, Input, Tensors) {
+    let rank = Rank::new(CASE, world);
+    let inputs = (3..).map(|round| CASE.input(round, rank.me()));
+    let input = inputs.into_iter().find(|input| input.tokens >= 2).unwrap();
+    let tensors = rank.tensors(&input);
+    (rank, input, tensors)
+}
+
+#[test]
+fn refused_dispatch_enqueues_nothing_and_can_be_repeated() {
+    on_stand_in("slots::refusals::refused_dispatch_enqueues_nothing_and_can_be_repeated", || {
+        on_ranks(CASE.ranks, &options(), |world| {
+            let (mut rank, input, tensors) = with_tokens(world);
+            let many = [CASE.bytes(5), 5 * 8, 5 * 8].map(|bytes| {
+                Allocation::new(&rank.context, bytes)
+                    .and_then(|memory| mapped(&rank.context, &memory, bytes))
+                    .unwrap()
+            });
+            let (x, choices) = call(&many);
+            let refused = rank.ep.dispatch(x, choices).unwrap_err();
+            assert_eq!(refused, PlanError::TooManyTokens { tokens: 5, max: 4 }.into());
+
+            let good = tensors.ranges();
+            let short = good[0].part(0, 32).unwrap();
+            let (_, choices) = call(&good);
+            let refused = rank.ep.dispatch(Tensor::device(&short, Dtype::Bf16), choices).unwrap_err();
+            assert!(
+                matches!(refused, Error::Plan(PlanError::WrongShape { what: "tokens", seen: 16, .. })),
+                "{refused}"
+            );
+            let refused = rank.ep.dispatch(Tensor::device(&good[0], Dtype::F16), choices).unwrap_err();
+            assert!(matches!(refused, Error::Plan(PlanError::WrongDtype { .. })), "{refused}");
+            let rows = vec![half::bf16::ONE; (input.tokens * CASE.hidden) as usize];
+            let refused = rank.ep.start_dispatch(&rows, choices).map(drop).unwrap_err();
+            assert!(matches!(refused, Error::Plan(PlanError::WrongPlace { .. })), "{refused}");
+            let elsewhere = rank.ep.set_stream(&stream(5)).unwrap_err();
+            assert!(matches!(elsewhere, PlanError::BadParameter { .. }), "{elsewhere}");
+
+            rank.layer(&tensors).unwrap();
+            rank.ep.synchronize().unwrap();
+            let expected = copied_back(CASE, &input);
+            assert_eq!(content(&tensors.out)[..expected.len()], expected);
+        });
+    });
+}
+
+#[test]
+fn calls_out_of_turn_are_refused_and_nothing_is_lost() {
+    on_stand_in("slots::refusals::calls_out_of_turn_are_refused_and_nothing_is_lost", || {
+        on_ranks(CASE.ranks, &options(), |world| {
+            let (mut rank, input, tensors) = with_tokens(world);
+            let turn = |call, expected| Error::Call(CallError::OutOfTurn { call, expected });
+            let old = rank.layer(&tensors).unwrap();
+            let again = combine(&mut rank.ep, &old, &tensors).unwrap_err();
+            assert_eq!(again, turn("start_combine", "start_dispatch"));
+            assert_eq!(rank.ep.release(Some(&old)).unwrap_err(), turn("release", "start_dispatch"));
+
+            let (rows, handle) = dispatch(&mut rank.ep, &tensors).unwrap();
+            let second = dispatch(&mut rank.ep, &tensors).unwrap_err();
+            assert_eq!(second, turn("start_dispatch", "start_combine or release"));
+            let wrong = Error::Call(CallError::WrongOutput { seen: 1, expected: 2 });
+            assert_eq!(combine(&mut rank.ep, &old, &tensors).unwrap_err(), wrong);
+            let out = tensors.out();
+            let (y, to) = (old.output().unwrap(), TensorMut::device(&out, Dtype::Bf16));
+            assert_eq!(rank.ep.combine_into(y, &handle, to).unwrap_err(), wrong);
+            let mut other = CASE.builder(&rank.group).on(&rank.stream).build().unwrap();
+            let foreign = combine(&mut other, &handle, &tensors).unwrap_err();
+            assert!(matches!(foreign, Error::Call(CallError::ForeignHandle { .. })), "{foreign}");
+
+            experts_copy(&rank.stream, &rows, &handle).unwrap();
+            combine(&mut rank.ep, &handle, &tensors).unwrap();
+            rank.ep.synchronize().unwrap();
+            let expected = copied_back(CASE, &input);
+            assert_eq!(content(&tensors.out)[..expected.len()], expected);
+        });
+    });
+}
+
+#[test]
+fn unusable_out_is_refused_early_or_uses_the_rows_up() {
+    on_stand_in("slots::refusals::unusable_out_is_refused_early_or_uses_the_rows_up", || {
+        on_ranks(CASE.ranks, &options(), |world| {
+            let (mut rank, input, tensors) = with_tokens(world);
+            let short = tensors.out.range().part(0, 16).unwrap();
+            let unusable = || TensorMut::device(&short, Dtype::Bf16);
+            let is_shape = |error: &Error| matches!(error, Error::Plan(PlanError::WrongShape { .. }));
+            // In one go it is refused, and the combine can be made again.
+            let (rows, handle) = dispatch(&mut rank.ep, &tensors).unwrap();
+            experts_copy(&rank.stream, &rows, &handle).unwrap();
+            let refused = rank.ep.combine_into(handle.output().unwrap(), &handle, unusable()).unwrap_err();
+            assert!(is_shape(&refused), "{refused}");
+            combine(&mut rank.ep, &handle, &tensors).unwrap();
+            // In the second half it is too late.
+            let (_, handle) = dispatch(&mut rank.ep, &tensors).unwrap();
+            let started = rank.ep.start_combine(handle.output().unwrap(), &handle).unwrap();
+            let refused = started.finish(unusable()).unwrap_err();
+            assert!(is_shape(&refused), "{refused}");
+            let again = combine(&mut rank.ep, &handle, &tensors).unwrap_err();
+            assert!(matches!(again, Error::Call(CallError::OutOfTurn { .. })), "{again}");
+
+            tensors.out.write(0, &vec![0xcb; tensors.out.len()]).unwrap();
+            rank.layer(&tensors).unwrap();
+            rank.ep.synchronize().unwrap();
+            let expected = copied_back(CASE, &input);
+            assert_eq!(content(&tensors.out)[..expected.len()], expected);
+        });
+    });
+}
+
+#[test]
+fn outputs_elsewhere_are_copied_and_counted() {
+    on_stand_in("slots::refusals::outputs_elsewhere_are_copied_and_counted", || {
+        on_ranks(CASE.ranks, &options(), |world| {
+            let (mut rank, input, tensors) = with_tokens(world);
+            let (rows, handle) = dispatch(&mut rank.ep, &tensors).unwrap();
+            let bytes = handle.output().unwrap().range().unwrap().len();
+            let memory = Allocation::new(&rank.context, bytes).unwrap();
+            let elsewhere = mapped(&rank.context, &memory, bytes).unwrap();
+            experts_copy(&rank.stream, &rows, &handle).unwrap();
+            let (y, whole) = (handle.output().unwrap(), elsewhere.span(0, bytes).unwrap());
+            rank.stream.copy(whole, y.range().unwrap().span(0, bytes).unwrap()).unwrap();
+            // What peers read is not what was written in place.
+            let zeros = vec![0; bytes as usize];
+            let staging = PinnedMemory::new(&rank.context, zeros.len()).unwrap();
+            staging.write(0, &zeros).unwrap();
+            let (to, from) = (y.range().unwrap(), staging.range());
+            rank.stream.copy(to.span(0, bytes).unwrap(), from.span(0, bytes).unwrap()).unwrap();
+            let out = tensors.out();
+            let (rows, out) = (Tensor::device(&elsewhere, Dtype::Bf16), TensorMut::device(&out, Dtype::Bf16));
+            rank.ep.combine_into(rows, &handle, out).unwrap();
+            assert_eq!(handle.copied_bytes(), bytes);
+            rank.ep.synchronize().unwrap();
+            let expected = copied_back(CASE, &input);
+            assert_eq!(content(&tensors.out)[..expected.len()], expected);
+        });
+    });
+}
+
+/// Memory of a device.
+fn mapped(context: &Arc<Context>, memory: &Arc<Allocation>, bytes: u64) -> Result<Range, DeviceError> {
+    Reservation::new(context, 1, memory.bytes())?.map(0, memory, &[context.device()])?.part(0, bytes)
+}
+
+#[test]
+fn missing_expert_is_named_and_gives_zeros_at_its_rank_alone() {
+    on_stand_in("slots::refusals::missing_expert_is_named_and_gives_zeros_at_its_rank_alone", || {
+        on_ranks(CASE.ranks, &options(), |world| {
+            let mut rank = Rank::new(CASE, world);
+            let mut input = CASE.input(8, 0);
+            input.tokens = 3;
+            input.x = (0..CASE.bytes(3)).map(|i| i as u8 % 60).collect();
+            input.experts = vec![0, 3, 1, -1, 2, 3];
+            input.weights = vec![1.0; 6];
+            if rank.me() == 1 {
+                input.experts[4] = 4;
+            }
+            let tensors = rank.tensors(&input);
+            let handle = rank.layer(&tensors).unwrap();
+            let done = rank.ep.synchronize();
+            let out = content(&tensors.out);
+            if rank.me() == 1 {
+                let fault = Fault::ExpertOutOfRange { token: 2 };
+                assert_eq!(done, Err(DeviceError::Fault { device: 1, fault }.into()));
+                assert_eq!(Fault::of(handle.status_now().0), Some(fault));
+                assert_eq!(out[..CASE.bytes(3) as usize], vec![0; CASE.bytes(3) as usize]);
+            } else {
+                assert_eq!(done, Ok(()));
+                assert_eq!(out[..CASE.bytes(3) as usize], copied_back(CASE, &input));
+            }
+        });
+    });
+}
+
+#[test]
+fn differing_or_unusable_settings_are_refused_on_every_rank() {
+    on_stand_in("slots::refusals::differing_or_unusable_settings_are_refused_on_every_rank", || {
+        on_ranks(2, &options(), |world| {
+            let (group, stream) = (world.all().unwrap(), stream(world.rank()));
+            let odd = |yes: u32, no: u32| if world.rank() == 1 { yes } else { no };
+            let case = Case { max_tokens: odd(8, 4), ..CASE };
+            let differ = case.builder(&group).on(&stream).build();
+            assert!(
+                matches!(differ, Err(Error::Call(CallError::ConfigsDiffer { what: "max_tokens", .. }))),
+                "{differ:?}"
+            );
+            let case = Case { hidden: odd(15, 16), ..CASE };
+            let unusable = case.builder(&group).on(&stream).build().map(drop);
+            let expected = match world.rank() {
+                1 => matches!(
+                    unusable,
+                    Err(Error::Plan(PlanError::BadParameter { parameter: "bytes of a row", .. }))
+                ),
+                _ => matches!(unusable, Err(Error::Call(CallError::ConfigsDiffer { .. }))),
+            };
+            assert!(expected, "{unusable:?}");
+            let bytes = CASE.builder(&group).dtype(Dtype::Bytes).on(&stream).build().map(drop);
+            assert!(matches!(bytes, Err(Error::Plan(PlanError::NoArithmetic { .. }))), "{bytes:?}");
+        });
+    });
+}
+
+/// Builds on two ranks, and compares what comes of it.
+fn refused(test: &str, settings: Settings<'_>, max_tokens: u32, expected: impl Fn(&Error) -> bool + Sync) {
+    on_each(test, &[settings], || {
+        on_ranks(2, &options(), |world| {
+            let (group, stream) = (world.all().unwrap(), stream(world.rank()));
+            let case = Case { max_tokens, ..CASE };
+            let refused = case.builder(&group).on(&stream).build().unwrap_err();
+            assert!(expected(&refused), "{refused}");
+        });
+    });
+}
+
+#[test]
+fn devices_that_do_not_reach_each_other_are_refused() {
+    let test = "slots::refusals::devices_that_do_not_reach_each_other_are_refused";
+    refused(test, &[("SIDELANE_STAND_IN_PEERS", "0|1")], 4, |error| {
+        matches!(error, Error::Device(DeviceError::Call { call: "cuMemSetAccess", .. }))
+    });
+}
+
+#[test]
+fn a_device_without_so_much_memory_is_refused() {
+    let test = "slots::refusals::a_device_without_so_much_memory_is_refused";
+    refused(
+        test,
+        &[("SIDELANE_STAND_IN_MEMORY", "4194304")],
+        100_000,
+        |error| matches!(error, Error::Device(DeviceError::OutOfMemory { bytes, .. }) if *bytes > 4 << 20),
+    );
+}
+
+#[test]
+fn driver_too_old_for_flags_beside_mapped_memory_is_refused() {
+    let test = "slots::refusals::driver_too_old_for_flags_beside_mapped_memory_is_refused";
+    refused(test, &[("SIDELANE_STAND_IN_DRIVER", "12040")], 4, |error| matches!(error, Error::Device(_)));
+}
+
+#[test]
+fn kernels_that_are_loaded_at_their_first_launch_are_refused() {
+    let test = "slots::refusals::kernels_that_are_loaded_at_their_first_launch_are_refused";
+    let lazy = Error::from(DeviceError::LazyLoading);
+    refused(test, &[("CUDA_MODULE_LOADING", "LAZY")], 4, |error| *error == lazy);
+}
+
+#[test]
+fn what_one_rank_lacks_the_others_are_told() {
+    let test = "slots::refusals::what_one_rank_lacks_the_others_are_told";
+    on_each(test, &[&[("SIDELANE_STAND_IN_MEMORY", "67108864")]], || {
+        on_ranks(2, &options(), |world| {
+            // A device is asked for what it has not, on one rank alone: the other one has nothing
+            // against it.
+            let (group, stream) = (world.all().unwrap(), stream(world.rank()));
+            let _hog = (world.rank() == 1).then(|| hog(stream.context()));
+            let case = Case { max_tokens: 30_000, ..CASE };
+            let refused = case.builder(&group).on(&stream).build().unwrap_err();
+            match world.rank() {
+                1 => assert!(matches!(refused, Error::Device(DeviceError::OutOfMemory { .. })), "{refused}"),
+                _ => assert_eq!(refused, MemoryError::NotUsable { rank: 1 }.into()),
+            }
+        });
+    });
+}
+
+/// Takes nearly all memory of a device.
+fn hog(context: &Arc<Context>) -> Arc<Allocation> {
+    Allocation::new(context, 60 << 20).unwrap()
+}
+
+#[test]
+fn without_batches_copies_are_reported_as_single_ones() {
+    let test = "slots::refusals::without_batches_copies_are_reported_as_single_ones";
+    on_each(test, &[&[("SIDELANE_STAND_IN_DRIVER", "12060")]], || {
+        on_ranks(2, &options(), |world| {
+            let mut rank = Rank::new(CASE, world);
+            for report in rank.rounds(5..6, 1) {
+                assert_eq!((report.enqueued.batches, report.enqueued.single_copies), (0, 1));
+            }
+        });
+    });
+}

@@ -1,0 +1,166 @@
+//! Many rounds that are enqueued without waiting for any of them: licences and words set back have
+//! to hold by themselves.
+
+use std::sync::{Arc, Mutex};
+
+use sidelane::device::{Priority, Stream, Version};
+use sidelane::exec::Enqueued;
+use sidelane::overlap::{CudaExecutor, Graph, Stream as Name, StreamPool, Work};
+use stand_in_cuda::StandIn;
+
+use super::rank::{
+    Case, Rank, call, combine, content, copied_back, dispatch, experts_copy, on_ranks, options,
+};
+use super::{on_each, on_stand_in};
+
+/// So many rounds under way at once, with tensors of their own.
+const UNDER_WAY: usize = 20;
+
+fn many_rounds(test: &str, queues: &str, case: Case, number: u64) {
+    let run = |seed| [("SIDELANE_STAND_IN_SEED", seed), ("CUDA_DEVICE_MAX_CONNECTIONS", queues)];
+    let runs = ["0", "1", "2"].map(run);
+    on_each(test, &runs.each_ref().map(|run| &run[..]), || {
+        on_ranks(case.ranks, &options(), |world| _ = Rank::new(case, world).rounds(0..number, UNDER_WAY));
+    });
+}
+
+#[test]
+fn rounds_hold_on_one_hardware_queue() {
+    let case = Case { ranks: 4, experts: 8, top_k: 2, hidden: 16, max_tokens: 3 };
+    many_rounds("slots::rounds::rounds_hold_on_one_hardware_queue", "1", case, 100);
+}
+
+#[test]
+fn rounds_hold_on_eight_hardware_queues() {
+    let case = Case { ranks: 3, experts: 5, top_k: 3, hidden: 24, max_tokens: 4 };
+    many_rounds("slots::rounds::rounds_hold_on_eight_hardware_queues", "8", case, 100);
+}
+
+#[test]
+fn two_instances_take_turns_in_any_common_order() {
+    let test = "slots::rounds::two_instances_take_turns_in_any_common_order";
+    let case = Case { ranks: 3, experts: 6, top_k: 2, hidden: 8, max_tokens: 3 };
+    let runs = ["1", "2"].map(|queues| [("CUDA_DEVICE_MAX_CONNECTIONS", queues)]);
+    on_each(test, &runs.each_ref().map(|run| &run[..]), || {
+        on_ranks(case.ranks, &options(), |world| {
+            let mut rank = Rank::new(case, world);
+            let mut other = case.builder(&rank.group).on(&rank.stream).build().unwrap();
+            for round in 0..20 {
+                let inputs = [round, round + 1000].map(|round| case.input(round, rank.me()));
+                let [a, b] = [&inputs[0], &inputs[1]].map(|input| rank.tensors(input));
+                let (rows, first) = dispatch(&mut rank.ep, &a).unwrap();
+                experts_copy(&rank.stream, &rows, &first).unwrap();
+                let ranges = b.ranges();
+                let (x, choices) = call(&ranges);
+                let started = other.start_dispatch(x, choices).unwrap();
+                if round % 2 == 0 {
+                    combine(&mut rank.ep, &first, &a).unwrap();
+                }
+                let (rows, second) = started.finish().unwrap();
+                experts_copy(&rank.stream, &rows, &second).unwrap();
+                combine(&mut other, &second, &b).unwrap();
+                if round % 2 == 1 {
+                    combine(&mut rank.ep, &first, &a).unwrap();
+                }
+                // Both are on one stream.
+                rank.ep.synchronize().unwrap();
+                for (input, tensors) in inputs.iter().zip([&a, &b]) {
+                    let expected = copied_back(case, input);
+                    assert_eq!(content(&tensors.out)[..expected.len()], expected);
+                }
+            }
+        });
+    });
+}
+
+#[test]
+fn batch_within_one_device_needs_sms_before_cuda_13_1() {
+    let case = Case { ranks: 2, experts: 4, top_k: 2, hidden: 16, max_tokens: 3 };
+    let drivers = ["12080", "13000", "13010"].map(|version| [("SIDELANE_STAND_IN_DRIVER", version)]);
+    let test = "slots::rounds::batch_within_one_device_needs_sms_before_cuda_13_1";
+    on_each(test, &[&drivers[0], &drivers[1], &drivers[2]], || {
+        on_ranks(case.ranks, &options(), |world| {
+            let mut rank = Rank::on_device(case, world, 0);
+            let by_sms = u64::from(rank.context.driver().version() < Version(13010));
+            let me = rank.me();
+            rank.group.gather(&[]).unwrap();
+            let tensors = rank.tensors(&case.input(1, me));
+            let (_, handle) = dispatch(&mut rank.ep, &tensors).unwrap();
+            rank.ep.synchronize().unwrap();
+            let report = handle.report().unwrap();
+            assert_eq!(report.same_device, 1);
+            let Enqueued { batches, copies, copies_by_sms, .. } = report.enqueued;
+            assert_eq!((batches, copies, copies_by_sms), (1, 1, by_sms));
+            rank.group.gather(&[]).unwrap();
+            let seen = StandIn::loaded().unwrap().counters().copies_by_sms;
+            assert_eq!(seen, u64::from(case.ranks) * by_sms, "reports of all ranks");
+            rank.group.gather(&[]).unwrap();
+        });
+    });
+}
+
+#[test]
+fn legacy_default_stream_takes_single_copies_and_reports_them() {
+    let case = Case { ranks: 2, experts: 4, top_k: 2, hidden: 16, max_tokens: 3 };
+    on_stand_in("slots::rounds::legacy_default_stream_takes_single_copies_and_reports_them", || {
+        on_ranks(case.ranks, &options(), |world| {
+            let mut rank = Rank::new(case, world);
+            // Both names that it has: null, and CU_STREAM_LEGACY.
+            for handle in [0, 1] {
+                let handle = std::ptr::without_provenance_mut(handle);
+                // SAFETY: the legacy default stream is there as long as its context.
+                rank.stream = Arc::new(unsafe { Stream::borrow(&rank.context, handle) }.unwrap());
+                rank.ep.set_stream(&rank.stream).unwrap();
+                for done in rank.rounds(1..4, 2).map(|report| report.enqueued) {
+                    assert_eq!((done.batches, done.single_copies, done.copies_by_sms), (0, 1, 0));
+                }
+            }
+            // A stream of its own takes batches again.
+            rank.stream = Arc::new(Stream::new(&rank.context, Priority::Usual).unwrap());
+            rank.ep.set_stream(&rank.stream).unwrap();
+            let [sent, _] = rank.rounds(4..6, 1).map(|report| report.enqueued);
+            assert_eq!((sent.batches, sent.single_copies), (1, 0));
+            rank.group.gather(&[]).unwrap();
+        });
+    });
+}
+
+#[test]
+fn calls_are_nodes_of_a_graph_on_several_streams() {
+    let case = Case { ranks: 3, experts: 6, top_k: 2, hidden: 16, max_tokens: 4 };
+    on_stand_in("slots::rounds::calls_are_nodes_of_a_graph_on_several_streams", || {
+        on_ranks(case.ranks, &options(), |world| {
+            let mut rank = Rank::new(case, world);
+            let pool = StreamPool::new(&rank.context, 1, 1).unwrap();
+            let caller = Arc::clone(&rank.stream);
+            for round in 0..6 {
+                let input = case.input(round, rank.me());
+                let tensors = rank.tensors(&input);
+                let call = Mutex::new((&mut rank.ep, None));
+                let work = |name| Work { name, chunk: 0 };
+                let mut graph = Graph::new();
+                let sent = graph.add(Name::Transfer(0), work("dispatch"), &[], |stream: &Arc<Stream>| {
+                    let (ep, landed) = &mut *call.lock().unwrap();
+                    ep.set_stream(stream)?;
+                    *landed = Some(dispatch(ep, &tensors)?);
+                    Ok(())
+                });
+                let made = graph.add(Name::Compute(0), work("experts"), &[sent], |stream| {
+                    let (_, landed) = &*call.lock().unwrap();
+                    let (rows, handle) = landed.as_ref().unwrap();
+                    experts_copy(stream, rows, handle)
+                });
+                graph.add(Name::Transfer(0), work("combine"), &[made], |stream| {
+                    let (ep, landed) = &mut *call.lock().unwrap();
+                    ep.set_stream(stream)?;
+                    combine(ep, &landed.as_ref().unwrap().1, &tensors)
+                });
+                graph.run(&CudaExecutor::new(&pool, &caller)).unwrap();
+                rank.ep.set_stream(&caller).unwrap();
+                rank.ep.synchronize().unwrap();
+                let expected = copied_back(case, &input);
+                assert_eq!(content(&tensors.out)[..expected.len()], expected, "round {round}");
+            }
+        });
+    });
+}

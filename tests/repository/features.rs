@@ -1,0 +1,59 @@
+//! The table of features in docs/from-rust.md, which is `ep::Feature`; and how few files tell layouts and orders apart.
+
+use sidelane::ep::{CallExecutor, Feature};
+
+#[test]
+fn documented_table_is_the_table_of_the_library() {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/from-rust.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let cells = |line: &str| -> Vec<String> {
+        line.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect()
+    };
+    let mut lines = page.lines().skip_while(|line| !line.starts_with("| feature |"));
+    let head = cells(lines.next().expect("the table is there"));
+    assert_eq!(head[1..], CallExecutor::ALL.map(|executor| executor.name().to_owned()));
+    let rows: Vec<_> = lines.skip(1).take_while(|line| line.starts_with('|')).map(cells).collect();
+    let served = |feature: Feature, executor| if feature.is_served_by(executor) { "yes" } else { "no" };
+    let expected: Vec<_> = Feature::ALL
+        .into_iter()
+        .map(|feature| {
+            let cells = CallExecutor::ALL.map(|executor| served(feature, executor));
+            [feature.name()].into_iter().chain(cells).map(str::to_owned).collect::<Vec<_>>()
+        })
+        .collect();
+    assert_eq!(rows, expected);
+}
+
+/// Lines of library code in a file, without its tests.
+fn code(path: &std::path::Path) -> String {
+    let text = std::fs::read_to_string(path).unwrap();
+    let code = text.split("#[cfg(test)]").next().unwrap_or_default();
+    code.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n")
+}
+
+#[test]
+fn few_files_tell_layouts_and_orders_apart() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let (mut folders, mut named) = (vec![root.clone()], Vec::new());
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.strip_prefix(&root).unwrap().to_str().unwrap().to_owned();
+            let is_test = name.ends_with("tests.rs") || name.contains("conformance");
+            match path.is_dir() {
+                true if name != "bin" => folders.push(path),
+                false if name.ends_with(".rs") && !is_test => {
+                    let code = code(&path);
+                    let variants = ["RowLayout::ExpertMajor", "RowLayout::RankMajor"];
+                    let orders = ["Order::Expert", "Order::Rank", "Order::Node"];
+                    if variants.iter().chain(&orders).any(|variant| code.contains(variant)) {
+                        named.push(name);
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+    named.sort();
+    assert!(named.len() <= 6, "{named:?}");
+}
