@@ -129,6 +129,7 @@ fn collectives_and_messages_of_known_shapes_do_not_allocate() {
                 group.all_to_all(&data, &mut came).unwrap();
                 group.all_to_all_v(&data[..1000], &[0, 300, 300, 400], &mut parts).unwrap();
                 assert_eq!(group.all_to_all_landed(&data).unwrap(), came);
+                group.reduce_scatter(&data[..4000], &mut came[..1000]).unwrap();
                 group.exchange(pair, &data[..3000], &mut came[..3000]).unwrap();
                 data.fill(me as f32);
             };

@@ -31,7 +31,8 @@ impl Communicator {
         loop {
             let len = most.min(part - at);
             let round = Round { program, at, len, ..Self::empty(E::DTYPE) };
-            let machine = self.enter(call, &round, (input, stores), &|_| call.tag(false))?;
+            self.rounds.tags.fill(call.tag(false));
+            let machine = self.enter(call, &round, (input, stores))?;
             for from in 0..self.size() {
                 let bytes = first(from) + at..first(from) + at + len;
                 self.rounds.gathered(&self.seat, self.calls.parity(), from, bytes);

@@ -1,4 +1,4 @@
-//! Sums over all ranks, on all of them.
+//! Sums over all ranks, on all of them or a part on each.
 
 use super::call::{Call, Tensors};
 use super::{Communicator, Sums};
@@ -46,6 +46,42 @@ impl Communicator {
             self.round(call, &Round { program, at, len, wire, ..Self::empty(dtype) }, &mut tensors)?;
             at += len;
             if !more {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Sums part `r` of `send`, `[ranks, n]`, over all ranks into `receive`, `[n]`, of rank `r`: by ascending rank, rounded
+    /// once, with the bits of the same part of an [`all_reduce`](Self::all_reduce) by [`Sums::Direct`]. Collective; the same
+    /// `n` on all ranks, none too.
+    ///
+    /// Ranks meet once for each `chunk / ranks` bytes of a part, and each byte is staged.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`]; [`PlanError::WrongShape`] if `send` has not a part of `receive`'s length for each rank.
+    pub fn reduce_scatter<E: Element>(&mut self, send: &[E], receive: &mut [E]) -> Result<(), Error> {
+        let (part, program, dtype) = (size_of_val(receive) as u64, Program::ReduceScatter, E::DTYPE);
+        let call = Call { kind: CallKind::ReduceScatter, dtype, option: 0, bytes: Some(part) };
+        let (ranks, seen, columns) = (self.size() as usize, send.len(), receive.len());
+        let checked = match columns.checked_mul(ranks) == Some(seen) {
+            true => Arithmetic::try_from(dtype).map(drop),
+            false => Err(PlanError::WrongShape { what: "elements to sum", seen, rows: ranks, columns }),
+        };
+        if let Err(error) = checked {
+            return Err(self.refuse(call, program, error.into()));
+        }
+        let (most, stores) = (self.seat.most(program), Stores::Cached);
+        let output = bytemuck::cast_slice_mut(receive);
+        let mut tensors = Tensors { input: Some(bytemuck::cast_slice(send)), output, stores };
+        let mut at = 0;
+        loop {
+            let len = most.min(part - at);
+            let first = |rank: u64| rank * part + at;
+            self.rounds.sends.clear();
+            self.rounds.sends.extend((0..ranks as u64).map(|rank| first(rank)..first(rank) + len));
+            self.round(call, &Round { program, at, len, ..Self::empty(dtype) }, &mut tensors)?;
+            at += len;
+            if at == part {
                 return Ok(());
             }
         }

@@ -7,7 +7,7 @@ use super::call::{Call, Tensors};
 use crate::dtype::Element;
 use crate::error::{CallKind, Error, PlanError};
 use crate::schedule::call::CallMachine;
-use crate::schedule::collective::{Program, Round};
+use crate::schedule::collective::{Program, Round, Rounds};
 
 /// Which bytes go where, kept from call to call.
 #[derive(Debug, Default)]
@@ -16,24 +16,14 @@ pub(super) struct Counts {
     sends: Vec<Range<u64>>,
     /// Per rank: where its bytes lie in the output.
     receives: Vec<Range<u64>>,
-    /// Per rank: what goes in a round.
-    part: Vec<Range<u64>>,
     /// Per rank: elements that came from it.
     elements: Vec<usize>,
-    /// Nothing for anybody.
-    pub none: Vec<Range<u64>>,
 }
 
 impl Counts {
     pub fn new(ranks: u32) -> Self {
-        let none = vec![0..0; ranks as usize];
-        Counts {
-            sends: none.clone(),
-            receives: none.clone(),
-            part: none.clone(),
-            elements: vec![0; ranks as usize],
-            none,
-        }
+        let ranges = || vec![0..0; ranks as usize];
+        Counts { sends: ranges(), receives: ranges(), elements: vec![0; ranks as usize] }
     }
 
     /// Each range behind the last; these are their lengths.
@@ -44,13 +34,6 @@ impl Counts {
             at += len;
         }
         at
-    }
-
-    /// The `nth` slot of each range.
-    fn part(&mut self, slot: u64, nth: u64) {
-        for (part, all) in self.part.iter_mut().zip(&self.sends) {
-            *part = nth_of(all, slot, nth);
-        }
     }
 }
 
@@ -154,15 +137,15 @@ impl Communicator {
         input: &[u8],
         most: u64,
     ) -> Result<CallMachine, Error> {
-        self.counts.part(self.seat.staging.slot(), nth);
-        let (part, sends) = (std::mem::take(&mut self.counts.part), std::mem::take(&mut self.counts.sends));
-        let round = Round { program: Program::AllToAll, sends: &part, ..Self::empty(call.dtype) };
-        let length = |to: u32| sends[to as usize].end - sends[to as usize].start;
-        let stores = self.stores(input.len() as u64);
-        let tag = |to| call.tag_with(call.bytes.unwrap_or(length(to)), most);
-        let entered = self.enter(call, &round, (input, stores), &tag);
-        (self.counts.part, self.counts.sends) = (part, sends);
-        entered
+        let (slot, stores) = (self.seat.staging.slot(), self.stores(input.len() as u64));
+        let Rounds { sends, tags, .. } = &mut self.rounds;
+        sends.clear();
+        sends.extend(self.counts.sends.iter().map(|all| nth_of(all, slot, nth)));
+        for (tag, all) in tags.iter_mut().zip(&self.counts.sends) {
+            *tag = call.tag_with(call.bytes.unwrap_or(all.end - all.start), most);
+        }
+        let round = Round { program: Program::AllToAll, ..Self::empty(call.dtype) };
+        self.enter(call, &round, (input, stores))
     }
 
     /// What has come in the first round, and all further rounds: as many as the longest part needs.

@@ -55,12 +55,10 @@ impl Tensors<'_> {
 /// Contribution of a rank to the entry of a round.
 struct Entry<'r> {
     call: Call,
-    round: &'r Round<'r>,
+    round: &'r Round,
     input: &'r [u8],
     /// How its puts are stored.
     stores: Stores,
-    /// The tag for each peer.
-    tag: &'r dyn Fn(u32) -> Tag,
     /// Why it refuses the call; its tags say that it does.
     refused: Option<Error>,
 }
@@ -100,11 +98,8 @@ impl Executor for RoundCall<'_, '_> {
     fn compute(&mut self, _: Role, work: Work) -> Result<(), Error> {
         let RoundCall { group, entry, tensors, .. } = self;
         match (work, entry, tensors) {
-            (Work::FillRound, Some(Entry { round, tag, .. }), _) => {
+            (Work::FillRound, Some(Entry { round, .. }), _) => {
                 group.rounds.fill(&group.seat, &Round { parity: group.calls.parity(), ..**round });
-                for (to, said) in (0..).zip(&mut group.rounds.tags) {
-                    *said = tag(to);
-                }
             }
             (Work::CopyOut, _, Some(tensors)) => group.copy_all(tensors)?,
             (Work::EndRound, ..) => group.rounds.end(),
@@ -135,35 +130,36 @@ impl Executor for RoundCall<'_, '_> {
 impl Communicator {
     /// Enters a round that this rank refuses: the others must hear of it.
     pub(super) fn refuse(&mut self, call: Call, program: Program, why: Error) -> Error {
-        let sends = std::mem::take(&mut self.counts.none);
-        let round = &Round { program, sends: &sends, ..Self::empty(call.dtype) };
-        let (input, stores, tag) = (&[][..], Stores::Cached, &|_| call.tag(true));
-        let refused = self.begin(Entry { call, round, input, stores, tag, refused: Some(why) });
-        self.counts.none = sends;
+        let round = &Round { program, ..Self::empty(call.dtype) };
+        self.rounds.sends.clear();
+        self.rounds.tags.fill(call.tag(true));
+        let refused =
+            self.begin(Entry { call, round, input: &[], stores: Stores::Cached, refused: Some(why) });
         // A round that a rank refuses has no other end.
         refused.err().unwrap_or_else(|| PlanError::RefusedHere.into())
     }
 
     /// A round of nothing.
-    pub(super) fn empty(dtype: Dtype) -> Round<'static> {
+    pub(super) fn empty(dtype: Dtype) -> Round {
         let wire = crate::dtype::Wire::F32;
-        Round { program: Program::AllToAll, parity: 0, at: 0, len: 0, dtype, wire, sends: &[] }
+        Round { program: Program::AllToAll, parity: 0, at: 0, len: 0, dtype, wire }
     }
 
     /// One round, from its entry to what is copied to the caller.
     pub(super) fn round(
         &mut self,
         call: Call,
-        round: &Round<'_>,
+        round: &Round,
         tensors: &mut Tensors<'_>,
     ) -> Result<(), Error> {
         let staged = self.stores(call.bytes.unwrap_or(round.len));
-        let machine = self.enter(call, round, (tensors.input(), staged), &|_| call.tag(false))?;
+        self.rounds.tags.fill(call.tag(false));
+        let machine = self.enter(call, round, (tensors.input(), staged))?;
         self.carry(machine, round.program, tensors)
     }
 
-    /// The first half: this rank's puts from `input`, its word and tag to each peer, and those of all. Afterwards all ranks
-    /// have agreed on the round.
+    /// The first half: this rank's puts from `input`, its word and its tag ([`Rounds::tags`](crate::schedule::collective::Rounds)) to each peer, and those of
+    /// all. Afterwards all ranks have agreed on the round.
     ///
     /// # Errors
     /// [`CallError::KindsDiffer`], [`CallError::Disagree`], [`CallError::PeerRefused`] of the lowest rank that refused;
@@ -171,11 +167,10 @@ impl Communicator {
     pub(super) fn enter(
         &mut self,
         call: Call,
-        round: &Round<'_>,
+        round: &Round,
         (input, stores): (&[u8], Stores),
-        tag: &dyn Fn(u32) -> Tag,
     ) -> Result<CallMachine, Error> {
-        self.begin(Entry { call, round, input, stores, tag, refused: None })
+        self.begin(Entry { call, round, input, stores, refused: None })
     }
 
     fn begin(&mut self, entry: Entry<'_>) -> Result<CallMachine, Error> {

@@ -1,7 +1,8 @@
-//! All-reduce, broadcast, all-to-all, all-gather, and messages between two ranks.
+//! All-reduce, reduce-scatter, broadcast, all-to-all, all-gather, and messages between two ranks.
 //!
 //! ```text
 //!   all_reduce     [n]                       ->  [n]                 sums over the ranks, on all of them
+//!   reduce_scatter [ranks, n]                ->  [n]                 part r, summed over the ranks, on rank r
 //!   broadcast      [n] of the root           ->  [n]                 on all
 //!   all_to_all     [ranks, n]                ->  [ranks, n]          part r of rank s becomes part s of rank r
 //!   all_to_all_landed                                                the same, read where it lands
@@ -10,7 +11,7 @@
 //!   send, receive, exchange                                          between two ranks, in order
 //! ```
 //!
-//! Reduce-scatter, and an all-gather of rows of which ranks have different numbers, into memory that experts read in place, are
+//! All-gather and reduce-scatter of rows of which ranks have different numbers, in memory that experts read in place, are
 //! [`ep::Collective`](crate::ep::Collective)'s.
 //!
 //! A call goes in rounds of a chunk, by the programs of [`schedule::collective`](crate::schedule::collective), which are

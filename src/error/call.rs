@@ -32,6 +32,8 @@ pub enum CallKind {
     Receive = 13,
     /// Elements of all ranks for all.
     AllGather = 14,
+    /// Sum over all ranks, a part for each.
+    ReduceScatter = 15,
     /// Something no call of this version says.
     Unknown = 0,
 }
@@ -54,6 +56,7 @@ impl CallKind {
             CallKind::Send,
             CallKind::Receive,
             CallKind::AllGather,
+            CallKind::ReduceScatter,
         ]
         .into_iter()
         .find(|&kind| kind as u16 == code)

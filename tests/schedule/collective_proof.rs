@@ -28,7 +28,7 @@ fn programs(ranks: u32) -> Vec<Program> {
     let broadcast = |root, shape| Program::Broadcast { root, shape };
     let mut all = vec![Program::Direct { more: true }, Program::Whole, Program::Ring, Program::AllToAll];
     all.extend([broadcast(0, Shape::Star), broadcast(ranks - 1, Shape::Chain), Program::AllGather]);
-    all.push(Program::Landed);
+    all.extend([Program::Landed, Program::ReduceScatter]);
     all
 }
 
@@ -168,7 +168,8 @@ fn is_for(program: Program, nodes: &NodeMap, me: u32, to: u32) -> bool {
     match program {
         Program::Ring | Program::Landed => false,
         Program::Broadcast { root, .. } => me == root && nodes.same_node(me, to),
-        Program::Whole | Program::Direct { .. } | Program::AllToAll | Program::AllGather => true,
+        Program::Whole | Program::Direct { .. } => true,
+        Program::AllToAll | Program::AllGather | Program::ReduceScatter => true,
     }
 }
 
@@ -189,7 +190,7 @@ fn harmless(mutation: &Mutation, moves: bool, program: Program, nodes: &NodeMap)
     match (change, item.op, other) {
         (_, Op::Put { .. }, _) if !moves => Some("it moves nothing"),
         (Change::Swap, op, Some(next)) => match (op, next) {
-            (op, next) if program == Program::Landed && [op, next].into_iter().any(is_own) => {
+            (op, next) if keeps_own(program) && [op, next].into_iter().any(is_own) => {
                 Some("this rank alone reads what it puts to itself, when the stage is over")
             }
             (Op::Put { to: a, .. }, Op::Put { .. }) if a != me => Some("two puts in either order"),
@@ -234,6 +235,11 @@ fn harmless(mutation: &Mutation, moves: bool, program: Program, nodes: &NodeMap)
         }
         _ => None,
     }
+}
+
+/// Whether what a rank puts to itself is read by this rank alone.
+fn keeps_own(program: Program) -> bool {
+    matches!(program, Program::Landed | Program::ReduceScatter)
 }
 
 /// Parts that a program counts.

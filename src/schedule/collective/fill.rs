@@ -11,7 +11,7 @@ use crate::schedule::{Operand, Operands, Place, SpanCopy, Sum, Tag, Target, Wind
 
 /// One round of a call.
 #[derive(Clone, Copy, Debug)]
-pub struct Round<'a> {
+pub struct Round {
     /// What all ranks do.
     pub program: Program,
     /// Which of two places it takes.
@@ -24,8 +24,6 @@ pub struct Round<'a> {
     pub dtype: Dtype,
     /// Type of the partial sums on a ring.
     pub wire: Wire,
-    /// All-to-all: which bytes of the caller's tensor go to each rank in this round, at most a slot.
-    pub sends: &'a [Range<u64>],
 }
 
 /// What a rank copies from a window to its caller.
@@ -48,6 +46,9 @@ pub struct Rounds {
     spans: Vec<SpanCopy>,
     /// What each peer is told on entering.
     pub tags: Vec<Tag>,
+    /// All-to-all, reduce-scatter: bytes of the caller's tensor that go to each rank in this round, at most a slot; without
+    /// an entry, none.
+    pub sends: Vec<Range<u64>>,
     terms: Vec<Term>,
     starts: Vec<u32>,
     groups: Vec<u32>,
@@ -100,7 +101,7 @@ impl Rounds {
     }
 
     /// Fills in a round of this rank.
-    pub fn fill(&mut self, seat: &Seat, round: &Round<'_>) {
+    pub fn fill(&mut self, seat: &Seat, round: &Round) {
         self.table.fill(Operand::Empty);
         self.spans.clear();
         self.terms.clear();
@@ -123,6 +124,7 @@ impl Rounds {
             Program::AllToAll => self.all_to_all(seat, round),
             Program::Landed => self.landed(seat, round),
             Program::AllGather => self.all_gather(seat, round),
+            Program::ReduceScatter => self.reduce_scatter(seat, round),
         }
     }
 
@@ -164,12 +166,12 @@ impl Rounds {
         self.sums.push(bytes);
     }
 
-    fn offer(&mut self, seat: &Seat, round: &Round<'_>) {
+    fn offer(&mut self, seat: &Seat, round: &Round) {
         let to = seat.staging.offer(round.parity);
         self.span(Slots::OFFER, (Place::Input, round.at), to, round.len);
     }
 
-    fn whole(&mut self, seat: &Seat, round: &Round<'_>) {
+    fn whole(&mut self, seat: &Seat, round: &Round) {
         let (staging, parity, len) = (&seat.staging, round.parity, round.len);
         self.offer(seat, round);
         for to in seat.far() {
@@ -183,7 +185,7 @@ impl Rounds {
         self.sum_of_all(seat, round, 0..len);
     }
 
-    fn direct(&mut self, seat: &Seat, round: &Round<'_>) {
+    fn direct(&mut self, seat: &Seat, round: &Round) {
         let (staging, parity) = (&seat.staging, round.parity);
         let share = |of| staging.share(round.len, of);
         let (mine, ranks) = (share(seat.me), seat.ranks());
@@ -206,7 +208,7 @@ impl Rounds {
     }
 
     /// Of these bytes of the round, by ascending rank.
-    fn sum_of_all(&mut self, seat: &Seat, round: &Round<'_>, bytes: Range<u64>) {
+    fn sum_of_all(&mut self, seat: &Seat, round: &Round, bytes: Range<u64>) {
         let (staging, parity, len) = (&seat.staging, round.parity, bytes.end - bytes.start);
         for of in 0..seat.ranks() {
             let base = match seat.near(of) {
@@ -219,7 +221,7 @@ impl Rounds {
         self.share = round.at + bytes.start..round.at + bytes.end;
     }
 
-    fn ring(&mut self, seat: &Seat, round: &Round<'_>) {
+    fn ring(&mut self, seat: &Seat, round: &Round) {
         let Seat { me, staging, .. } = seat;
         let (me, ranks, parity) = (*me, seat.ranks(), round.parity);
         let share = |of| staging.share(round.len, of);
@@ -262,7 +264,7 @@ impl Rounds {
         }
     }
 
-    fn broadcast(&mut self, seat: &Seat, round: &Round<'_>, root: u32, parts: u8) {
+    fn broadcast(&mut self, seat: &Seat, round: &Round, root: u32, parts: u8) {
         let (offer, ranks) = (seat.staging.offer(round.parity), seat.ranks());
         if seat.me == root {
             self.offer(seat, round);
@@ -278,15 +280,15 @@ impl Rounds {
         }
     }
 
-    fn all_to_all(&mut self, seat: &Seat, round: &Round<'_>) {
+    fn all_to_all(&mut self, seat: &Seat, round: &Round) {
         let landing = seat.staging.landing(seat.me, round.parity);
         for to in seat.peers() {
-            let Range { start, end } = round.sends[to as usize].clone();
+            let Range { start, end } = self.sends.get(to as usize).cloned().unwrap_or_default();
             self.span(Slots::enter(to), (Place::Input, start), landing, end - start);
         }
     }
 
-    fn landed(&mut self, seat: &Seat, round: &Round<'_>) {
+    fn landed(&mut self, seat: &Seat, round: &Round) {
         let place = seat.staging.in_place(seat.me, round.len);
         for to in 0..seat.ranks() {
             let from = (Place::Input, u64::from(to) * round.len);
@@ -294,12 +296,25 @@ impl Rounds {
         }
     }
 
-    fn all_gather(&mut self, seat: &Seat, round: &Round<'_>) {
+    fn all_gather(&mut self, seat: &Seat, round: &Round) {
         self.offer(seat, round);
         for to in seat.far() {
             let offer = own(seat, seat.staging.offer(round.parity));
             self.span(Slots::enter(to), offer, seat.staging.landing(seat.me, round.parity), round.len);
         }
+    }
+
+    fn reduce_scatter(&mut self, seat: &Seat, round: &Round) {
+        self.all_to_all(seat, round);
+        let (offer, parity) = (seat.staging.offer(round.parity), round.parity);
+        let Range { start, end } = self.sends.get(seat.me as usize).cloned().unwrap_or_default();
+        self.span(Slots::OFFER, (Place::Input, start), offer, end - start);
+        for of in 0..seat.ranks() {
+            let base = if of == seat.me { offer } else { seat.staging.landing(of, parity) };
+            self.term(seat.me, base, end - start);
+        }
+        self.sum(Slots::sum(0, seat.ranks()), end - start, Target::Output);
+        self.share = round.at..round.at + (end - start);
     }
 
     /// All-to-all: what has come from a rank in this round, for these bytes of the caller's tensor.

@@ -73,19 +73,6 @@ impl Seat {
         self.nodes.ranks()
     }
 
-    /// The most bytes of a round: of what a rank has for all, or for each.
-    pub fn most(&self, program: Program) -> u64 {
-        match program {
-            Program::Whole | Program::AllToAll => self.staging.slot(),
-            Program::Landed => self.staging.room() / u64::from(self.ranks()),
-            // Ranks of other nodes have a slot each.
-            Program::AllGather if self.nodes.nodes() > 1 => self.staging.slot(),
-            Program::Direct { .. } | Program::AllGather => self.staging.chunk(),
-            Program::Ring => self.staging.half_chunk(),
-            Program::Broadcast { .. } => self.staging.wide_offer(),
-        }
-    }
-
     /// Where the parts of all ranks, of so many bytes each, have landed in place when a call is over.
     pub fn landed(&self, part: u64) -> Range<u64> {
         self.staging.in_place(0, part)..self.staging.in_place(self.ranks(), part)

@@ -30,6 +30,8 @@ pub enum Program {
     Landed,
     /// Each rank has something for all.
     AllGather,
+    /// Each rank sums what all ranks have for it.
+    ReduceScatter,
 }
 
 impl Program {
@@ -40,6 +42,7 @@ impl Program {
             Program::Broadcast { .. } => CallKind::Broadcast,
             Program::AllToAll | Program::Landed => CallKind::AllToAll,
             Program::AllGather => CallKind::AllGather,
+            Program::ReduceScatter => CallKind::ReduceScatter,
         }
     }
 
@@ -178,6 +181,19 @@ impl Ops {
 }
 
 impl Seat {
+    /// The most bytes of a round: of what a rank has for all, or for each.
+    pub fn most(&self, program: Program) -> u64 {
+        match program {
+            Program::Whole | Program::AllToAll | Program::ReduceScatter => self.staging.slot(),
+            Program::Landed => self.staging.room() / u64::from(self.ranks()),
+            // Ranks of other nodes have a slot each.
+            Program::AllGather if self.nodes.nodes() > 1 => self.staging.slot(),
+            Program::Direct { .. } | Program::AllGather => self.staging.chunk(),
+            Program::Ring => self.staging.half_chunk(),
+            Program::Broadcast { .. } => self.staging.wide_offer(),
+        }
+    }
+
     /// This rank's part of a program.
     pub fn skeleton(&self, program: Program) -> Skeleton {
         let steps = match program {
@@ -200,6 +216,11 @@ impl Seat {
                 vec![self.entered(Ops::new()), self.landed_by_all(puts).step("land", Tensor::Input)]
             }
             Program::AllGather => vec![self.offered()],
+            Program::ReduceScatter => {
+                let own = Ops::new().put(self.me, Slots::OFFER);
+                let puts = own.each(self.peers(), |ops, to| ops.put(to, Slots::enter(to)));
+                vec![self.entered(puts), self.summed()]
+            }
         };
         let call = CallShape::round(steps.len() as u8, program.ends_in_the_next());
         Skeleton { steps, call }

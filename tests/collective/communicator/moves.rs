@@ -4,7 +4,7 @@ use half::bf16;
 use sidelane::Options;
 use sidelane::collective::Sums;
 
-use super::case::{LENGTHS, SHAPES, bits, communicator, reduces, tensor};
+use super::case::{LENGTHS, SHAPES, bits, communicator, reduces, summed, tensor};
 use crate::support::{on_ranks, tiny};
 
 #[test]
@@ -71,6 +71,24 @@ fn everybody_has_the_elements_of_all() {
                 communicator.all_gather(&tensor::<f32>(world.rank() as usize, len, 4), &mut came).unwrap();
                 let all = (0..world.size() as usize).map(|rank| tensor::<f32>(rank, len, 4));
                 assert!(bits(&came) == bits(&all.collect::<Vec<_>>().concat()), "{nodes:?} {len}");
+            }
+        });
+    }
+}
+
+#[test]
+fn reduce_scatter_has_the_bits_of_its_part_of_an_all_reduce() {
+    for nodes in SHAPES {
+        on_ranks(nodes, &tiny(), |world| {
+            let (me, ranks) = (world.rank() as usize, world.size() as usize);
+            let mut communicator = communicator(&world, Sums::Direct);
+            for len in LENGTHS {
+                let mine = tensor::<bf16>(me, ranks * len, 6);
+                let (mut whole, mut part) = (mine.clone(), tensor::<bf16>(me, len, 7));
+                communicator.all_reduce(&mut whole).unwrap();
+                communicator.reduce_scatter(&mine, &mut part).unwrap();
+                assert!(bits(&part) == bits(&whole[me * len..][..len]), "{nodes:?} {len}");
+                assert!(bits(&whole) == bits(&summed::<bf16>(ranks, ranks * len, 6)), "{nodes:?} {len}");
             }
         });
     }

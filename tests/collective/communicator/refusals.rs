@@ -61,6 +61,11 @@ fn ranks_that_differ_are_told_on_all_ranks_and_the_next_call_works() {
         );
         odd_one_out(
             nodes,
+            |c| c.reduce_scatter(&[1.0f32; 400], &mut [0.0; 100]).unwrap_err(),
+            |_, error| assert!(matches!(error, Error::Call(CallError::KindsDiffer { .. })), "{error}"),
+        );
+        odd_one_out(
+            nodes,
             |c| c.all_to_all_v(&[1.0f32; 8], &[2, 2, 2, 2], &mut Vec::new()).unwrap_err(),
             |_, error| assert!(matches!(error, Error::Call(CallError::KindsDiffer { .. })), "{error}"),
         );
@@ -92,6 +97,12 @@ fn wrong_input_is_refused_where_it_is_and_told_to_the_others() {
         let mut receive = vec![5.0f32; if wrong { 8 } else { 9 }];
         match communicator.all_gather(&[1.0f32; 3], &mut receive).unwrap_err() {
             Error::Plan(PlanError::WrongShape { what: "elements to receive", seen: 8, .. }) if wrong => {}
+            error => told(error),
+        }
+        assert!(receive.iter().all(|&element| element == 5.0), "nothing is visible");
+        let send = vec![1.0f32; if wrong { 5 } else { 9 }];
+        match communicator.reduce_scatter(&send, &mut receive[..3]).unwrap_err() {
+            Error::Plan(PlanError::WrongShape { what: "elements to sum", seen: 5, .. }) if wrong => {}
             error => told(error),
         }
         assert!(receive.iter().all(|&element| element == 5.0), "nothing is visible");

@@ -172,8 +172,9 @@ impl Teller {
         let sends: Vec<_> =
             (0..self.seat.ranks()).map(|to| u64::from(to) * len..(u64::from(to) + 1) * len).collect();
         let parity = if self.slip == Some(CollectiveSlip::OneHalf) { 0 } else { self.calls.parity() };
-        let round = Round { program, parity, at: 0, len, dtype: DTYPE, wire: Wire::F32, sends: &sends };
+        let round = Round { program, parity, at: 0, len, dtype: DTYPE, wire: Wire::F32 };
         let mut rounds = Rounds::new(self.seat.ranks());
+        rounds.sends.clone_from(&sends);
         rounds.fill(&self.seat, &round);
         for (from, bytes) in (0..).zip(&sends) {
             match program {
