@@ -49,7 +49,7 @@ pub enum LaneError {
         /// What is missing.
         missing: &'static str,
     },
-    /// The lane that was chosen is not there on another rank.
+    /// Another rank cannot use the lane that was chosen.
     #[error("rank {rank} cannot use the {lane} lane: {reason}")]
     PeerLacks {
         /// The rank (in the world).

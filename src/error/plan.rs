@@ -110,14 +110,14 @@ pub enum PlanError {
         /// What would be right.
         expected: &'static str,
     },
-    /// This rank's caller gave something that was refused before its planner saw it.
+    /// This rank's caller gave something that was refused before the call was laid out.
     #[error("the input was refused where the call was made")]
     RefusedHere,
-    /// The planner of an instance serves no more, or could not be started.
+    /// The planner of an instance serves no more, or a thread of it could not be started.
     #[error("the planner's thread is gone")]
     PlannerGone,
-    /// The thread that waits for the planner was asked to end ([`interruptible`](crate::bootstrap::interruptible)).
-    #[error("the wait for the planner was interrupted by its caller")]
+    /// A thread that waits for a planner or for memory was asked to end ([`interruptible`](crate::bootstrap::interruptible)).
+    #[error("the wait for a planner or for memory was interrupted by its caller")]
     Interrupted,
     /// The expert map does not fit the group.
     #[error("expert map: {problem} (expert {expert}, rank {rank})")]

@@ -48,7 +48,8 @@ pub use port::Port;
 pub use rail::Counters as RailCounters;
 pub use rail::is_copied;
 pub use rail::{
-    Adapter, Card, Egress, Ground, LOOP, LoopWires, Region, Setup, Target, TcpWires, WireOffer, Wiring,
+    Adapter, Card, Egress, Ground, LOOP, LoopWires, Rail, Region, Setup, Target, TcpWires, WireEnd,
+    WireOffer, Wiring,
 };
 pub use rail::{Detour, DeviceMemory, NoDmaBuf, Registration};
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Waiting for words that devices write: nobody wakes a thread for them, so it looks.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use super::Lanes;
 use super::wait::{Interrupted, Patience, Waiter};
@@ -21,9 +22,34 @@ impl Lanes {
         word: &AtomicU64,
         value: u64,
         (from, flag): (u32, Flag),
+        look: impl FnMut() -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        self.outlast(word, value, (from, flag), self.patience(from), look)
+    }
+
+    /// Waits until this rank's own stream has set a word here; `look` as above. There is no deadline: the caller's own work may
+    /// come first.
+    ///
+    /// # Errors
+    /// The world's [`Cause`](crate::error::Cause) of death, an interruption, or what `look` says.
+    pub fn wait_for_stream(
+        &self,
+        word: &AtomicU64,
+        look: impl FnMut() -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let patience = Patience { deadline: Duration::MAX, ..self.patience(self.rank) };
+        self.outlast(word, 1, (self.rank, Flag::Ready), patience, look)
+    }
+
+    fn outlast(
+        &self,
+        word: &AtomicU64,
+        value: u64,
+        (from, flag): (u32, Flag),
+        patience: Patience<'_>,
         mut look: impl FnMut() -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let mut waiter = Waiter::new(Patience { silent: true, ..self.patience(from) });
+        let mut waiter = Waiter::new(Patience { silent: true, ..patience });
         loop {
             let seen = word.load(Ordering::Acquire);
             if seen >= value {

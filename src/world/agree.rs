@@ -6,7 +6,8 @@ use super::Options;
 use crate::bootstrap::Hub;
 use crate::error::{BootstrapError, CallError, Error};
 
-/// Digests go round; the words themselves only if these differ, and only of the two that are then named.
+/// Digests go round; the words themselves only if these differ, and only of the two that are then
+/// named.
 pub(super) fn on_conditions(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
     let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
     let mine = Sha256::digest(&options.conditions);
@@ -19,8 +20,8 @@ pub(super) fn on_conditions(hub: &dyn Hub, options: &Options) -> Result<(), Erro
     Err(BootstrapError::ConditionsDiffer { rank: differs as u32, seen, expected }.into())
 }
 
-/// Peers check offsets against sizes that they take to be their own, and hold signals back at both ends of a wire or at
-/// none.
+/// Peers check offsets against sizes that they take to be their own, and hold signals back at both
+/// ends of a wire or at none.
 pub(super) fn on_sizes(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
     let (rank, size, deadline) = (hub.rank(), hub.size(), options.clocks.rendezvous);
     let pace = options.pace.map_or([0; 2], |pace| {
@@ -38,6 +39,35 @@ pub(super) fn on_sizes(hub: &dyn Hub, options: &Options) -> Result<(), Error> {
         }
     }
     Ok(())
+}
+
+/// A failure at a rank, as the others learn it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Failure {
+    /// Position of the rank among those that answered.
+    pub at: usize,
+    /// Whether it counts more than failures that are not grave, wherever those are.
+    pub grave: bool,
+    /// What the rank says.
+    pub reason: String,
+}
+
+impl Failure {
+    /// A rank's answer to a step that all take: nothing if it could take it.
+    pub fn answer<T>(taken: &Result<T, Error>, grave: impl FnOnce(&Error) -> bool) -> Vec<u8> {
+        let error = taken.as_ref().err();
+        let said = error.map(|error| [&[u8::from(grave(error))], error.to_string().as_bytes()].concat());
+        said.unwrap_or_default()
+    }
+
+    /// The failure that all ranks name, if there is any: the first grave one, or the first.
+    pub fn named(answers: &[Vec<u8>]) -> Option<Self> {
+        let failures = answers.iter().enumerate().filter_map(|(at, answer)| {
+            let (&grave, reason) = answer.split_first()?;
+            Some(Failure { at, grave: grave == 1, reason: String::from_utf8_lossy(reason).into_owned() })
+        });
+        failures.min_by_key(|failure| !failure.grave)
+    }
 }
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! Windows on GPUs: memory of a device at every member of a group, and words beside it, mapped within nodes.
+//! Windows on GPUs: memory of a device at every member of a group, and words beside it, mapped
+//! within nodes.
 //!
 //! ```text
 //!   member 0   | memory: VMM, exported as a descriptor |   | words: a sealed memfd, pinned |
@@ -6,9 +7,10 @@
 //!              mapped at equal distances, for my device    mapped, and pinned, by everybody
 //! ```
 //!
-//! Rows lie in the memory, flags in the words. A GPU's write of a word comes after everything that its stream did
-//! before, wherever the word lies; in memory of the host the *host* can reach it as well: it sees what is missing,
-//! and can end a wait when a rank is lost, without a stream of its own that might stand behind the very wait.
+//! Rows lie in the memory, flags in the words. A GPU's write of a word comes after everything that
+//! its stream did before, wherever the word lies; in memory of the host the *host* can reach it as
+//! well: it sees what is missing, and can end a wait when a rank is lost, without a stream of its
+//! own that might stand behind the very wait.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -61,12 +63,13 @@ struct Heard {
 }
 
 impl DeviceWindow {
-    /// `len` bytes of memory of each member's device, and `words` bytes of words. Collective; those of other nodes are not
-    /// mapped. A rank that is not `ready` has an error of its own, and takes part so that the others are told.
+    /// `len` bytes of memory of each member's device, and `words` bytes of words. Collective; those
+    /// of other nodes are not mapped. A rank that is not `ready` has an error of its own, and takes
+    /// part so that the others are told.
     ///
     /// # Errors
-    /// [`MemoryError::SizesDiffer`]; [`DeviceError`] at the rank whose device lacks something, or does not reach that of
-    /// another, and [`MemoryError::NotUsable`] at the others.
+    /// [`MemoryError::SizesDiffer`]; [`DeviceError`] at the rank whose device lacks something, or
+    /// does not reach that of another, and [`MemoryError::NotUsable`] at the others.
     pub(crate) fn new(
         group: &Group,
         context: &Arc<Context>,

@@ -11,7 +11,8 @@ use crate::lane::{self, Lanes, Part, Reach, Target};
 use crate::memory::SymmetricExtent;
 use crate::topology::{NodeMap, Paths, Route};
 
-/// Ordered ranks of a world. Positions in this order are the ranks of everything that is built on the group.
+/// Ordered ranks of a world. Positions in this order are the ranks of everything that is built on
+/// the group.
 #[derive(Debug)]
 pub struct Group {
     pub(crate) shared: Arc<Shared>,
@@ -69,9 +70,10 @@ impl Group {
         self.shared.nodes.subset(&self.ranks)
     }
 
-    /// Touches so many bytes of the pool of each other member of this node, so that no first call pays for page faults. All
-    /// members must have their worlds by then: whoever touches memory first decides where it lies. A rank that cannot goes on,
-    /// as others wait for it, and pays in its first call.
+    /// Touches so many bytes of the pool of each other member of this node, so that no first call
+    /// pays for page faults. All members must have their worlds by then: whoever touches memory
+    /// first decides where it lies. A rank that cannot goes on, as others wait for it, and pays in
+    /// its first call.
     pub(crate) fn touch_pools(&self, bytes: u64) {
         for &rank in self.ranks.iter().filter(|&&rank| rank != self.ranks[self.me as usize]) {
             if let Err(error) = self.shared.heap.touch(rank, bytes) {
@@ -80,7 +82,8 @@ impl Group {
         }
     }
 
-    /// Exchanges small blobs: what each member contributes, in order. Goes through the rendezvous, not the lanes.
+    /// Exchanges small blobs: what each member contributes, in order. Goes through the rendezvous,
+    /// not the lanes.
     ///
     /// # Errors
     /// [`BootstrapError::Deadline`] naming who did not come, or the world's cause of death.
@@ -93,8 +96,8 @@ impl Group {
     /// Memory of `len` bytes at every member, for one-sided puts. Collective.
     ///
     /// # Errors
-    /// [`MemoryError::SizesDiffer`] if members ask for different sizes, [`MemoryError::OutOfSpace`] on every member
-    /// if one of them has no room.
+    /// [`MemoryError::SizesDiffer`] if members ask for different sizes, [`MemoryError::OutOfSpace`]
+    /// on every member if one of them has no room.
     pub fn window(&self, len: u64) -> Result<Window, Error> {
         Window::symmetric(self, len)
     }
@@ -102,7 +105,8 @@ impl Group {
     /// Compares settings between all members. The first says whether a rank can use its own.
     ///
     /// # Errors
-    /// [`CallError::ConfigsDiffer`], but not at a rank that cannot use its own: that has its own reason to report.
+    /// [`CallError::ConfigsDiffer`], but not at a rank that cannot use its own: that has its own
+    /// reason to report.
     pub(crate) fn alike(&self, settings: &[(&'static str, u64)]) -> Result<(), Error> {
         let mine: Vec<u64> = settings.iter().map(|&(_, value)| value).collect();
         let rank = self.me;
@@ -119,16 +123,18 @@ impl Group {
         Ok(())
     }
 
-    /// Makes a caller's own memory a window: `memory` is a memfd, sealed against shrinking, that the caller has mapped
-    /// (a shared tensor, for example). Collective; sizes must be equal.
+    /// Makes a caller's own memory a window: `memory` is a memfd, sealed against shrinking, that
+    /// the caller has mapped (a shared tensor, for example). Collective; sizes must be equal.
     ///
     /// # Errors
-    /// [`MemoryError::NotSealed`] ([`MemoryError::NotUsable`] on the others), [`MemoryError::SizesDiffer`], [`MemoryError::OutOfSpace`] for its flags.
+    /// [`MemoryError::NotSealed`] ([`MemoryError::NotUsable`] on the others),
+    /// [`MemoryError::SizesDiffer`], [`MemoryError::OutOfSpace`] for its flags.
     pub fn register(&self, memory: OwnedFd) -> Result<Window, Error> {
         Window::registered(self, memory)
     }
 
-    /// The lanes to all members. Collective the first time for each route: what wires are missing are laid then.
+    /// The lanes to all members. Collective the first time for each route: what wires are missing
+    /// are laid then.
     pub(crate) fn lanes(&self, route: Route) -> Result<Arc<Lanes>, Error> {
         let cell = &self.lanes[route as usize];
         if let Some(lanes) = cell.get() {
@@ -169,8 +175,9 @@ impl Group {
 
     /// Takes symmetric bytes at every member; all succeed or all give them back. Collective.
     ///
-    /// The windows of a layer that is gone are held until its peers have said that they are done with them. If there is
-    /// no room, all members are here, so they have: the second try finds what is really free.
+    /// The windows of a layer that is gone are held until its peers have said that they are done
+    /// with them. If there is no room, all members are here, so they have: the second try finds
+    /// what is really free.
     pub(crate) fn take_symmetric(&self, len: u64) -> Result<SymmetricRange, Error> {
         let first = self.try_symmetric(len);
         if let Err(Error::Memory(MemoryError::OutOfSpace { .. })) = first {
@@ -215,7 +222,8 @@ impl Group {
             // Signals that are messages have come, but may not have been read.
             rails.card.progress();
         }
-        // All members are here, so none is still in a call that used these bytes; none may use them before all are clear.
+        // All members are here, so none is still in a call that used these bytes; none may use them
+        // before all are clear.
         let mut extent = taken?;
         extent.clear()?;
         self.gather(&[])?;

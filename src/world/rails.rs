@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::Options;
+use super::agree::Failure;
 use super::setup::crowded;
 use crate::bootstrap::{Hub, Location};
 use crate::config::RailChoice;
@@ -99,9 +100,9 @@ impl Rails {
     /// Chooses, and opens this rank's part. Collective over the world.
     ///
     /// # Errors
-    /// [`LaneError::ChoicesDiffer`] if ranks ask for different lanes, [`BootstrapError::Unreachable`] if the lane does not
-    /// reach all of them; what is wrong with this rank's part of a lane that was asked for, [`LaneError::PeerLacks`] on the
-    /// others.
+    /// [`LaneError::ChoicesDiffer`] if ranks ask for different lanes,
+    /// [`BootstrapError::Unreachable`] if the lane does not reach all of them; what is wrong with
+    /// this rank's part of a lane that was asked for, [`LaneError::PeerLacks`] on the others.
     pub(super) fn open(place: &Place<'_>) -> Result<Self, Error> {
         let Place { hub, machines, heap, options, .. } = *place;
         let (rank, choice) = (hub.rank(), options.rail);
@@ -216,34 +217,24 @@ impl Place<'_> {
         Ok(Box::new(Adapter::open(&Ground::here()?, setup)?))
     }
 
-    /// What this rank has opened, if all could: a rank that cannot tells the others, and does not leave them waiting.
+    /// What this rank has opened, if all could: a rank that cannot tells the others, and does not
+    /// leave them waiting.
     fn open(&self, net: &Net, card: &Card) -> Result<Result<Box<dyn Wiring>, Lacking>, Error> {
         let (opened, lane) = ((net.open)(self, card), net.lane);
         let (hub, deadline) = (self.hub, self.options.clocks.rendezvous);
-        // Whoever can says nothing.
-        let mut said = Vec::new();
-        if let Err(error) = &opened {
-            said.push(u8::from(is_mistake(error)));
-            said.extend(error.to_string().into_bytes());
-        }
-        let key = format!("world/rail/{lane}");
+        let (key, said) = (format!("world/rail/{lane}"), Failure::answer(&opened, is_mistake));
         let answers = hub.gather(&key, hub.rank(), hub.size(), &said, deadline)?;
-        let mistake = |answer: &&[u8]| answer.first() == Some(&1);
-        let lacking =
-            || (0..).zip(answers.iter().map(Vec::as_slice)).filter(|(_, answer)| !answer.is_empty());
-        let first = lacking().find(|(_, answer)| mistake(answer)).or_else(|| lacking().next());
-        Ok(match (opened, first) {
-            (Ok(wiring), None) => Ok(wiring),
-            (opened, first) => {
-                let (rank, answer) = first.unwrap_or((hub.rank(), &said));
-                let reason = String::from_utf8_lossy(answer.get(1..).unwrap_or_default()).into_owned();
-                Err(Lacking { rank, reason, lane, mistake: mistake(&answer), own: opened.err() })
+        Ok(match Failure::named(&answers) {
+            None => Ok(opened?),
+            Some(Failure { at, grave: mistake, reason }) => {
+                Err(Lacking { rank: at as u32, reason, lane, mistake, own: opened.err() })
             }
         })
     }
 }
 
-/// Whether somebody asked for something that is not to be had, rather than that there is nothing to be had.
+/// Whether somebody asked for something that is not to be had, rather than that there is nothing to
+/// be had.
 fn is_mistake(error: &Error) -> bool {
     use VerbsError as V;
     let of_cards = |error: &LaneError| match error {

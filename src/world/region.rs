@@ -21,11 +21,12 @@ impl Registered {
         Registered { world: Arc::clone(&group.shared), region: Some(number) }
     }
 
-    /// Registers this rank's segment of a mapping: the member of its position in the group. All are equally long.
-    /// Collective.
+    /// Registers this rank's segment of a mapping: the member of its position in the group. All are
+    /// equally long. Collective.
     ///
     /// # Errors
-    /// [`MemoryError::NotUsable`] if that of another cannot be registered; at that rank, what the lane says.
+    /// [`MemoryError::NotUsable`] if that of another cannot be registered; at that rank, what the
+    /// lane says.
     pub fn new(group: &Group, lanes: &Lanes, mapped: Arc<Mapped>) -> Result<(Self, lane::Window), Error> {
         let len = mapped.len_of(group.rank());
         let region = Region { mapped: Arc::clone(&mapped), member: group.rank() };

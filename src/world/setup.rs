@@ -23,8 +23,8 @@ pub struct Options {
     pub config: Config,
     /// How long to wait for what.
     pub clocks: Clocks,
-    /// Keep so many operations of each rank for a timeline, the first ones since the recorder was emptied; 0 keeps none
-    /// and costs nothing.
+    /// Keep so many operations of each rank for a timeline, the first ones since the recorder was
+    /// emptied; 0 keeps none and costs nothing.
     pub record: usize,
     /// What joins nodes.
     pub rail: RailChoice,
@@ -37,8 +37,9 @@ pub struct Options {
     /// Cards that take the place of this machine's.
     #[cfg(test)]
     pub(crate) stand_in: Option<crate::lane::Ground>,
-    /// What all ranks must have in common beside these options, in the caller's words: for example the settings of a job
-    /// whose machines are started one by one. Ranks that differ do not become a world.
+    /// What all ranks must have in common beside these options, in the caller's words: for example
+    /// the settings of a job whose machines are started one by one. Ranks that differ do not become
+    /// a world.
     pub conditions: String,
 }
 
@@ -64,8 +65,8 @@ pub struct World {
 
 /// What groups, windows and calls share. The world lives until the last of them is gone.
 pub(crate) struct Shared {
-    /// The ways to other nodes; there are none where there is only one node. Dropped before the hub says goodbye: what a
-    /// rank has sent is there before others hear that it has left.
+    /// The ways to other nodes; there are none where there is only one node. Dropped before the hub
+    /// says goodbye: what a rank has sent is there before others hear that it has left.
     pub(crate) rails: Option<Rails>,
     pub(crate) hub: Box<dyn Hub>,
     pub(crate) options: Options,
@@ -105,8 +106,8 @@ impl World {
         Self::join(&Identity::from_env()?, Secret::from_env()?, options)
     }
 
-    /// Joins a job that is known otherwise than from a launcher's variables: from another library's process group, for
-    /// example.
+    /// Joins a job that is known otherwise than from a launcher's variables: from another library's
+    /// process group, for example.
     ///
     /// # Errors
     /// As [`World::from_env`].
@@ -115,7 +116,8 @@ impl World {
         Self::build(hub, options, &Location::here()?, None)
     }
 
-    /// A world of `n` ranks that are threads of this process, all on one node. Give each to its thread.
+    /// A world of `n` ranks that are threads of this process, all on one node. Give each to its
+    /// thread.
     ///
     /// # Errors
     /// As [`World::from_env`].
@@ -124,8 +126,8 @@ impl World {
         Self::threads_with(&vec![0; n as usize], &Options { config, ..Options::default() })
     }
 
-    /// A world of threads: rank r acts as if it ran on node `nodes[r]`. Ranks of different nodes share no memory but
-    /// the wire between them.
+    /// A world of threads: rank r acts as if it ran on node `nodes[r]`. Ranks of different nodes
+    /// share no memory but the wire between them.
     ///
     /// # Errors
     /// As [`World::from_env`].
@@ -270,7 +272,8 @@ impl World {
         self.shared.rails.as_ref().map(|rails| rails.card.counters()).unwrap_or_default()
     }
 
-    /// What they were to be asked for the same, told from the calls alone; all 0 without [`Options::forecast`].
+    /// What they were to be asked for the same, told from the calls alone; all 0 without
+    /// [`Options::forecast`].
     pub fn rail_forecast(&self) -> RailCounters {
         self.shared.rails.as_ref().map(|rails| rails.card.forecast()).unwrap_or_default()
     }
@@ -290,12 +293,12 @@ impl World {
         self.shared.recorder.as_ref()
     }
 
-    /// A group of these ranks, in this order. Collective among them: each must make the same groups of the same
-    /// ranks in the same order; other ranks take no part.
+    /// A group of these ranks, in this order. Collective among them: each must make the same groups
+    /// of the same ranks in the same order; other ranks take no part.
     ///
     /// # Errors
-    /// [`PlanError::BadParameter`](crate::error::PlanError::BadParameter) if a rank is out of range, named twice, or
-    /// this rank is not among them.
+    /// [`PlanError::BadParameter`](crate::error::PlanError::BadParameter) if a rank is out of
+    /// range, named twice, or this rank is not among them.
     pub fn group(&self, ranks: &[u32]) -> Result<Group, Error> {
         self.shared.hub.health().check()?;
         Group::new(Arc::clone(&self.shared), ranks)
@@ -309,18 +312,19 @@ impl World {
         self.group(&(0..self.size()).collect::<Vec<_>>())
     }
 
-    /// Ends the world on every rank: all waits and calls end with [`Cause::Cancelled`] that names this rank.
+    /// Ends the world on every rank: all waits and calls end with [`Cause::Cancelled`] that names
+    /// this rank.
     pub fn cancel(&self) {
         self.shared.hub.cancel(Cause::Cancelled { by: self.rank() });
     }
 
-    /// The survivors' next world: new segments, new connections, a new epoch. Collective among those that are left.
-    /// Handles and windows of the old world stay readable until they are dropped; late writes of a lost rank go to
-    /// segments that nobody reads any more.
+    /// The survivors' next world: new segments, new connections, a new epoch. Collective among
+    /// those that are left. Handles and windows of the old world stay readable until they are
+    /// dropped; late writes of a lost rank go to segments that nobody reads any more.
     ///
     /// # Errors
-    /// [`BootstrapError::RebuildFailed`] if the survivors do not meet, [`Cause::Evicted`] if they have left this
-    /// rank behind.
+    /// [`BootstrapError::RebuildFailed`] if the survivors do not meet, [`Cause::Evicted`] if they
+    /// have left this rank behind.
     pub fn rebuild(&self, deadline: Duration) -> Result<World, Error> {
         let (hub, previous) = self.shared.hub.rebuild(deadline)?;
         if let (Some(rails), Err(cause)) = (&self.shared.rails, self.shared.hub.health().check()) {
@@ -348,9 +352,9 @@ impl Shared {
         });
     }
 
-    /// An error amid a call ends the world: peers must not wait for a rank that has given up, nor take it for the
-    /// reason. A rank that left while it was awaited kills no world by itself: whoever noticed says so. The error's
-    /// ranks are positions among `ranks`.
+    /// An error amid a call ends the world: peers must not wait for a rank that has given up, nor
+    /// take it for the reason. A rank that left while it was awaited kills no world by itself:
+    /// whoever noticed says so. The error's ranks are positions among `ranks`.
     pub(crate) fn fail(&self, ranks: &[u32], error: Error) -> Error {
         let hub = &self.hub;
         match &error {
@@ -378,7 +382,8 @@ impl Shared {
     }
 }
 
-/// Whether the machine of a rank has fewer cores for this process than its ranks have threads that want one.
+/// Whether the machine of a rank has fewer cores for this process than its ranks have threads that
+/// want one.
 pub(super) fn crowded(machines: &[Location], rank: u32, threads: usize) -> bool {
     let here = machines.iter().filter(|place| place.same_machine(&machines[rank as usize])).count();
     std::thread::available_parallelism().is_ok_and(|cores| cores.get() < here * threads)

@@ -5,11 +5,13 @@
 //!                                                           ^ strictly ordered, written behind the rows
 //! ```
 //!
-//! A flag in memory of the host may be seen before rows in memory of a device: these are two places on the bus, with no order
-//! between them. So whoever puts rows there writes a *word* there, too, before it raises the flag; and the stream that goes on
-//! with the rows awaits the word, once the host has seen the flag. What a device sees of a card's writes is in order by itself,
-//! or the wait makes it so ([`WriteOrder`]). The host does not write such words: when a world dies, a stream does, which needs
-//! another hardware queue than those that wait. Where there is one queue only, rows take the detour.
+//! A flag in memory of the host may be seen before rows in memory of a device: these are two places
+//! on the bus, with no order between them. So whoever puts rows there writes a *word* there, too,
+//! before it raises the flag; and the stream that goes on with the rows awaits the word, once the
+//! host has seen the flag. What a device sees of a card's writes is in order by itself, or the wait
+//! makes it so ([`WriteOrder`]). The host does not write such words: when a world dies, a stream
+//! does, which needs another hardware queue than those that wait. Where there is one queue only,
+//! rows take the detour.
 
 use std::sync::Arc;
 
@@ -31,11 +33,12 @@ pub(crate) struct Straight {
 }
 
 impl Straight {
-    /// Registers `memory` at every member, if the cards of all take it; else says why not. Collective.
+    /// Registers `memory` at every member, if the cards of all take it; else says why not.
+    /// Collective.
     ///
     /// # Errors
-    /// The world's cause of death; [`BootstrapError::Malformed`], [`LaneError`](crate::error::LaneError) for what makes no
-    /// sense.
+    /// The world's cause of death; [`BootstrapError::Malformed`],
+    /// [`LaneError`](crate::error::LaneError) for what makes no sense.
     pub fn new(group: &Group, lanes: &Lanes, memory: &DeviceMemory) -> Result<Result<Self, Detour>, Error> {
         let (facts, len) = (memory.context.facts(), memory.own.len());
         let ordered = facts.write_order != WriteOrder::None || facts.flush_remote_writes;
@@ -56,7 +59,8 @@ impl Straight {
         let (Ok((_, _, registration)), Some(region)) = (&registered, region) else {
             return Ok(Err(registered.err().unwrap_or(Detour::Rank(group.rank()))));
         };
-        // Before anything is learnt: that may fail at one rank alone, which must not go on as the others do then.
+        // Before anything is learnt: that may fail at one rank alone, which must not go on as the
+        // others do then.
         if let Some((member, _)) = (0..).zip(&heard).find(|(_, blob)| blob[..] == [0]) {
             return Ok(Err(Detour::Rank(member)));
         }

@@ -1,4 +1,5 @@
-//! The host's twin of a device's memory: where rows wait that cross between nodes, where no card reaches the device.
+//! The host's twin of a device's memory: where rows wait that cross between nodes, where no card
+//! reaches the device.
 //!
 //! ```text
 //!   device      | memory, as its peers of the node reach it |
@@ -7,9 +8,10 @@
 //!                  ^ rails                                    | rails
 //! ```
 //!
-//! What comes from other nodes lands in the twin where it is to lie on the device, under the licence that was given for
-//! that; so nothing is placed twice, and the copy in is one of whatever lies next to each other. What goes out waits in the
-//! outbox. Where cards reach the device, a small twin is the *desk* of a planner: what it writes for its device alone.
+//! What comes from other nodes lands in the twin where it is to lie on the device, under the
+//! licence that was given for that; so nothing is placed twice, and the copy in is one of whatever
+//! lies next to each other. What goes out waits in the outbox. Where cards reach the device, a
+//! small twin is the *desk* of a planner: what it writes for its device alone.
 
 use std::sync::Arc;
 
@@ -34,15 +36,16 @@ impl Twin {
     /// A twin of `len` bytes for every member, outboxes counted. Collective.
     ///
     /// # Errors
-    /// [`MemoryError`](crate::error::MemoryError), [`DeviceError`](crate::error::DeviceError), or what a lane says, if it
-    /// cannot be had, pinned or registered.
+    /// [`MemoryError`](crate::error::MemoryError), [`DeviceError`](crate::error::DeviceError), or
+    /// what a lane says, if it cannot be had, pinned or registered.
     pub fn new(group: &Group, context: &Arc<Context>, lanes: &Lanes, len: u64) -> Result<Self, Error> {
         let (memory, mapped) = Self::pinned(group, context, len)?;
         let (region, window) = Registered::new(group, lanes, mapped)?;
         Ok(Twin { memory, window, _region: Some(region) })
     }
 
-    /// A desk of `len` bytes, for this rank alone. Collective: if one cannot be had, nobody goes on.
+    /// A desk of `len` bytes, for this rank alone. Collective: if one cannot be had, nobody goes
+    /// on.
     ///
     /// # Errors
     /// As [`Twin::new`].

@@ -1,8 +1,8 @@
 //! The one-sided face: memory that the ranks of a group write to each other.
 //!
-//! Each call is a schedule of one or two operations, stepped by the same executor as a dispatch; bounds are checked before
-//! anything is posted. Which operations these are is known when the library is compiled: what is left of a put to a rank
-//! of this node is its checks and its stores.
+//! Each call is a schedule of one or two operations, stepped by the same executor as a dispatch;
+//! bounds are checked before anything is posted. Which operations these are is known when the
+//! library is compiled: what is left of a put to a rank of this node is its checks and its stores.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -29,12 +29,12 @@ const FLAGS: WindowId = WindowId(1);
 /// **Bounds.** Every access is (peer, offset, length) and must lie inside the window; otherwise
 /// [`MemoryError::OutOfBounds`], and nothing is moved.
 ///
-/// **Order.** Puts to one peer are visible to it after a later signal from the same rank to the same peer. Nothing
-/// else is ordered: a put alone may be seen in pieces.
+/// **Order.** Puts to one peer are visible to it after a later signal from the same rank to the
+/// same peer. Nothing else is ordered: a put alone may be seen in pieces.
 ///
-/// **Licence.** Who may write where and when is the callers' agreement: a rank must not put into bytes that their
-/// owner may be reading, until the owner has signalled that it is done. The library does this by itself for dispatch
-/// and combine; here it cannot know.
+/// **Licence.** Who may write where and when is the callers' agreement: a rank must not put into
+/// bytes that their owner may be reading, until the owner has signalled that it is done. The
+/// library does this by itself for dispatch and combine; here it cannot know.
 ///
 /// ```
 /// use sidelane::World;
@@ -93,8 +93,8 @@ impl Window {
         Self::new(group, lanes, window, len, Data::Registered { _region: region })
     }
 
-    /// This rank's memory, if that of every member can be registered. A rank whose memory cannot still takes part in
-    /// the comparison: the others are told, not left waiting.
+    /// This rank's memory, if that of every member can be registered. A rank whose memory cannot
+    /// still takes part in the comparison: the others are told, not left waiting.
     fn adopt(group: &Group, memory: OwnedFd) -> Result<Segment, Error> {
         let own = Segment::adopt(memory, group.rank());
         let said = match &own {
@@ -158,11 +158,12 @@ impl Window {
         self.len == 0
     }
 
-    /// Writes `src` to `offset` of `peer`'s part. When it returns, `src` may be changed; the bytes may not have landed.
+    /// Writes `src` to `offset` of `peer`'s part. When it returns, `src` may be changed; the bytes
+    /// may not have landed.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`], the world's cause of death, [`LaneError::Deadline`](crate::error::LaneError) if a
-    /// remote peer takes nothing.
+    /// [`MemoryError::OutOfBounds`], the world's cause of death,
+    /// [`LaneError::Deadline`](crate::error::LaneError) if a remote peer takes nothing.
     pub fn put(&mut self, peer: u32, offset: u64, src: &[u8]) -> Result<(), Error> {
         self.step_put(peer, offset, src)?;
         self.port.settle_with(peer)
@@ -180,7 +181,8 @@ impl Window {
         self.port.settle_with(peer)
     }
 
-    /// Raises this rank's word at `peer` to `value`, after all earlier puts to it. Values must grow, from 1 on.
+    /// Raises this rank's word at `peer` to `value`, after all earlier puts to it. Values must
+    /// grow, from 1 on.
     ///
     /// # Errors
     /// As [`Window::put`], and [`PlanError::BadParameter`] if the value does not grow.
@@ -190,7 +192,8 @@ impl Window {
         self.port.settle_with(peer)
     }
 
-    /// Notes the value of a signal: a lower one than before would be overlooked, or undo what was said.
+    /// Notes the value of a signal: a lower one than before would be overlooked, or undo what was
+    /// said.
     #[inline]
     fn rise(&mut self, peer: u32, value: u64) -> Result<(), Error> {
         if let Some(last) = self.signalled.get_mut(peer as usize) {
@@ -203,8 +206,8 @@ impl Window {
         Ok(())
     }
 
-    /// Waits until the word that `peer` raises here is at least `value`. All that `peer` put here before that signal is
-    /// then visible.
+    /// Waits until the word that `peer` raises here is at least `value`. All that `peer` put here
+    /// before that signal is then visible.
     ///
     /// # Errors
     /// [`LaneError::Deadline`](crate::error::LaneError), or the world's cause of death.
@@ -212,8 +215,8 @@ impl Window {
         self.step_wait(peer, Flag::Landed, value)
     }
 
-    /// Returns when everything this rank has put or signalled so far has landed at its peers. These must not have left: who is
-    /// gone cannot say what has landed.
+    /// Returns when everything this rank has put or signalled so far has landed at its peers. These
+    /// must not have left: who is gone cannot say what has landed.
     ///
     /// # Errors
     /// As [`Window::put`].

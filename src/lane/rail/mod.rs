@@ -81,7 +81,8 @@ pub struct Stuck {
     pub why: Interrupted,
 }
 
-/// What one end of a wire offers the other. An empty offer says that the end could not be opened.
+/// Offer of the partner's end of a wire, as it arrived. An empty offer says that the end could not
+/// be opened.
 #[derive(Debug, Default)]
 pub struct WireOffer {
     /// Bytes, which go through the rendezvous.
@@ -113,17 +114,11 @@ pub trait Wiring: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Opens this rank's end of the wire to a rank of the world. Returns what the partner needs to join it.
+    /// Opens this rank's end of the wire to a rank of the world.
     ///
     /// # Errors
     /// Of the lane, if it cannot be opened.
-    fn offer(&self, peer: u32) -> Result<WireOffer, Error>;
-
-    /// Joins the two ends, now that the partner has offered its own. Collective over the pair.
-    ///
-    /// # Errors
-    /// Of the lane, if the partner cannot be reached or what it offered makes no sense.
-    fn join(&self, peer: u32, offered: WireOffer) -> Result<Arc<dyn Rail>, Error>;
+    fn open(&self, peer: u32) -> Result<Box<dyn WireEnd + '_>, Error>;
 
     /// Lets partners write to a region. Returns what they must be told of it ([`Rail::learn`]).
     ///
@@ -150,6 +145,25 @@ pub trait Wiring: fmt::Debug + Send + Sync {
     fn describe(&self) -> Vec<String> {
         Vec::new()
     }
+}
+
+/// This rank's end of a wire that is not joined yet. Dropped, it gives back all that it took.
+pub trait WireEnd {
+    /// Bytes that the partner needs to join the ends.
+    fn bytes(&self) -> Vec<u8> {
+        Vec::new()
+    }
+
+    /// Descriptors that it needs, of lanes that pass them.
+    fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        Vec::new()
+    }
+
+    /// Joins the two ends, now that the partner has offered its own. Collective over the pair.
+    ///
+    /// # Errors
+    /// Of the lane, if the partner cannot be reached or what it offered makes no sense.
+    fn join(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn Rail>, Error>;
 }
 
 /// One rank's end of the way to one rank of another node.

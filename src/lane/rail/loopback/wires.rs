@@ -1,14 +1,13 @@
 //! How the ends of a loop wire find each other: the lower rank of a pair makes the segment, and descriptors are passed.
 
-use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use super::link::Link;
 use super::pace::Egress;
 use super::ring::ring_bytes;
 use crate::error::{Error, LaneError};
-use crate::lane::rail::{LOOP, PACED, Rail, Regions, WireOffer, Wiring, system};
+use crate::lane::rail::{LOOP, PACED, Rail, Regions, WireEnd, WireOffer, Wiring, system};
 use crate::memory::{Mapped, Segment};
 
 /// The loop wires of one rank.
@@ -20,8 +19,6 @@ pub struct LoopWires {
     bell: OwnedFd,
     /// The link whose time is kept, if any.
     egress: Option<Arc<Egress>>,
-    /// Segments that were offered.
-    made: Mutex<HashMap<u32, Segment>>,
 }
 
 impl LoopWires {
@@ -35,7 +32,8 @@ impl LoopWires {
         bell: BorrowedFd<'_>,
         egress: Option<Arc<Egress>>,
     ) -> Result<Self, LaneError> {
-        Ok(LoopWires { rank, regions, bell: duplicate(bell)?, egress, made: Mutex::default() })
+        let bell = rustix::io::fcntl_dupfd_cloexec(bell, 0).map_err(system("fcntl(F_DUPFD_CLOEXEC)"))?;
+        Ok(LoopWires { rank, regions, bell, egress })
     }
 }
 
@@ -48,32 +46,39 @@ impl Wiring for LoopWires {
         true
     }
 
-    fn offer(&self, peer: u32) -> Result<WireOffer, Error> {
-        let mut descriptors = vec![duplicate(self.bell.as_fd())?];
-        if self.rank < peer {
-            let segment = Segment::create("sidelane-wire", ring_bytes())?;
-            descriptors.push(duplicate(segment.as_fd())?);
-            self.made.lock().unwrap_or_else(PoisonError::into_inner).insert(peer, segment);
-        }
-        Ok(WireOffer { bytes: Vec::new(), descriptors })
-    }
-
-    fn join(&self, peer: u32, offered: WireOffer) -> Result<Arc<dyn Rail>, Error> {
-        let own = self.made.lock().unwrap_or_else(PoisonError::into_inner).remove(&peer);
-        let mut theirs = offered.descriptors.into_iter();
-        let missing = |missing| LaneError::NoLane { rank: self.rank, peer, missing };
-        let bell = theirs.next().ok_or_else(|| missing("the bell of the peer"))?;
-        let wire = match own {
-            Some(own) => own,
-            None => Segment::adopt(theirs.next().ok_or_else(|| missing("the segment of the wire"))?, peer)?,
-        };
-        let mapped = Arc::new(Mapped::new(&[Some(&wire)])?);
-        mapped.populate(0, 0, wire.len())?;
-        let (regions, egress) = (Arc::clone(&self.regions), self.egress.clone());
-        Ok(Arc::new(Link::new(peer, self.rank < peer, mapped, bell, regions, egress)?))
+    fn open(&self, peer: u32) -> Result<Box<dyn WireEnd + '_>, Error> {
+        let create = || Segment::create("sidelane-wire", ring_bytes());
+        let made = (self.rank < peer).then(create).transpose()?;
+        Ok(Box::new(LoopEnd { wires: self, peer, made }))
     }
 }
 
-fn duplicate(descriptor: BorrowedFd<'_>) -> Result<OwnedFd, LaneError> {
-    rustix::io::fcntl_dupfd_cloexec(descriptor, 0).map_err(system("fcntl(F_DUPFD_CLOEXEC)"))
+/// One end of a loop wire.
+struct LoopEnd<'a> {
+    wires: &'a LoopWires,
+    peer: u32,
+    /// The segment of the wire, at the lower rank of the pair.
+    made: Option<Segment>,
+}
+
+impl WireEnd for LoopEnd<'_> {
+    fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        let segment = self.made.as_ref().map(AsFd::as_fd);
+        [self.wires.bell.as_fd()].into_iter().chain(segment).collect()
+    }
+
+    fn join(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn Rail>, Error> {
+        let LoopEnd { wires: &LoopWires { rank, ref regions, ref egress, .. }, peer, made } = *self;
+        let mut theirs = offered.descriptors.into_iter();
+        let missing = |missing| LaneError::NoLane { rank, peer, missing };
+        let bell = theirs.next().ok_or_else(|| missing("the bell of the peer"))?;
+        let segment = match made {
+            Some(made) => made,
+            None => Segment::adopt(theirs.next().ok_or_else(|| missing("the segment of the wire"))?, peer)?,
+        };
+        let mapped = Arc::new(Mapped::new(&[Some(&segment)])?);
+        mapped.populate(0, 0, segment.len())?;
+        let (regions, egress) = (Arc::clone(regions), egress.clone());
+        Ok(Arc::new(Link::new(peer, rank < peer, mapped, bell, regions, egress)?))
+    }
 }

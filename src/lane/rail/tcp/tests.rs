@@ -359,7 +359,8 @@ fn a_rank_that_finds_nobody_at_the_address_says_why() {
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let (pass, health) = (hubs[1].pass().unwrap(), Arc::clone(hubs[1].health()));
     let wires = Wires::open(pass, &TcpAddress::Any, clocks, health, Arc::default()).unwrap();
-    let error = wires.join(0, address.to_string().into_bytes().into()).unwrap_err();
+    let offered = address.to_string().into_bytes().into();
+    let error = wires.open(0).unwrap().join(offered).unwrap_err();
     let Error::Lane(LaneError::NoConnection { rank: 1, peer: 0, addresses, reason, .. }) = error else {
         panic!("{error}")
     };

@@ -12,7 +12,7 @@ use super::link::{Link, Shared};
 use crate::bootstrap::{Clocks, Health, Pass, Reception};
 use crate::config::TcpAddress;
 use crate::error::{BootstrapError, Error, LaneError};
-use crate::lane::rail::{Rail, Regions, WireOffer, Wiring, system};
+use crate::lane::rail::{Rail, Regions, WireEnd, WireOffer, Wiring, system};
 
 /// What a rank offers that connects to its partner: it needs to be told nothing.
 const GUEST: &[u8] = b"guest";
@@ -127,30 +127,43 @@ impl Wiring for Wires {
         "tcp"
     }
 
-    fn offer(&self, peer: u32) -> Result<WireOffer, Error> {
-        let told = if peer < self.pass.rank() { GUEST.to_vec() } else { self.told.clone().into_bytes() };
-        Ok(told.into())
+    fn open(&self, peer: u32) -> Result<Box<dyn WireEnd + '_>, Error> {
+        Ok(Box::new(TcpEnd { wires: self, peer }))
+    }
+}
+
+/// One end of a connection: the lower rank of a pair listens already.
+struct TcpEnd<'a> {
+    wires: &'a Wires,
+    peer: u32,
+}
+
+impl WireEnd for TcpEnd<'_> {
+    fn bytes(&self) -> Vec<u8> {
+        let TcpEnd { wires, peer } = self;
+        if *peer < wires.pass.rank() { GUEST.to_vec() } else { wires.told.clone().into_bytes() }
     }
 
-    fn join(&self, peer: u32, offered: WireOffer) -> Result<Arc<dyn Rail>, Error> {
+    fn join(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn Rail>, Error> {
+        let TcpEnd { wires, peer } = *self;
         let start = Instant::now();
-        let until = start + self.clocks.rendezvous;
-        let rank = self.pass.rank();
+        let until = start + wires.clocks.rendezvous;
+        let rank = wires.pass.rank();
         let (told, seen_at) = match peer < rank {
-            true => (&offered.bytes[..], self.pass.seen_at(peer)),
-            false => (self.told.as_bytes(), self.pass.seen_at(rank)),
+            true => (&offered.bytes[..], wires.pass.seen_at(peer)),
+            false => (wires.told.as_bytes(), wires.pass.seen_at(rank)),
         };
         let missing = "an offer that makes sense";
         let addresses = parse(told, seen_at).ok_or(LaneError::NoLane { rank, peer, missing })?;
         let stream = match peer < rank {
-            true => self.knock(peer, &addresses, until),
-            false => self.admit(peer, until)?.ok_or(None),
+            true => wires.knock(peer, &addresses, until),
+            false => wires.admit(peer, until)?.ok_or(None),
         };
         let stream = stream.map_err(|reason| {
             let (lane, waited, reason) = ("tcp", start.elapsed(), reason.map(Box::new));
             LaneError::NoConnection { rank, peer, lane, addresses, waited, reason }
         })?;
-        self.tune(&stream)?;
-        Ok(Arc::new(Link::new(peer, stream, self.shared.clone())?))
+        wires.tune(&stream)?;
+        Ok(Arc::new(Link::new(peer, stream, wires.shared.clone())?))
     }
 }

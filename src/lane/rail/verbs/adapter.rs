@@ -1,6 +1,5 @@
 //! All cards of a rank: what registers memory with them, and joins their queue pairs to partners'.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::block::Block;
@@ -19,7 +18,9 @@ use super::{
 };
 use crate::bootstrap::Health;
 use crate::error::{Error, VerbsError};
-use crate::lane::rail::{Detour, DeviceMemory, Rail, Region, Regions, Registration, WireOffer, Wiring};
+use crate::lane::rail::{
+    Detour, DeviceMemory, Rail, Region, Regions, Registration, WireEnd, WireOffer, Wiring,
+};
 use crate::topology::NodeMap;
 
 /// Requests that one queue pair may have under way.
@@ -90,8 +91,6 @@ pub struct Adapter {
     forecast: bool,
     /// The first region, as partners are told of it.
     heap: Mutex<Vec<u8>>,
-    /// Ends that were offered and are not yet joined.
-    halves: Mutex<HashMap<u32, Half>>,
 }
 
 struct Half {
@@ -130,7 +129,6 @@ impl Adapter {
             health,
             forecast,
             heap: Mutex::default(),
-            halves: Mutex::default(),
         })
     }
 
@@ -205,12 +203,36 @@ impl Adapter {
         }))
     }
 
-    fn halves(&self) -> MutexGuard<'_, HashMap<u32, Half>> {
-        self.halves.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn heap(&self) -> MutexGuard<'_, Vec<u8>> {
         self.heap.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One end of a connection, whose queue pair has no partner yet.
+struct VerbsEnd<'a> {
+    adapter: &'a Adapter,
+    peer: u32,
+    half: Half,
+}
+
+impl WireEnd for VerbsEnd<'_> {
+    fn bytes(&self) -> Vec<u8> {
+        let VerbsEnd { adapter, peer, half } = self;
+        let offer = Offer {
+            endpoint: half.qp.endpoint(),
+            signal: adapter.settings.signal,
+            card: adapter.card_for(*peer) as u8,
+            receives: half.receiver.posted(),
+            granted: half.block.granted_at(),
+            heap: adapter.heap().clone(),
+        };
+        offer.to_bytes()
+    }
+
+    fn join(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn Rail>, Error> {
+        let VerbsEnd { adapter, peer, half } = *self;
+        let theirs = Offer::from_bytes(peer, &offered.bytes)?;
+        Ok(Arc::new(adapter.connect(peer, &theirs, half)?))
     }
 }
 
@@ -219,24 +241,8 @@ impl Wiring for Adapter {
         "verbs"
     }
 
-    fn offer(&self, peer: u32) -> Result<WireOffer, Error> {
-        let half = self.half(peer)?;
-        let offer = Offer {
-            endpoint: half.qp.endpoint(),
-            signal: self.settings.signal,
-            card: self.card_for(peer) as u8,
-            receives: half.receiver.posted(),
-            granted: half.block.granted_at(),
-            heap: self.heap().clone(),
-        };
-        self.halves().insert(peer, half);
-        Ok(offer.to_bytes().into())
-    }
-
-    fn join(&self, peer: u32, offered: WireOffer) -> Result<Arc<dyn Rail>, Error> {
-        let theirs = Offer::from_bytes(peer, &offered.bytes)?;
-        let half = self.halves().remove(&peer).ok_or(VerbsError::Keys { peer, region: 0 })?;
-        Ok(Arc::new(self.connect(peer, &theirs, half)?))
+    fn open(&self, peer: u32) -> Result<Box<dyn WireEnd + '_>, Error> {
+        Ok(Box::new(VerbsEnd { adapter: self, peer, half: self.half(peer)? }))
     }
 
     fn register(&self, number: u32, region: &Region) -> Result<Vec<u8>, Error> {
