@@ -14,6 +14,9 @@
 //!   or         pull      Put l -> me ; Put me -> me                       copy engines cannot add
 //!              home      as above
 //!              pull rest Put twin -> me , Signal read -> l                 what r returned
+//!
+//!   enqueued   posted    Signal posted -> l , Wait posted(l)              dispatch, before Wait landed: of streams
+//!              ready     Signal ready -> l , Wait ready(l)                return on one node: of streams, around the entry
 //! ```
 //!
 //! Where no rail reaches the memory that rows are in, they cross to its *twin* in the host's memory, and a dispatch ends
@@ -124,6 +127,24 @@ impl<'a> Caller<'a> {
     pub(super) fn read(&self, level: Level) -> Vec<Item> {
         let read = |l| self.on(l, wait(l, Flag::Read, level));
         self.paths.locals().map(read).collect()
+    }
+
+    /// Where hosts run ahead of their streams: streams say that they have reached the call, and wait for those of local peers
+    /// before they read what these offer.
+    pub(super) fn ready(&self) -> Vec<Item> {
+        self.meeting(Flag::Ready)
+    }
+
+    /// Where hosts run ahead of their streams: hosts say that all copies and signals of the call are enqueued. Whatever a
+    /// stream waits for afterwards has its cause in a queue already, and needs no other call of the driver.
+    pub(super) fn posted(&self) -> Vec<Item> {
+        self.meeting(Flag::Posted)
+    }
+
+    /// All ranks of the node raise a flag for each other.
+    fn meeting(&self, flag: Flag) -> Vec<Item> {
+        let raise = self.paths.locals().map(|l| self.on(l, self.signal(l, flag, Level::Call)));
+        raise.chain(self.paths.locals().map(|l| self.on(l, wait(l, flag, Level::Call)))).collect()
     }
 
     /// Everybody says what it calls and where it can receive; one that `offers` tells relays, too.

@@ -1,7 +1,7 @@
 //! Where things lie in the control window of one `ExpertParallel`: the same at every rank.
 //!
 //! ```text
-//!   | flags: 5 kinds x R words, a cache line each | publication | messages in (node) | messages out (rank told)
+//!   | flags: 7 kinds x R words, a cache line each | publication | messages in (node) | messages out (rank told)
 //!                                                 | headers in (source) | headers out (relay) |
 //!
 //!   a flag's line   | value: 8 bytes | sleepers: 8 | tag of even calls: 24 | tag of odd calls: 24 |
@@ -204,7 +204,7 @@ mod tests {
         for route in Route::ALL {
             let control = Control::new(&Paths::new(&nodes, route, 0), &bins, 7, 4);
             let flags = Flag::ALL.map(|flag| Control::flag(2, flag, 8));
-            assert_eq!(flags, [2, 10, 18, 26, 34].map(|line| line * LINE));
+            assert_eq!(flags, [2, 10, 18, 26, 34, 42, 50].map(|line| line * LINE));
             let tags = [0, 1].map(|parity| Control::tag(2, Flag::Block, 8, parity));
             assert_eq!(tags, [26 * 64 + 16, 26 * 64 + 40]);
             let both = |at: &dyn Fn(u64) -> u64| [at(0), at(1)];

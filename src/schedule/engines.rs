@@ -147,6 +147,7 @@ impl AddAssign for EngineWork {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::schedule::call::SlotCall;
     use crate::schedule::stream::Slots;
     use crate::schedule::{Flag, Level, Operand, Place, Slot, SpanCopy, WindowId};
 
@@ -197,10 +198,10 @@ mod tests {
     fn slots_ask_for_a_copy_and_three_words_a_peer() {
         // The largest group that one list serves.
         let slots = Slots::new(86, 256, 256).unwrap();
-        let work = EngineWork::of_stream(&StreamProgram::dispatch(slots, 3).unwrap(), 3);
+        let work = EngineWork::of_stream(&StreamProgram::new(SlotCall::Dispatch, slots, 3).unwrap(), 3);
         assert_eq!((work.copies, work.batches, work.bytes), (85, 1, 85 * 256));
         assert_eq!((work.words, work.lists), (3 * 85, 1));
-        let release = EngineWork::of_stream(&StreamProgram::release(slots, 3).unwrap(), 3);
+        let release = EngineWork::of_stream(&StreamProgram::new(SlotCall::Release, slots, 3).unwrap(), 3);
         assert_eq!((release.copies, release.batches, release.words), (0, 0, 3 * 85));
     }
 }

@@ -1,5 +1,7 @@
 //! Operations and the stages they are grouped in.
 
+use super::call::Part;
+
 /// Which of its flag words at a peer a rank writes.
 ///
 /// At every rank there is one word of each kind for every rank of the group: a cache line each, one writer, values that
@@ -21,13 +23,19 @@ pub enum Flag {
     Block = 3,
     /// "What I bring home to you has landed." From a rank's relay to the rank itself: "I am done."
     Home = 4,
+    /// "My stream has reached this call: my memory may be read as agreed." Written by the stream itself, for calls that its
+    /// host enters ahead of it.
+    Ready = 5,
+    /// "My copies and signals of this call are enqueued." From host to host.
+    Posted = 6,
 }
 
 impl Flag {
     /// Number of kinds.
-    pub const COUNT: usize = 5;
+    pub const COUNT: usize = 7;
     /// All kinds, in the order of their words.
-    pub const ALL: [Flag; Flag::COUNT] = [Flag::Entry, Flag::Landed, Flag::Read, Flag::Block, Flag::Home];
+    pub const ALL: [Flag; Flag::COUNT] =
+        [Flag::Entry, Flag::Landed, Flag::Read, Flag::Block, Flag::Home, Flag::Ready, Flag::Posted];
 
     /// Name for errors and timelines.
     pub const fn name(self) -> &'static str {
@@ -37,6 +45,8 @@ impl Flag {
             Flag::Read => "read",
             Flag::Block => "block",
             Flag::Home => "home",
+            Flag::Ready => "ready",
+            Flag::Posted => "posted",
         }
     }
 }
@@ -135,6 +145,15 @@ impl Stage {
     /// What begins with the first wait: the other half.
     pub fn finish(&self) -> &[Item] {
         &self.items[self.first_wait()..]
+    }
+
+    /// One of the halves, or both.
+    pub fn part(&self, part: Part) -> &[Item] {
+        match part {
+            Part::Whole => &self.items,
+            Part::Start => self.start(),
+            Part::Finish => self.finish(),
+        }
     }
 
     fn first_wait(&self) -> usize {

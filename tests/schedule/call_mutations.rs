@@ -5,14 +5,16 @@ use std::collections::BTreeMap;
 use sidelane::error::CallKind;
 use sidelane::plan::{Mode, Order, Overflow, RowLayout};
 use sidelane::schedule::call::{
-    Action, CallChange, CallMutation, CallProgram, CallStep, Engines, Part, RankPrograms, Relays, StageId,
-    Work,
+    Action, CallChange, CallMutation, CallProgram, CallStep, Engines, Part, ProgramId, RankPrograms, Relays,
+    StageId, Work,
 };
+use sidelane::schedule::collective::{Program, Seat, Shape};
 use sidelane::schedule::prove::prove;
-use sidelane::schedule::story::{Script, Story};
+use sidelane::schedule::story::{CollectiveCall, CollectiveScript, Script, Story};
 use sidelane::topology::{Paths, Route};
 
-use crate::groups::{CHUNKS, Group, engine_rounds, rounds};
+use crate::collective_proof::{call, programs as collectives, seat, with_room};
+use crate::groups::{CHUNKS, Group, engine_rounds, gathering_rounds, rounds, ways};
 
 const KINDS: [CallKind; 4] =
     [CallKind::Dispatch, CallKind::CachedDispatch, CallKind::Combine, CallKind::ExpertMap];
@@ -21,7 +23,8 @@ fn programs(group: &Group) -> RankPrograms {
     let paths = Paths::new(&group.nodes, group.route, 0);
     let (pxn, rails) = (group.route == Route::Pxn, paths.rails());
     let brings_in = group.pulls && rails && (pxn || !group.straight);
-    let engines = Engines { pulls: group.pulls, brings_in, fixed_outputs: fixed_outputs(group) };
+    let fixed_outputs = fixed_outputs(group);
+    let engines = Engines { pulls: group.pulls, brings_in, fixed_outputs, enqueues: group.enqueues };
     RankPrograms::new(paths, CHUNKS, group.order != Order::Expert && pxn && rails, engines)
 }
 
@@ -31,24 +34,29 @@ fn fixed_outputs(group: &Group) -> bool {
 }
 
 /// Why a mutant changes nothing that anybody could see.
-fn harmless(mutation: &CallMutation, program: &CallProgram, group: &Group) -> Option<&'static str> {
+fn harmless(
+    mutation: &CallMutation,
+    (kind, program): (CallKind, &CallProgram),
+    group: &Group,
+) -> Option<&'static str> {
     let (step, next) = mutation.steps(program);
     match mutation.change {
-        CallChange::Drop => dropped(step, mutation, group),
-        CallChange::Swap => swapped(step, next?, mutation, group),
-        CallChange::GoOn { .. } if mutation.kind == CallKind::ExpertMap => {
-            Some("nothing moves in such calls")
-        }
+        CallChange::Drop => dropped(step, kind, group),
+        CallChange::Swap => swapped(step, next?, kind, group),
+        CallChange::GoOn { .. } if kind == CallKind::ExpertMap => Some("nothing moves in such calls"),
         CallChange::GoOn { .. } => None,
     }
 }
 
-fn dropped(step: CallStep, mutation: &CallMutation, group: &Group) -> Option<&'static str> {
+fn dropped(step: CallStep, kind: CallKind, group: &Group) -> Option<&'static str> {
     let inline = group.relays == Relays::Inline;
     let rails = Paths::new(&group.nodes, group.route, 0).rails();
     match step.action {
-        Action::Run(StageId::Release, _) if mutation.kind != CallKind::Combine => {
+        Action::Run(StageId::Release, _) if kind != CallKind::Combine => {
             Some("who writes in a dispatch has heard the entry of every rank, sent after its last sum")
+        }
+        Action::Run(StageId::Release, _) if group.enqueues && rails => {
+            Some("entries follow what the streams of all ranks have read")
         }
         Action::Run(StageId::Release, _) if fixed_outputs(group) => {
             Some("the last return has waited for its readers")
@@ -59,7 +67,7 @@ fn dropped(step: CallStep, mutation: &CallMutation, group: &Group) -> Option<&'s
         Action::Run(StageId::AllEntered, _) if inline => {
             Some("its rank waits for the same in the same thread, before it judges")
         }
-        Action::Run(StageId::Headers, _) if mutation.kind == CallKind::CachedDispatch => {
+        Action::Run(StageId::Headers, _) if kind == CallKind::CachedDispatch => {
             Some("no header comes in such calls, and parts are awaited by themselves")
         }
         Action::Compute(Work::Describe) if !rails => Some("there are no relays that would read a header"),
@@ -71,17 +79,15 @@ fn dropped(step: CallStep, mutation: &CallMutation, group: &Group) -> Option<&'s
 }
 
 /// Two steps that neither need each other nor touch the same bytes may come in either order.
-fn swapped(
-    first: CallStep,
-    second: CallStep,
-    mutation: &CallMutation,
-    group: &Group,
-) -> Option<&'static str> {
+fn swapped(first: CallStep, second: CallStep, kind: CallKind, group: &Group) -> Option<&'static str> {
     use Action::{Agree, Compute, Run};
     match (first.action, second.action) {
         (Agree, Compute(Work::Judge)) => None,
         // The chunk is filled amid the call, before its readers of the last one have finished.
-        (Run(StageId::Release, _), Compute(Work::Offer)) if !fixed_outputs(group) => None,
+        (Run(StageId::Release, _), Compute(Work::Offer)) if !fixed_outputs(group) && !group.enqueues => None,
+        (Run(StageId::RelayDone, _), Run(StageId::Posted, _)) => {
+            Some("what the relay moves is enqueued by then")
+        }
         (Run(StageId::AllRead, _), Compute(Work::Retire)) => {
             Some("both end the call, and neither needs the other")
         }
@@ -94,11 +100,10 @@ fn swapped(
             Some("engines pull from this node, and the relay works for others")
         }
         (Run(StageId::Pull, _), Run(StageId::Home, _)) => Some("engines begin later"),
-        (Run(StageId::Home, _), Compute(_)) | (Compute(Work::Bases), Run(StageId::Home, _)) => {
-            Some("one fills operands, the other waits")
-        }
+        (Run(StageId::Home | StageId::Ready, _), Compute(_))
+        | (Compute(Work::Bases), Run(StageId::Home, _)) => Some("one fills operands, the other waits"),
         (Compute(Work::Bases), Run(..)) => Some("tags are doubled: they stay until the call after next"),
-        (Run(StageId::Agreed, _), Run(StageId::Headers, _)) if mutation.kind == CallKind::Combine => {
+        (Run(StageId::Agreed, _), Run(StageId::Headers, _)) if kind == CallKind::Combine => {
             Some("offers come with entries, before any verdict")
         }
         (Compute(Work::Publish), Compute(Work::Announce))
@@ -121,56 +126,60 @@ struct Tally {
     example: String,
 }
 
-fn survivors(title: &str, group: &Group) -> Vec<String> {
-    let calls = if group.pulls { engine_rounds() } else { rounds() };
-    let programs = programs(group);
-    let (mut tallies, mut wrong): (BTreeMap<&str, Tally>, Vec<String>) = (BTreeMap::new(), Vec::new());
-    // No engine makes a dispatch along a known layout.
-    let made = |kind: &CallKind| !(group.pulls && *kind == CallKind::CachedDispatch);
-    for kind in KINDS.into_iter().filter(made) {
-        for (_, program) in programs.of(kind, group.relays) {
-            program.check(program).unwrap_or_else(|lacking| panic!("{lacking}: {program}"));
-        }
-        for mutation in CallMutation::all(&programs, kind, group.relays, group.nodes.ranks()) {
-            let all = programs.of(kind, group.relays);
-            let (_, program) = all.into_iter().find(|(role, _)| *role == mutation.role).expect("the program");
-            let tally = tallies
-                .entry(match mutation.change {
-                    CallChange::Drop => "a step is dropped",
-                    CallChange::Swap => "two steps change places",
-                    CallChange::GoOn { .. } => "a refused rank goes on",
-                })
-                .or_default();
+/// What became of all mutants of some programs.
+#[derive(Default)]
+struct Findings {
+    tallies: BTreeMap<&'static str, Tally>,
+    wrong: Vec<String>,
+}
+
+impl Findings {
+    /// Looks for all mutants of a program. `tell` unrolls one, `harmless` says why it does no harm.
+    fn look(
+        &mut self,
+        (name, program, ranks): (&str, &CallProgram, u32),
+        tell: impl Fn(CallMutation) -> Story,
+        harmless: impl Fn(&CallMutation) -> Option<&'static str>,
+    ) {
+        program.check(program).unwrap_or_else(|lacking| panic!("{lacking}: {program}"));
+        for mutation in CallMutation::all(program, ranks) {
+            let class = match mutation.change {
+                CallChange::Drop => "a step is dropped",
+                CallChange::Swap => "two steps change places",
+                CallChange::GoOn { .. } => "a refused rank goes on",
+            };
+            let tally = self.tallies.entry(class).or_default();
             tally.mutants += 1;
             let (step, next) = mutation.steps(program);
             let next = next.map_or(String::new(), |next| next.action.to_string());
-            let mutant =
-                format!("{kind:?} {:?} {:?}: {} | {next}", mutation.role, mutation.change, step.action);
+            let mutant = format!("{name} {:?}: {} | {next}", mutation.change, step.action);
             if let Err(lacking) = mutation.plant(program).check(program) {
                 tally.by_flow += 1;
                 tally.example = format!("{mutant}: {lacking}");
                 continue;
             }
-            let script = Script { mutation: Some(mutation), ..group.script(&calls, None) };
-            let story = Story::tell(&script).expect("a script that can be unrolled");
-            match (prove(&story), harmless(&mutation, program, group)) {
+            match (prove(&tell(mutation)), harmless(&mutation)) {
                 (Ok(_), Some(_)) => tally.harmless += 1,
                 (Err(fault), None) => {
                     tally.by_proof += 1;
                     tally.example = format!("{mutant}: {fault}");
                 }
-                (Ok(_), None) => wrong.push(format!("not found: {mutant}")),
+                (Ok(_), None) => self.wrong.push(format!("not found: {mutant}")),
                 (Err(fault), Some(reason)) => {
-                    wrong.push(format!("not harmless ({reason}): {mutant}: {fault}"))
+                    self.wrong.push(format!("not harmless ({reason}): {mutant}: {fault}"))
                 }
             }
         }
     }
-    println!("{title:<28} mutants  by flow  by proof  harmless");
-    for (class, Tally { mutants, by_flow, by_proof, harmless, example }) in &tallies {
-        println!("{class:<28} {mutants:>7} {by_flow:>8} {by_proof:>9} {harmless:>9}  {example}");
+
+    /// Nothing is wrong: each mutant was found, or does no harm.
+    fn check(self, title: &str) {
+        println!("{title:<28} mutants  by flow  by proof  harmless");
+        for (class, Tally { mutants, by_flow, by_proof, harmless, example }) in &self.tallies {
+            println!("{class:<28} {mutants:>7} {by_flow:>8} {by_proof:>9} {harmless:>9}  {example}");
+        }
+        assert_eq!(self.wrong, Vec::<String>::new(), "{title}");
     }
-    wrong
 }
 
 fn all_found(labels: &[u32], way: (Route, Relays)) {
@@ -179,7 +188,23 @@ fn all_found(labels: &[u32], way: (Route, Relays)) {
 
 fn all_of_group_found(group: Group) {
     let title = format!("{} nodes {:?} {:?}", group.nodes.nodes(), group.route, group.relays);
-    assert_eq!(survivors(&title, &group), Vec::<String>::new());
+    let calls = if group.pulls { engine_rounds() } else { rounds() };
+    let (programs, ranks) = (programs(&group), group.nodes.ranks());
+    let mut findings = Findings::default();
+    // No engine makes a dispatch along a known layout.
+    let made = |kind: &CallKind| !(group.pulls && *kind == CallKind::CachedDispatch);
+    for kind in KINDS.into_iter().filter(made) {
+        for (id, program) in programs.of(kind, group.relays) {
+            let tell = |mutation| {
+                let script = Script { mutation: Some((id, mutation)), ..group.script(&calls, None) };
+                Story::tell(&script).expect("a script that can be unrolled")
+            };
+            let name = format!("{id:?}");
+            findings
+                .look((&name, program, ranks), tell, |mutation| harmless(mutation, (kind, program), &group));
+        }
+    }
+    findings.check(&title);
 }
 
 #[test]
@@ -198,6 +223,15 @@ fn driver_mutants_with_offloaded_relays_are_found() {
 }
 
 #[test]
+fn driver_mutants_of_callers_that_run_ahead_are_found() {
+    let direct = (Route::Direct, Relays::Inline);
+    all_of_group_found(Group::new(&[0; 4], 4, 5).run(direct).enqueuing());
+    all_of_group_found(Group::new(&[0, 0, 1, 1], 4, 5).run(direct).enqueuing());
+    all_of_group_found(Group::dense(&[0, 0, 1, 1], 4, 5).run((Route::Pxn, Relays::Inline)).enqueuing());
+    all_of_group_found(Group { straight: true, ..Group::new(&[0, 0, 1, 1], 4, 5).run(direct).enqueuing() });
+}
+
+#[test]
 fn driver_mutants_of_copy_engines_are_found() {
     all_of_group_found(Group::new(&[0, 0, 1, 1], 4, 5).run((Route::Direct, Relays::Inline)).pulling());
     all_of_group_found(Group::dense(&[0, 0, 1, 1], 4, 5).run((Route::Pxn, Relays::Inline)).pulling());
@@ -207,4 +241,102 @@ fn driver_mutants_of_copy_engines_are_found() {
     all_of_group_found(
         Group::new(&[0; 4], 4, 5).run((Route::Direct, Relays::Inline)).pulling().placed(within),
     );
+}
+
+#[test]
+fn driver_mutants_behind_an_all_gather_are_found() {
+    let calls = gathering_rounds();
+    for way in ways() {
+        let group = Group::new(&[0, 0, 1, 1], 4, 5).run(way).by_all_gather();
+        let tell = |mutation| {
+            let mutation = Some((ProgramId::Regroup, mutation));
+            let script = Script { mutation, ..group.script(&calls, None) };
+            Story::tell(&script).expect("a script that can be unrolled")
+        };
+        let (programs, mut findings) = (programs(&group), Findings::default());
+        findings.look(("Regroup", &programs.regroup, 4), tell, |mutation| match mutation.change {
+            CallChange::GoOn { .. } => Some("it copies within its own memory, and its next call is the same"),
+            _ => None,
+        });
+        findings.check(&format!("by all-gather, {way:?}"));
+    }
+}
+
+/// Why a mutant of the steps of a round changes nothing that anybody could see.
+fn harmless_in_a_round(mutation: &CallMutation, program: Program, seat: &Seat) -> Option<&'static str> {
+    use Action::{Compute, Round};
+    let (CallStep { action, .. }, next) = mutation.steps(&seat.skeleton(program).call);
+    match (mutation.change, action, next?.action) {
+        (CallChange::Drop, Compute(Work::CopyOut), _) if !matches!(program, Program::Direct { .. }) => {
+            Some("the round before has left nothing")
+        }
+        (CallChange::Swap, Compute(Work::CopyOut), Round(_) | Compute(Work::EndRound)) => {
+            Some("nobody enters the next round before all stages of this one are over here")
+        }
+        (CallChange::Swap, Round(_), Compute(Work::EndRound)) => {
+            Some("it names what is copied later, and touches nothing")
+        }
+        (CallChange::GoOn { rank }, ..) => {
+            let Program::Broadcast { root, shape } = program else { return None };
+            // Where ranks disagree, rank 0 makes another call than all others.
+            let agree = |peer| (peer == 0) == (root == 0);
+            match rank == root {
+                true if reached(seat, root, shape).all(agree) => {
+                    Some("those that it puts to have made the same call")
+                }
+                false if seat.nodes.same_node(root, rank) && agree(rank) => {
+                    Some("its root has made the same call, and has put all that it reads")
+                }
+                _ => None,
+            }
+        }
+        _ => None,
+    }
+}
+
+/// Ranks of other nodes to which the root of a broadcast puts.
+fn reached(seat: &Seat, root: u32, shape: Shape) -> impl Iterator<Item = u32> {
+    let (nodes, all) = (&seat.nodes, seat.nodes.nodes());
+    let end = if shape == Shape::Star { all } else { all.min(2) };
+    (1..end).map(move |next| nodes.rail_peer(root, (nodes.node_of(root) + next) % all))
+}
+
+#[test]
+fn driver_mutants_of_collective_rounds_are_found() {
+    for labels in [&[0, 0, 1, 1][..], &[0; 3], &[0, 1, 2, 2]] {
+        let seat = seat(labels, with_room(labels.len(), 512));
+        let all = collectives(seat.ranks());
+        let mut findings = Findings::default();
+        for &planted in all.iter().chain(&[Program::Direct { more: false }]) {
+            let calls = rounds_around(&seat, planted, &all);
+            let tell = |mutation| {
+                let (nodes, staging) = (&seat.nodes, seat.staging);
+                let mutation = Some((planted, mutation));
+                let script = CollectiveScript { nodes, staging, calls: &calls, slip: None, mutation };
+                Story::of_collectives(&script).expect("a script that can be unrolled")
+            };
+            let program = &seat.skeleton(planted).call;
+            let name = format!("{planted:?}");
+            findings.look((&name, program, seat.ranks()), tell, |mutation| {
+                harmless_in_a_round(mutation, planted, &seat)
+            });
+        }
+        findings.check(&format!("{labels:?}, collectives"));
+    }
+}
+
+/// Calls of a program, and rounds in which some ranks enter it and others enter another.
+fn rounds_around(seat: &Seat, program: Program, all: &[Program]) -> Vec<CollectiveCall> {
+    let whole = match program {
+        Program::Direct { .. } => Program::Direct { more: true },
+        other => other,
+    };
+    let mut calls = call(seat, whole, 4, u64::MAX);
+    for other in all.iter().copied().filter(|other| other.kind() != program.kind()) {
+        for programs in [[program, other], [other, program]] {
+            calls.push(CollectiveCall::Mixed { programs, len: u64::MAX });
+            calls.extend(call(seat, whole, 2, 68));
+        }
+    }
+    calls
 }

@@ -24,7 +24,7 @@ const SHAPES: [&[u32]; 8] = [
     &[0, 1, 2, 3],
 ];
 
-fn programs(ranks: u32) -> Vec<Program> {
+pub fn programs(ranks: u32) -> Vec<Program> {
     let broadcast = |root, shape| Program::Broadcast { root, shape };
     let mut all = vec![Program::Direct { more: true }, Program::Whole, Program::Ring, Program::AllToAll];
     all.extend([broadcast(0, Shape::Star), broadcast(ranks - 1, Shape::Chain), Program::AllGather]);
@@ -33,7 +33,7 @@ fn programs(ranks: u32) -> Vec<Program> {
 }
 
 /// A call of so many rounds: all but the last of them whole.
-fn call(seat: &Seat, program: Program, rounds: usize, last: u64) -> Vec<CollectiveCall> {
+pub fn call(seat: &Seat, program: Program, rounds: usize, last: u64) -> Vec<CollectiveCall> {
     let most = seat.most(program);
     let mut calls = vec![CollectiveCall::Round { program, len: most }; rounds - 1];
     let program = if program.ends_in_the_next() { Program::Direct { more: false } } else { program };
@@ -41,7 +41,7 @@ fn call(seat: &Seat, program: Program, rounds: usize, last: u64) -> Vec<Collecti
     calls
 }
 
-fn seat(labels: &[u32], staging: Staging) -> Seat {
+pub fn seat(labels: &[u32], staging: Staging) -> Seat {
     Seat { nodes: NodeMap::from_labels(labels), me: 0, staging }
 }
 
@@ -50,13 +50,14 @@ fn staging(ranks: usize) -> Staging {
 }
 
 /// Slots of so many bytes, and room for parts that are larger and no whole lines.
-fn with_room(ranks: usize, slot: u64) -> Staging {
+pub fn with_room(ranks: usize, slot: u64) -> Staging {
     Staging::new(ranks as u32, ranks as u64 * slot).unwrap().with_room(ranks as u64 * (slot + 36)).unwrap()
 }
 
 fn tell(labels: &[u32], calls: &[CollectiveCall], slip: Option<CollectiveSlip>) -> Story {
     let nodes = NodeMap::from_labels(labels);
-    let script = CollectiveScript { nodes: &nodes, staging: staging(labels.len()), calls, slip };
+    let script =
+        CollectiveScript { nodes: &nodes, staging: staging(labels.len()), calls, slip, mutation: None };
     Story::of_collectives(&script).unwrap()
 }
 
@@ -257,9 +258,8 @@ fn survivors(labels: &[u32], program: Program) -> (usize, Vec<String>) {
     let staging = with_room(labels.len(), 512);
     let nodes = NodeMap::from_labels(labels);
     let calls = call(&seat(labels, staging), program, 4, u64::MAX);
-    let story =
-        Story::of_collectives(&CollectiveScript { nodes: &nodes, staging, calls: &calls, slip: None })
-            .unwrap();
+    let script = CollectiveScript { nodes: &nodes, staging, calls: &calls, slip: None, mutation: None };
+    let story = Story::of_collectives(&script).unwrap();
     prove(&story).expect("the real program has no fault");
     let (mut found, mut wrong) = (0, Vec::new());
     for mutation in mutations(&story) {

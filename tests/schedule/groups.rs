@@ -4,7 +4,7 @@
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sidelane::gate::Routing;
-use sidelane::plan::{ExpertMap, Mode, Order, Overflow, RowLayout};
+use sidelane::plan::{ExpertMap, Mode, Order, Overflow, RowLayout, Strategy};
 use sidelane::schedule::Parts;
 use sidelane::schedule::story::{Call, Relays, Script, Slip, Story};
 use sidelane::topology::{NodeMap, Route};
@@ -14,6 +14,7 @@ pub const WEIGHTS: Parts = Parts { rows: false, weights: true };
 pub const BOTH: Parts = Parts { rows: true, weights: true };
 
 /// A group, its experts, and two sets of routings.
+#[derive(Clone)]
 pub struct Group {
     pub nodes: NodeMap,
     pub map: ExpertMap,
@@ -26,8 +27,10 @@ pub struct Group {
     pub order: Order,
     pub spans: bool,
     pub gathers: bool,
+    pub strategy: Strategy,
     pub pulls: bool,
     pub straight: bool,
+    pub enqueues: bool,
 }
 
 /// In how many parts blocks go.
@@ -77,8 +80,10 @@ impl Group {
             order,
             spans: false,
             gathers: false,
+            strategy: Strategy::Exchange,
             pulls: false,
             straight: false,
+            enqueues: false,
         }
     }
 
@@ -132,9 +137,19 @@ impl Group {
         }
     }
 
+    /// The same group, whose dispatches go out by all-gather.
+    pub fn by_all_gather(self) -> Self {
+        Group { strategy: Strategy::Gather, ..self }
+    }
+
     /// The same group, whose rows come home by copy engines.
     pub fn pulling(self) -> Self {
         Group { pulls: true, ..self }
+    }
+
+    /// The same group, whose rows are moved by copy engines that callers' threads enqueue.
+    pub fn enqueuing(self) -> Self {
+        Group { enqueues: true, ..self.pulling() }
     }
 
     /// The same group, whose rails reach the memory that engines move.
@@ -153,8 +168,10 @@ impl Group {
             layout: self.layout,
             spans: self.spans,
             gathers: self.gathers,
+            strategy: self.strategy,
             pulls: self.pulls,
             straight: self.straight,
+            enqueues: self.enqueues,
             mode: self.mode,
             order: self.order,
             row_bytes: 32,
@@ -229,6 +246,25 @@ pub fn engine_rounds() -> Vec<Call> {
         other => other,
     });
     made.collect()
+}
+
+/// Dispatches by all-gather: refused before and behind the gathering, and with rows that are kept.
+pub fn gathering_rounds() -> Vec<Call> {
+    vec![
+        dispatch(0),
+        dispatch(1),
+        Call::RefusedRegroup { routing: 0 },
+        dispatch(0),
+        Call::RefusedDispatch { routing: 1 },
+        Call::Dispatch { routing: 1, keep: true },
+        dispatch(0),
+        Call::RefusedRegroup { routing: 1 },
+        Call::RefusedRegroup { routing: 0 },
+        Call::Dispatch { routing: 0, keep: true },
+        dispatch(1),
+        dispatch(0),
+        dispatch(0),
+    ]
 }
 
 /// Four rounds with all kinds of calls after all kinds, several handles alive, refusals, ranks that disagree,

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use crate::groups::{Group, engine_rounds, rounds, ways};
+use crate::groups::{Group, engine_rounds, gathering_rounds, rounds, ways};
 use sidelane::error::CallKind;
 use sidelane::plan::{Mode, Order, RowLayout};
 use sidelane::schedule::check::check;
 use sidelane::schedule::mutate::{Change, Mutation, mutations};
-use sidelane::schedule::prove::{Fault, prove};
+use sidelane::schedule::prove::{Fault, What, prove};
 use sidelane::schedule::story::{Relays, Slip, Story};
 use sidelane::schedule::{Flag, Level, Op};
 use sidelane::topology::{Paths, Route};
@@ -22,13 +22,22 @@ struct Mutant<'a> {
     moves: bool,
     /// Engines move rows.
     engines: bool,
+    /// Callers' threads enqueue, and run ahead of their streams.
+    ahead: bool,
 }
 
 impl<'a> Mutant<'a> {
     fn new(mutation: Mutation, group: &'a Group, story: &Story) -> Self {
         let paths = Paths::new(&group.nodes, group.route, mutation.rank);
         let (moves, engines) = (mutation.moves(story), group.pulls);
-        Mutant { moves, engines, mutation, paths, inline: group.relays == Relays::Inline }
+        Mutant {
+            moves,
+            engines,
+            ahead: group.enqueues,
+            mutation,
+            paths,
+            inline: group.relays == Relays::Inline,
+        }
     }
 
     /// Why it changes nothing that anybody can see; `None` if it must be found.
@@ -80,6 +89,9 @@ impl<'a> Mutant<'a> {
             (Flag::Read, Change::Retrack) if self.mutation.stage == "pull rest" => {
                 Some("what it vouches for was read in an earlier stage")
             }
+            (Flag::Ready, Change::Retrack) => Some("its stream has done all that was before"),
+            (Flag::Read, Change::Raise) if self.ahead => Some(ANOTHER_RELEASES),
+            (Flag::Posted, Change::Raise | Change::Retrack) => Some(FOR_CAUSES),
             (Flag::Landed, Change::Raise | Change::Retrack) if to == me && self.engines => {
                 Some(ITS_RELAY_SAYS_SO)
             }
@@ -92,6 +104,8 @@ impl<'a> Mutant<'a> {
         let (sends, all) = (kind != CallKind::Combine, change == Change::DropWaits);
         let relayed = |s: u32| paths.route() == Route::Pxn && paths.sources().any(|source| source == s);
         match (flag, stage) {
+            (Flag::Posted, "posted") => Some(FOR_CAUSES),
+            (Flag::Read, "release") if self.ahead => Some(ANOTHER_RELEASES),
             (Flag::Read, _) if sends => Some(
                 "whoever writes in a dispatch has heard the entry of every rank, sent after its last sum",
             ),
@@ -138,6 +152,9 @@ impl<'a> Mutant<'a> {
     }
 }
 
+const FOR_CAUSES: &str = "bytes are as before: the stand-in driver counts waits whose cause is not enqueued";
+const ANOTHER_RELEASES: &str =
+    "a reader says so to all owners behind its last copy, and the entry of each other one vouches for it";
 const ITS_RELAY_SAYS_SO: &str = "its own relay handed the rows on, and says when it is done";
 const WAITS_FIRST: &str = "one actor alone waits first: stricter, and nobody waits for it in turn";
 
@@ -182,7 +199,14 @@ fn survivors(title: &str, group: &Group) -> Vec<String> {
     prove(&story).expect("the real schedule has no fault");
     let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
     let mut wrong = Vec::new();
-    for mutation in mutations(&story) {
+    // No program says when a stream gets its work, nor that it rings: that is what it is to be enqueued.
+    let of_programs = |mutation: &Mutation| {
+        let rings = mutation.stage == "reached" && matches!(mutation.item.op, Op::Signal { .. });
+        // Engines make no dispatch along a known layout.
+        let made = !(group.enqueues && mutation.kind == CallKind::CachedDispatch);
+        mutation.stage != "enqueued" && !rings && made
+    };
+    for mutation in mutations(&story).into_iter().filter(of_programs) {
         let tally = tallies.entry(class(&mutation)).or_default();
         tally.mutants += 1;
         let mutant = Mutant::new(mutation, group, &story);
@@ -259,10 +283,35 @@ fn every_mutant_of_all_gather_and_reduce_scatter_is_found() {
 }
 
 #[test]
+fn dropped_copies_behind_an_all_gather_are_found() {
+    for way in ways() {
+        let group = Group::new(&[0, 0, 1, 1], 4, 5).run(way).by_all_gather();
+        let story = group.tell(&gathering_rounds(), None);
+        let copies = mutations(&story).into_iter().filter(|mutation| mutation.stage == "regroup");
+        let copies: Vec<Mutation> = copies.collect();
+        assert_eq!(copies.len(), 4, "each rank copies its own rows");
+        for mutation in copies {
+            let fault = prove(&mutation.plant(&story)).unwrap_err();
+            let Fault::Unwritten { reader, .. } = fault else { panic!("{mutation:?}: {fault}") };
+            assert_eq!((reader.rank, reader.what), (mutation.rank, What::Reads("landed rows")));
+        }
+    }
+}
+
+#[test]
 fn every_mutant_of_engines_across_nodes_is_found() {
     let group = Group::new(&[0, 0, 1, 1], 4, 5).run((Route::Direct, Relays::Inline)).pulling();
     assert_eq!(survivors("2 x 2 by engines, direct", &group), Vec::<String>::new());
     assert_eq!(survivors("2 x 2 by engines, direct and straight", &group.straight()), Vec::<String>::new());
+}
+
+#[test]
+fn every_mutant_of_callers_that_run_ahead_is_found() {
+    let direct = (Route::Direct, Relays::Inline);
+    let group = Group::new(&[0; 4], 4, 5).run(direct).enqueuing();
+    assert_eq!(survivors("1 x 4, enqueued", &group), Vec::<String>::new());
+    let group = Group::new(&[0, 0, 1, 1], 4, 5).run(direct).enqueuing();
+    assert_eq!(survivors("2 x 2, enqueued", &group), Vec::<String>::new());
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use crate::replays::{slots, thrice};
 use sidelane::error::CallKind;
+use sidelane::schedule::call::{Action, CallChange, CallMutation, SlotCall, Work};
 use sidelane::schedule::check::check;
 use sidelane::schedule::mutate::{Change, Mutation, mutations};
 use sidelane::schedule::prove::prove;
@@ -113,6 +114,7 @@ fn tell(ranks: u32, calls: &[StreamCall]) -> Story {
         across: None,
         calls,
         slip: None,
+        planted: None,
     })
     .unwrap()
 }
@@ -281,8 +283,14 @@ fn every_bug_across_nodes_is_found_or_does_no_harm() {
 fn every_bug_across(labels: &[u32], way: Across) {
     let (nodes, ranks) = (NodeMap::from_labels(labels), labels.len() as u32);
     let (calls, across) = (thrice(&[Dispatch(0), Combine(0)]), Some((&nodes, way)));
-    let script =
-        StreamScript { slots: slots(ranks), streams: Streams::One, across, calls: &calls, slip: None };
+    let script = StreamScript {
+        slots: slots(ranks),
+        streams: Streams::One,
+        across,
+        calls: &calls,
+        slip: None,
+        planted: None,
+    };
     let story = Story::of_streams(&script).unwrap();
     prove(&story).expect("the real schedule has no fault");
     let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
@@ -299,4 +307,46 @@ fn every_bug_across(labels: &[u32], way: Across) {
         }
     }
     report(&format!("{labels:?} {way:?}: changed"), &tallies);
+}
+
+/// Why ranks do not see a bug of a driver: then the rank itself lacks a value.
+fn unseen(mutation: &CallMutation, (step, next): (Action, Option<Action>)) -> Option<&'static str> {
+    let check = Action::Compute(Work::Check);
+    match mutation.change {
+        CallChange::Drop if step == check => Some("a check finds ranks that make another call"),
+        CallChange::Swap if next == Some(check) => Some("it reads what experts read behind it"),
+        CallChange::Drop if step == Action::Compute(Work::Sum) => Some("sums are the caller's"),
+        _ => None,
+    }
+}
+
+#[test]
+fn driver_mutants_of_slots_are_found_by_flow_and_between_ranks() {
+    let nodes = NodeMap::from_labels(&[0, 0, 1]);
+    let groups = [None, Some((&nodes, Across::Straight)), Some((&nodes, Across::Detour))];
+    for call in SlotCall::ALL {
+        let (program, answer) =
+            (call.program(), if call == SlotCall::Release { Release(0) } else { Combine(0) });
+        assert_eq!(program.check(&program), Ok(()));
+        let mutations = CallMutation::all(&program, nodes.ranks());
+        assert_eq!(mutations.len(), 2 * program.steps().len() - 1);
+        for mutation in mutations {
+            let (planted, (step, next)) = (mutation.plant(&program), mutation.steps(&program));
+            let lacking = planted.check(&program).expect_err("the rank itself lacks a value");
+            let unseen = unseen(&mutation, (step.action, next.map(|next| next.action)));
+            println!("{call:?} {:?} {}: {lacking}; {unseen:?}", mutation.change, step.action);
+            for across in groups {
+                let story = Story::of_streams(&StreamScript {
+                    slots: slots(nodes.ranks()),
+                    streams: Streams::One,
+                    across,
+                    calls: &thrice(&[Dispatch(0), answer]),
+                    slip: None,
+                    planted: Some((call, &planted)),
+                });
+                let seen = prove(&story.unwrap());
+                assert_eq!(seen.is_ok(), unseen.is_some(), "{planted}: {unseen:?}, {seen:?}");
+            }
+        }
+    }
 }

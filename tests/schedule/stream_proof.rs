@@ -11,7 +11,15 @@ use sidelane::schedule::stream::Across;
 use sidelane::topology::NodeMap;
 
 fn tell(ranks: u32, streams: Streams, calls: &[StreamCall], slip: Option<StreamSlip>) -> Story {
-    Story::of_streams(&StreamScript { slots: slots(ranks), streams, across: None, calls, slip }).unwrap()
+    Story::of_streams(&StreamScript {
+        slots: slots(ranks),
+        streams,
+        across: None,
+        calls,
+        slip,
+        planted: None,
+    })
+    .unwrap()
 }
 
 #[test]
@@ -46,7 +54,15 @@ fn tell_across(
     slip: Option<StreamSlip>,
 ) -> Story {
     let (nodes, slots) = (NodeMap::from_labels(labels), slots(labels.len() as u32));
-    Story::of_streams(&StreamScript { slots, streams, across: Some((&nodes, way)), calls, slip }).unwrap()
+    Story::of_streams(&StreamScript {
+        slots,
+        streams,
+        across: Some((&nodes, way)),
+        calls,
+        slip,
+        planted: None,
+    })
+    .unwrap()
 }
 
 /// Every shape, way, and choice of streams.
@@ -162,7 +178,14 @@ fn a_dispatch_that_is_not_answered_and_an_answer_without_one_are_refused() {
     for calls in
         [&[Dispatch(0), Dispatch(0)][..], &[Dispatch(1), Combine(0)], &[Dispatch(0), Combine(0), Release(0)]]
     {
-        let script = StreamScript { slots: slots(2), streams: Streams::One, across: None, calls, slip: None };
+        let script = StreamScript {
+            slots: slots(2),
+            streams: Streams::One,
+            across: None,
+            calls,
+            slip: None,
+            planted: None,
+        };
         let refused = Story::of_streams(&script).unwrap_err();
         let seen = calls.len() as u64 - 1;
         assert!(

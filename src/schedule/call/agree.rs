@@ -1,6 +1,7 @@
 //! Agreement: compares what all ranks say on entering a call.
 //!
-//! A pure function of the tags, which every rank holds. So all ranks come to the same verdict without another word.
+//! A pure function of the tags, which every rank holds. So all ranks come to the same verdict
+//! without another word.
 
 use crate::error::{CallError, CallKind};
 use crate::schedule::{Refusal, Tag};
@@ -14,15 +15,18 @@ pub struct Agreement {
     pub rank: u32,
     /// Size of the group.
     pub ranks: u32,
-    /// Name of the value in the tags' `handle`, where it must be equal everywhere: `"handle"`, `"bytes"`.
+    /// Name of the value in the tags' `handle`, where it must be equal everywhere: `"handle"`,
+    /// `"bytes"`.
     pub compared: Option<&'static str>,
 }
 
 impl Agreement {
-    /// Whether all ranks make the call that this rank enters as `mine`. `said` gives the tag of another rank.
+    /// Whether all ranks make the call that this rank enters as `mine`. `said` gives the tag of
+    /// another rank.
     ///
     /// # Errors
-    /// [`CallError::KindsDiffer`], [`CallError::Disagree`]: of the lowest rank that differs. Errors of `said`.
+    /// [`CallError::KindsDiffer`], [`CallError::Disagree`]: of the lowest rank that differs. Errors
+    /// of `said`.
     pub fn alike<E: From<CallError>>(
         &self,
         mine: Tag,

@@ -1,8 +1,10 @@
-//! Flow of values between the steps of a call: a program is well formed if every step finds those it needs.
+//! Flow of values between the steps of a call: a program is well formed if every step finds those
+//! it needs.
 //!
-//! `prove` orders accesses to windows between ranks. Within a rank a step also needs values that lie in no window: a
-//! verdict, a layout, operands. Here each step names those it needs and those it gives, and each kind of call what it
-//! owes its caller. A program that lacks one is named before anything is unrolled.
+//! `prove` orders accesses to windows between ranks. Within a rank a step also needs values that
+//! lie in no window: a verdict, a layout, operands. Here each step names those it needs and those
+//! it gives, and each kind of call what it owes its caller. A program that lacks one is named
+//! before anything is unrolled.
 
 use std::fmt;
 
@@ -11,6 +13,15 @@ use super::{Action, CallProgram, CallStep, Part, Role, StageId, Work};
 /// A value that one step of a rank gives to later ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Value {
+    /// The caller's stream has reached the call.
+    Reached,
+    /// Streams of local peers await that this rank's has reached the call.
+    Ready,
+    /// What this rank's stream does next waits until those of its local peers have reached the
+    /// call.
+    PeersReady,
+    /// All that local peers move here is enqueued.
+    Posted,
     /// The choices of this rank, sorted into bins.
     Choices,
     /// The tag of this rank's entry.
@@ -25,8 +36,10 @@ pub enum Value {
     Sizes,
     /// Where rows of this rank land.
     Landings,
-    /// Operands of the stage that moves rows.
+    /// Operands of the stage that moves rows; of a round, those of all its stages.
     Operands,
+    /// Rows lie in the slots that the stage moves.
+    Packed,
     /// The call can no longer be refused; a waiting caller knows.
     Told,
     /// This rank's rows are out.
@@ -65,6 +78,12 @@ pub enum Value {
     Relayed,
     /// The rank knows that its relay has finished.
     Done,
+    /// Collective: this stage of the round is over.
+    Stage(u8),
+    /// Collective: what the round has left for the caller is known.
+    Due,
+    /// Collective: the caller has what the round has left.
+    Copied,
 }
 
 /// A step, or the caller, lacks a value.
@@ -86,8 +105,8 @@ impl fmt::Display for Lacking {
 }
 
 impl CallProgram {
-    /// Checks that every step finds what it needs, and that the call ends with all that `whole`, a well-formed program of
-    /// the same call, ends with.
+    /// Checks that every step finds what it needs, and that the call ends with all that `whole`, a
+    /// well-formed program of the same call, ends with.
     ///
     /// # Errors
     /// The first step that lacks a value.
@@ -100,8 +119,9 @@ impl CallProgram {
         }
     }
 
-    /// All values that are given, if each is there when a step needs it. A value that no step of `whole` gives comes from
-    /// outside: a handle has a layout, and the verdict of an inlined relay is its rank's.
+    /// All values that are given, if each is there when a step needs it. A value that no step of
+    /// `whole` gives comes from outside: a handle has a layout, and the verdict of an inlined relay
+    /// is its rank's.
     fn flow(&self, whole: &CallProgram) -> Result<Vec<(Role, Value)>, Lacking> {
         let gives = |value: &(Role, Value)| whole.steps.iter().any(|step| whole.given(step).contains(value));
         let mut given = Vec::new();
@@ -118,7 +138,9 @@ impl CallProgram {
                     return Err(Lacking { step: Some(step), value: need.1 });
                 }
             }
-            given.extend(whole.given(&step));
+            let due = given.contains(&(step.role, Value::Due));
+            // Copies of what an earlier round has left say nothing of this one.
+            given.extend(whole.given(&step).into_iter().filter(|(_, value)| due || *value != Value::Copied));
         }
         Ok(given)
     }
@@ -130,18 +152,24 @@ impl CallProgram {
                 other.role == step.role && matches!(other.action, Action::Agree | Action::Admit)
             });
         let verdict = matches!(step.action, Action::Agree | Action::Admit) && last == Some(step);
-        let values = if verdict { &[Value::Verdict][..] } else { gives(step.action) };
-        values.iter().map(|&value| (step.role, value)).collect()
+        let values = if verdict { vec![Value::Verdict] } else { gives(step.action) };
+        values.into_iter().map(|value| (step.role, value)).collect()
     }
 }
 
-fn gives(action: Action) -> &'static [Value] {
+fn gives(action: Action) -> Vec<Value> {
     use Value::*;
-    match action {
+    let values: &[Value] = match action {
+        // The first stage of a round is its entry.
+        Action::Round(0) => &[AllTags, Stage(0)],
+        Action::Round(nth) => &[Stage(nth)],
         Action::Run(StageId::Entry | StageId::Offer, Part::Start) => &[Entered],
         Action::Run(StageId::Entry | StageId::Offer, _) | Action::Run(StageId::AllEntered, _) => &[AllTags],
-        Action::Run(StageId::Rows, Part::Start) => &[Sent],
-        Action::Run(StageId::Rows, _) => &[Landed],
+        Action::Run(StageId::Rows | StageId::Home, Part::Start) => &[Sent],
+        Action::Run(StageId::Rows | StageId::Regroup, _) => &[Landed],
+        Action::Run(StageId::Posted, _) => &[Posted],
+        Action::Run(StageId::Ready, Part::Start) => &[Ready],
+        Action::Run(StageId::Ready, _) => &[PeersReady],
         Action::Run(StageId::BringIn, _) => &[BroughtIn],
         Action::Run(StageId::Home, _) => &[Returned],
         Action::Run(StageId::Sum | StageId::PullRest, _) => &[Summed],
@@ -151,6 +179,7 @@ fn gives(action: Action) -> &'static [Value] {
         Action::Run(StageId::RelayRows | StageId::ReturnRows, _) => &[Relayed],
         Action::Run(StageId::RelayDone, _) => &[Done],
         Action::Compute(work) => match work {
+            Work::AwaitStream => &[Reached],
             Work::Sort => &[Choices],
             Work::Announce | Work::Take | Work::Offer | Work::Propose => &[Tag],
             Work::StartRelay => &[RelayStarted],
@@ -163,27 +192,42 @@ fn gives(action: Action) -> &'static [Value] {
                 &[Operands]
             }
             Work::FillBringIn => &[BringInOperands],
-            Work::Report | Work::Retire | Work::Adopt => &[Settled],
+            Work::Report | Work::Retire | Work::Adopt | Work::Check => &[Settled],
+            Work::Pack | Work::Partials => &[Packed],
+            Work::Sum => &[Summed],
             Work::Metadata => &[Metadata],
             Work::Compose => &[Message],
             Work::Learn => &[Blocks],
+            Work::SortAll => &[Choices, Sizes],
+            Work::PlaceAll => &[Landings, Operands],
+            Work::FillRound => &[Operands],
+            Work::EndRound => &[Due],
+            Work::CopyOut => &[Copied],
             _ => &[],
         },
         _ => &[],
-    }
+    };
+    values.to_vec()
 }
 
 fn needs(step: &CallStep) -> Vec<(Role, Value)> {
     use Value::*;
     let values: &[Value] = match step.action {
-        Action::Run(StageId::Entry | StageId::Offer, Part::Start) => &[Tag],
+        Action::Round(0) => &[Operands],
+        Action::Round(nth) => &[Verdict, Operands, Stage(nth - 1)],
+        Action::Run(StageId::Entry | StageId::Offer, Part::Start) => &[Tag, Reached, Ready],
         Action::Run(StageId::Entry | StageId::Offer, _) => &[Entered, RelayStarted],
-        Action::Run(StageId::Rows, Part::Start) => &[Verdict, Operands],
-        Action::Run(StageId::Rows, _) => &[Sent],
+        Action::Run(StageId::Rows, Part::Start) => &[Verdict, Operands, Packed],
+        Action::Run(StageId::Posted, _) => &[Sent],
+        Action::Run(StageId::Rows, _) => &[Sent, Posted],
+        Action::Run(StageId::Ready, Part::Finish) => &[Verdict],
+        Action::Run(StageId::Home, Part::Start) => &[Packed],
+        Action::Run(StageId::Home, Part::Finish) => &[Sent],
         Action::Run(StageId::BringIn, _) => &[BringInOperands],
         Action::Run(StageId::Home, _) => &[Verdict],
         Action::Run(StageId::Sum | StageId::PullRest, _) => &[Verdict, Operands, Returned],
-        Action::Run(StageId::Pull, _) => &[Verdict, Operands],
+        Action::Run(StageId::Pull, _) => &[Verdict, Operands, PeersReady],
+        Action::Run(StageId::Regroup, _) => &[Verdict, Operands],
         Action::Run(StageId::CountsSent, _) => &[Message],
         Action::Run(StageId::Agreed, _) => &[AllTags],
         Action::Run(StageId::Headers, _) => &[Verdict],
@@ -192,6 +236,7 @@ fn needs(step: &CallStep) -> Vec<(Role, Value)> {
         Action::Agree => &[AllTags],
         Action::Admit => &[Sizes],
         Action::Compute(work) => match work {
+            Work::Sort => &[Reached],
             Work::Publish => &[Choices],
             Work::StartRelay => &[Entered],
             Work::JoinRelay => &[RelayStarted],
@@ -207,10 +252,14 @@ fn needs(step: &CallStep) -> Vec<(Role, Value)> {
             Work::FillBringIn => &[Landed],
             Work::Report => &[Landed, BroughtIn, RelayBack],
             Work::Metadata => &[Landed, BroughtIn],
+            Work::Check => &[Landed],
+            Work::Sum => &[Returned],
             Work::Retire => &[Summed, RelayBack],
             Work::Learn => &[Headers],
             Work::FillRelay => &[Blocks, Bases, Headers],
             Work::FillReturn => &[Headers, Bases],
+            Work::PlaceAll => &[Choices, Sizes, Verdict],
+            Work::EndRound | Work::CopyOut => &[Verdict],
             _ => &[],
         },
         _ => &[],

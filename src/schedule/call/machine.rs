@@ -1,4 +1,5 @@
-//! Steps a call program. No I/O, no clock, no allocation: drivers ask for the next step and say what became of it.
+//! Steps a call program. No I/O, no clock, no allocation: drivers ask for the next step and say
+//! what became of it.
 
 use super::{CallProgram, CallStep};
 

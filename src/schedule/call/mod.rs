@@ -1,4 +1,5 @@
-//! The call as data: which stages a rank runs, what it computes between them, and where a call may end early.
+//! The call as data: which stages a rank runs, what it computes between them, and where a call may
+//! end early.
 //!
 //! ```text
 //!   dispatch   sort  release  publish  announce  entry..  /  ..entry  AGREE  judge  ADMIT  place  describe  fill
@@ -7,20 +8,25 @@
 //!   return     release  offer  entry..  /  ..entry  AGREE  bases  home  fill  sum  retire
 //!   remap      release  propose  entry  AGREE  adopt
 //!   round      fill  entry  AGREE  /  copy out  further stages  end  copy out                  of a collective
+//!   enqueued   dispatch: AWAIT STREAM  sort ..  rows..  posted  ..rows     return: ready..  /  Offer ..  ..ready  pull
+//!   slots      pack  rows..  /  ..rows  check     partials  home..  /  ..home  sum     home (a release)
 //!   relay      node entered  compose  counts sent  all entered  AGREE  judge  ADMIT  agreed
 //!              headers  learn  fill  relay rows, or return rows  relay done
 //! ```
 //!
-//! A [`CallProgram`] is a straight line of [`CallStep`]s. A driver is a loop over it: the host stepper, the thread of an
-//! offloaded relay and the proof step the same [`CallMachine`], so what is proved is also *when* planners touch memory.
+//! A [`CallProgram`] is a straight line of [`CallStep`]s. A driver is a loop over it: the host
+//! stepper, the thread of an offloaded relay and the proof step the same [`CallMachine`], so what
+//! is proved is also *when* planners touch memory.
 //!
-//! **Refusal is no branch.** A rank that refuses its input runs the same steps with empty operands and says so in its
-//! tag. Only [`Action::Agree`] and [`Action::Admit`] may cut a call short. Both judge bytes that all ranks hold, so all
-//! ranks cut at the same step. A [`Cut`] names what remains to be done; a program with n cuts is n + 1 straight lines.
+//! **Refusal is no branch.** A rank that refuses its input runs the same steps with empty operands
+//! and says so in its tag. Only [`Action::Agree`] and [`Action::Admit`] may cut a call short. Both
+//! judge bytes that all ranks hold, so all ranks cut at the same step. A [`Cut`] names what remains
+//! to be done; a program with n cuts is n + 1 straight lines.
 //!
-//! **Relays.** A rank's relay has steps of its own. [`CallProgram::weave`] splices them between the rank's own signals and
-//! its own waits where one thread plays both; it then drops the relay's verdict, which would repeat the rank's own.
-//! Where the relay is [offloaded](Relays::Thread), its steps are a second program.
+//! **Relays.** A rank's relay has steps of its own. [`CallProgram::weave`] splices them between the
+//! rank's own signals and its own waits where one thread plays both; it then drops the relay's
+//! verdict, which would repeat the rank's own. Where the relay is [offloaded](Relays::Thread), its
+//! steps are a second program.
 
 mod agree;
 mod flow;
@@ -34,8 +40,8 @@ use std::fmt;
 pub use agree::Agreement;
 pub use flow::{Lacking, Value};
 pub use machine::CallMachine;
-pub use mutate::{CallChange, CallMutation};
-pub use programs::{CallPrograms, CallShape, Engines, RankPrograms, Relays};
+pub use mutate::{CallChange, CallMutation, ProgramId};
+pub use programs::{CallPrograms, CallShape, Engines, RankPrograms, Relays, SlotCall};
 pub use stage::{Part, StageId, Stages};
 
 /// Which of a rank's programs a step belongs to.
@@ -74,6 +80,9 @@ pub enum Action {
 /// Planning or arithmetic of a rank between two stages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Work {
+    /// Waits until the caller's stream has reached the call: its memory is this call's from then
+    /// on.
+    AwaitStream,
     /// Sorts this rank's choices into bins. Reads the caller's routing.
     Sort,
     /// Writes this rank's counts per bin to its publication.
@@ -124,7 +133,8 @@ pub enum Work {
     Learn,
     /// Relay: fills the operands of [`StageId::RelayRows`].
     FillRelay,
-    /// Relay: reads where its sources want their rows, and fills the operands of [`StageId::ReturnRows`].
+    /// Relay: reads where its sources want their rows, and fills the operands of
+    /// [`StageId::ReturnRows`].
     FillReturn,
     /// All-gather: sorts the choices of all ranks.
     SortAll,
@@ -136,6 +146,14 @@ pub enum Work {
     CopyOut,
     /// Collective: what the round has left for the caller is due.
     EndRound,
+    /// Slots: packs this rank's rows into a slot for each rank.
+    Pack,
+    /// Slots: compares the headers of what landed with what they must be.
+    Check,
+    /// Slots: brings the experts' partial rows to where they are sent from, if they lie elsewhere.
+    Partials,
+    /// Slots: sums the partial rows that came home.
+    Sum,
 }
 
 /// Where a call may end before its last step.
@@ -171,7 +189,8 @@ impl CallProgram {
         &self.cuts
     }
 
-    /// One of the straight lines that this program is: uncut, or up to a step that cuts and then its tail.
+    /// One of the straight lines that this program is: uncut, or up to a step that cuts and then
+    /// its tail.
     pub fn line<'p>(&'p self, cut: Option<&'p Cut>) -> impl Iterator<Item = CallStep> + 'p {
         let end = cut.map_or(self.steps.len(), |cut| usize::from(cut.at) + 1);
         let tail = cut.map_or(&[][..], |cut| &cut.tail);
@@ -198,8 +217,8 @@ impl fmt::Display for Action {
     }
 }
 
-/// The steps in one line: `/` stands before the first step of `finish`, brackets hold a relay's steps, `!` marks a step
-/// that may cut.
+/// The steps in one line: `/` stands before the first step of `finish`, brackets hold a relay's
+/// steps, `!` marks a step that may cut.
 impl fmt::Display for CallProgram {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut relay = false;

@@ -1,7 +1,7 @@
-//! Plants one bug in a call program: a bug of the driver, as [`schedule::mutate`](crate::schedule::mutate) plants bugs of the
-//! skeleton.
+//! Plants one bug in a call program: a bug of the driver, as
+//! [`schedule::mutate`](crate::schedule::mutate) plants bugs of the skeleton.
 
-use super::{CallProgram, CallStep, RankPrograms, Relays, Role};
+use super::{CallProgram, CallStep, RankPrograms, Relays};
 use crate::error::CallKind;
 
 /// Change of a program.
@@ -18,13 +18,20 @@ pub enum CallChange {
     },
 }
 
-/// One bug of the programs of one kind of call.
+/// A program of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProgramId {
+    /// The rank's own for calls of this kind, with the steps woven into it.
+    Own(CallKind),
+    /// The offloaded relay's.
+    Relay(CallKind),
+    /// Steps behind a dispatch by all-gather.
+    Regroup,
+}
+
+/// One bug of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallMutation {
-    /// Calls of this kind.
-    pub kind: CallKind,
-    /// The program: a rank's own, with the steps woven into it, or its offloaded relay's.
-    pub role: Role,
     /// Index of the step.
     pub at: u16,
     /// The action.
@@ -32,20 +39,18 @@ pub struct CallMutation {
 }
 
 impl CallMutation {
-    /// All mutations of the programs for calls of this kind, where a group has this many ranks.
-    pub fn all(programs: &RankPrograms, kind: CallKind, relays: Relays, ranks: u32) -> Vec<CallMutation> {
+    /// All mutations of a program, where a group has this many ranks.
+    pub fn all(program: &CallProgram, ranks: u32) -> Vec<CallMutation> {
         let mut all = Vec::new();
-        for (role, program) in programs.of(kind, relays) {
-            let mut add = |at: usize, change| all.push(CallMutation { kind, role, at: at as u16, change });
-            for at in 0..program.steps.len() {
-                add(at, CallChange::Drop);
-                if at + 1 < program.steps.len() {
-                    add(at, CallChange::Swap);
-                }
+        let mut add = |at: usize, change| all.push(CallMutation { at: at as u16, change });
+        for at in 0..program.steps.len() {
+            add(at, CallChange::Drop);
+            if at + 1 < program.steps.len() {
+                add(at, CallChange::Swap);
             }
-            for cut in &program.cuts {
-                (0..ranks).for_each(|rank| add(usize::from(cut.at), CallChange::GoOn { rank }));
-            }
+        }
+        for cut in &program.cuts {
+            (0..ranks).for_each(|rank| add(usize::from(cut.at), CallChange::GoOn { rank }));
         }
         all
     }
@@ -89,11 +94,18 @@ impl CallMutation {
 }
 
 impl RankPrograms {
-    /// The programs for calls of this kind: the rank's own, and its relay's where that is not woven in.
-    pub fn of(&self, kind: CallKind, relays: Relays) -> Vec<(Role, &CallProgram)> {
-        let mut all = vec![(Role::Own, self.own(kind, relays))];
+    /// Plants a bug in the rank's own program for calls of this kind, with what it relays.
+    pub fn plant(&mut self, kind: CallKind, bug: CallMutation) {
+        let program = bug.plant(self.own(kind, Relays::Inline));
+        self.replace(kind, program);
+    }
+
+    /// The programs for calls of this kind: the rank's own, and its relay's where that is not woven
+    /// in.
+    pub fn of(&self, kind: CallKind, relays: Relays) -> Vec<(ProgramId, &CallProgram)> {
+        let mut all = vec![(ProgramId::Own(kind), self.own(kind, relays))];
         if self.rails && relays == Relays::Thread {
-            all.push((Role::Relay, self.relay.of(kind)));
+            all.push((ProgramId::Relay(kind), self.relay.of(kind)));
         }
         all
     }

@@ -38,6 +38,10 @@ pub struct Engines {
     pub brings_in: bool,
     /// Return: outputs have one place, so a call ends when its readers have finished.
     pub fixed_outputs: bool,
+    /// The caller's thread enqueues, and may run ahead of its stream. A dispatch awaits the stream,
+    /// since it needs the choices. So does a return where relays write to this rank's memory.
+    /// Elsewhere streams tell each other that they are [`Ready`](StageId::Ready).
+    pub enqueues: bool,
 }
 
 use Action::{Admit, Agree, Compute, Run};
@@ -47,6 +51,7 @@ impl CallShape {
     /// Dispatch and `prepare`: counts first, then rows.
     pub fn dispatch(&self) -> CallProgram {
         let own = [
+            Compute(Work::AwaitStream),
             Compute(Work::Sort),
             Run(StageId::Release, Whole),
             Compute(Work::Publish),
@@ -62,6 +67,7 @@ impl CallShape {
             Compute(Work::TellAgreed),
             Compute(Work::FillRows),
             Run(StageId::Rows, Start),
+            Run(StageId::Posted, Whole),
             Run(StageId::Rows, Finish),
             Compute(Work::FillBringIn),
             Run(StageId::BringIn, Whole),
@@ -69,7 +75,9 @@ impl CallShape {
             Compute(Work::Report),
             Compute(Work::Metadata),
         ];
-        self.with_relay(self.own(&own), Class::Dispatch)
+        let moves =
+            if self.engines.enqueues { Run(StageId::Posted, Whole) } else { Run(StageId::Rows, Finish) };
+        self.with_relay(self.own(&own), Class::Dispatch, (Run(StageId::Entry, Finish), Some(moves)))
     }
 
     /// Dispatch along a known layout, and the gradient of combine.
@@ -90,13 +98,22 @@ impl CallShape {
             Run(StageId::BringIn, Whole),
             Compute(Work::JoinRelay),
         ];
-        self.with_relay(self.own(&own), Class::Cached)
+        self.with_relay(
+            self.own(&own),
+            Class::Cached,
+            (Run(StageId::Entry, Finish), Some(Run(StageId::Rows, Finish))),
+        )
     }
 
     /// Combine, the gradient of dispatch, and the return of weight gradients.
     pub fn ret(&self) -> CallProgram {
-        let mut own = vec![
-            Run(StageId::Release, Whole),
+        let reached = if self.rails { Compute(Work::AwaitStream) } else { Run(StageId::Ready, Start) };
+        let mut own = vec![reached];
+        // A host that runs ahead frees nothing in a return, and its readers are ready when they have read.
+        if self.rails || !self.engines.enqueues {
+            own.push(Run(StageId::Release, Whole));
+        }
+        own.extend([
             Compute(Work::Offer),
             Run(StageId::Offer, Start),
             Compute(Work::StartRelay),
@@ -104,13 +121,14 @@ impl CallShape {
             Agree,
             Compute(Work::TellAgreed),
             Compute(Work::Bases),
-        ];
+        ]);
         let (home, join) = (Run(StageId::Home, Whole), Compute(Work::JoinRelay));
         own.extend(match self.engines.pulls {
             // The host reads rows where they lie, when all that relays return has landed.
             false => [home, join, Compute(Work::FillSum), Run(StageId::Sum, Whole)].to_vec(),
             // Engines pull from local peers while relays return the rest.
             true => vec![
+                Run(StageId::Ready, Finish),
                 Compute(Work::FillPull),
                 Run(StageId::Pull, Whole),
                 home,
@@ -122,7 +140,8 @@ impl CallShape {
             own.push(Run(StageId::AllRead, Whole));
         }
         own.push(Compute(Work::Retire));
-        self.with_relay(self.own(&own), Class::Return)
+        let first = if self.engines.pulls { StageId::Pull } else { StageId::Home };
+        self.with_relay(self.own(&own), Class::Return, (Run(StageId::Offer, Finish), Some(Run(first, Whole))))
     }
 
     /// A new expert map: ranks agree, and nothing moves.
@@ -137,10 +156,11 @@ impl CallShape {
             Compute(Work::JoinRelay),
             Compute(Work::Adopt),
         ];
-        self.with_relay(self.own(&own), Class::Remap)
+        self.with_relay(self.own(&own), Class::Remap, (Run(StageId::Entry, Finish), None))
     }
 
-    /// Steps behind a dispatch by all-gather, at each rank alone: the layout of an exchange, and rows at their places.
+    /// Steps behind a dispatch by all-gather, at each rank alone: the layout of an exchange, and
+    /// rows at their places.
     pub fn regroup(&self) -> CallProgram {
         let own = [
             Compute(Work::SortAll),
@@ -166,8 +186,8 @@ impl CallShape {
         }
     }
 
-    /// A round of a collective with so many stages. What a round leaves for the caller may be copied out only when the next
-    /// one has been entered.
+    /// A round of a collective with so many stages. What a round leaves for the caller may be
+    /// copied out only when the next one has been entered.
     pub fn round(stages: u8, ends_in_the_next: bool) -> CallProgram {
         let mut actions = vec![Compute(Work::FillRound), Action::Round(0), Agree];
         let half = actions.len();
@@ -187,20 +207,70 @@ impl CallShape {
         let wanted = |action: &&Action| match action {
             Compute(Work::StartRelay | Work::JoinRelay) => offloaded,
             Compute(Work::FillBringIn) | Run(StageId::BringIn, _) => self.engines.brings_in,
+            Compute(Work::AwaitStream) | Run(StageId::Posted, _) => self.engines.enqueues,
+            Run(StageId::Ready, _) => self.engines.enqueues && !self.rails,
             _ => true,
         };
         let steps: Vec<_> =
             actions.iter().filter(wanted).map(|&action| CallStep { role: Role::Own, action }).collect();
-        let half = steps.iter().position(|step| matches!(step.action, Run(_, Finish))).unwrap_or(0);
+        let ends_start = |step: &CallStep| match step.action {
+            // Its stream is on the way to the call: what the caller's thread does begins with the
+            // second half.
+            action if self.engines.enqueues => action != Run(StageId::Ready, Start),
+            action => matches!(action, Run(_, Finish)),
+        };
+        let half = steps.iter().position(ends_start).unwrap_or(0);
         let join = CallStep { role: Role::Own, action: Compute(Work::JoinRelay) };
         program(steps, half, |_| if offloaded { vec![join] } else { Vec::new() })
     }
 
-    fn with_relay(&self, own: CallProgram, class: Class) -> CallProgram {
+    /// With the steps of an inlined relay, at these places of the rank's own.
+    fn with_relay(&self, own: CallProgram, class: Class, places: (Action, Option<Action>)) -> CallProgram {
         match (self.rails, self.relays) {
-            (true, Relays::Inline) => own.weave(Self::relay(class)),
+            (true, Relays::Inline) => own.weave(Self::relay(class), places),
             _ => own,
         }
+    }
+}
+
+/// Calls in fixed slots, where nobody counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SlotCall {
+    /// Packed slots to their ranks.
+    Dispatch,
+    /// Partial rows home.
+    Combine,
+    /// In place of a combine: nothing comes home.
+    Release,
+}
+
+impl SlotCall {
+    /// All of them.
+    pub const ALL: [SlotCall; 3] = [SlotCall::Dispatch, SlotCall::Combine, SlotCall::Release];
+
+    /// The steps. All operands are constants, so there is nothing to fill and nothing to agree on.
+    pub fn program(self) -> CallProgram {
+        let own: &[Action] = match self {
+            SlotCall::Dispatch => &[
+                Compute(Work::Pack),
+                Run(StageId::Rows, Start),
+                Run(StageId::Rows, Finish),
+                Compute(Work::Check),
+            ],
+            SlotCall::Combine => &[
+                Compute(Work::Partials),
+                Run(StageId::Home, Start),
+                Run(StageId::Home, Finish),
+                Compute(Work::Sum),
+            ],
+            SlotCall::Release => &[Run(StageId::Home, Whole)],
+        };
+        CallShape { rails: false, relays: Relays::Inline, engines: Engines::default() }.own(own)
+    }
+
+    /// The kind of call that it is to callers.
+    pub fn kind(self) -> CallKind {
+        if self == SlotCall::Dispatch { CallKind::Dispatch } else { CallKind::Combine }
     }
 }
 
@@ -268,7 +338,8 @@ pub struct RankPrograms {
 }
 
 impl RankPrograms {
-    /// Of the rank of these paths. Blocks come in `chunks` parts; relays sum what they return if `sums`.
+    /// Of the rank of these paths. Blocks come in `chunks` parts; relays sum what they return if
+    /// `sums`.
     pub fn new(paths: Paths<'_>, chunks: u8, sums: bool, engines: Engines) -> Self {
         let shape = |relays| CallShape { rails: paths.rails(), relays, engines };
         RankPrograms {
@@ -281,6 +352,11 @@ impl RankPrograms {
         }
     }
 
+    /// Puts another program in the place of the rank's own for calls of this kind, with what it relays.
+    pub(super) fn replace(&mut self, kind: CallKind, program: CallProgram) {
+        self.inline.all[Class::of(kind) as usize] = program;
+    }
+
     /// The rank's own program for calls of this kind.
     pub fn own(&self, kind: CallKind, relays: Relays) -> &CallProgram {
         match relays {
@@ -290,7 +366,8 @@ impl RankPrograms {
     }
 }
 
-/// The steps of a relay: it hears all nodes, comes to the verdict of its own rank by itself, then `moves`.
+/// The steps of a relay: it hears all nodes, comes to the verdict of its own rank by itself, then
+/// `moves`.
 fn relay(judge: &[Action], moves: &[Action]) -> CallProgram {
     let mut actions = vec![
         Run(StageId::NodeEntered, Whole),
@@ -322,24 +399,21 @@ fn program(steps: Vec<CallStep>, half: usize, tail: impl Fn(usize) -> Vec<CallSt
 }
 
 impl CallProgram {
-    /// Puts the steps of a relay between this rank's own signals and its own waits, for one thread that plays both.
+    /// Puts the steps of a relay between this rank's own signals and its own waits, for one thread
+    /// that plays both.
     ///
     /// Inline is the launch order of a stage (own puts and signals, what is relayed, own waits) carried on to the whole
-    /// call. The relay's verdict goes: the rank's own comes right behind what the relay heard.
-    pub fn weave(&self, relay: CallProgram) -> CallProgram {
-        let hears = |step: &&CallStep| !matches!(step.action, Agree | Admit | Compute(Work::Judge));
-        let (heard, moves) = relay.steps.split_at(relay.half());
-        let waits = |from: usize| {
-            let wait = |step: &CallStep| {
-                matches!(step.action, Run(_, Finish) | Run(StageId::Home | StageId::Pull, _))
-            };
-            self.steps.iter().skip(from).position(wait).map_or(self.steps.len(), |at| from + at)
-        };
-        let first = waits(0);
-        let second = waits(first + 1);
-        let heard: Vec<_> = heard.iter().filter(hears).copied().collect();
-        let steps = [&self.steps[..first], &heard, &self.steps[first..second], moves, &self.steps[second..]];
-        // In a call that moves nothing there is no second place, and the relay has nothing to put there.
+    /// call. The first half of the relay goes before the step that `hears` other ranks, the second
+    /// before the one that `moves` rows here. Without such a step the call moves nothing, and the relay has no second
+    /// half. The relay's verdict goes: the rank's own comes right behind what the relay heard.
+    pub fn weave(&self, relay: CallProgram, (hears, moves): (Action, Option<Action>)) -> CallProgram {
+        let heard_alone = |step: &&CallStep| !matches!(step.action, Agree | Admit | Compute(Work::Judge));
+        let (heard, moved) = relay.steps.split_at(relay.half());
+        let at = |action| self.steps.iter().position(|step| step.action == action);
+        let end = self.steps.len();
+        let (first, second) = (at(hears).unwrap_or(end), moves.and_then(at).unwrap_or(end));
+        let heard: Vec<_> = heard.iter().filter(heard_alone).copied().collect();
+        let steps = [&self.steps[..first], &heard, &self.steps[first..second], moved, &self.steps[second..]];
         program(steps.concat(), self.half(), |_| Vec::new())
     }
 }
@@ -351,7 +425,7 @@ mod tests {
     const INLINE: CallShape = CallShape {
         rails: true,
         relays: Relays::Inline,
-        engines: Engines { pulls: false, brings_in: false, fixed_outputs: false },
+        engines: Engines { pulls: false, brings_in: false, fixed_outputs: false, enqueues: false },
     };
 
     #[test]
@@ -367,6 +441,17 @@ mod tests {
             "release Offer offer.. / [ node entered Compose counts sent all entered Bases agreed ] ..offer Agree! \
              TellAgreed Bases [ headers FillReturn return rows relay done ] home FillSum sum Retire"
         );
+        let engines = Engines { pulls: true, enqueues: true, ..Engines::default() };
+        let enqueued = CallShape { rails: false, engines, ..INLINE };
+        assert_eq!(
+            enqueued.dispatch().to_string(),
+            "AwaitStream Sort release Publish Announce entry.. ..entry Agree! Judge Admit! Place Describe TellAgreed \
+             FillRows rows.. posted ..rows Report Metadata"
+        );
+        assert_eq!(
+            enqueued.ret().to_string(),
+            "ready.. / Offer offer.. ..offer Agree! TellAgreed Bases ..ready FillPull pull home pull rest Retire"
+        );
         let offloaded = CallShape { relays: Relays::Thread, ..INLINE };
         assert_eq!(
             CallShape::round(3, true).to_string(),
@@ -381,6 +466,13 @@ mod tests {
             "[ node entered Compose counts sent all entered Agree! Bases Judge Admit! agreed / headers Learn \
              FillRelay relay rows relay done ]"
         );
+    }
+
+    #[test]
+    fn programs_of_slots_agree_on_nothing() {
+        let lines = SlotCall::ALL.map(|call| call.program().to_string());
+        assert_eq!(lines, ["Pack rows.. / ..rows Check", "Partials home.. / ..home Sum", "home"]);
+        assert!(SlotCall::ALL.iter().all(|call| call.program().cuts().is_empty()));
     }
 
     #[test]

@@ -17,13 +17,20 @@ pub enum StageId {
     Rows,
     /// Dispatch, behind [`StageId::Rows`]: copy engines bring in what landed in host staging.
     BringIn,
-    /// Return: waits until relays have returned their rows.
+    /// Enqueued dispatch: hosts of this node tell each other that all they move is enqueued.
+    Posted,
+    /// Enqueued return: streams of this node tell each other that they have reached the call.
+    Ready,
+    /// Return: waits until relays have returned their rows. Slots have no relays: there the stage
+    /// puts partial rows, and waits for those that come here.
     Home,
     /// Return: sums rows where they lie, and says that they are read.
     Sum,
-    /// Return, in place of [`StageId::Sum`]: copy engines pull rows of this node here, since they cannot add.
+    /// Return, in place of [`StageId::Sum`]: copy engines pull rows of this node here, since they
+    /// cannot add.
     Pull,
-    /// Return, behind [`StageId::Home`]: copy engines pull what relays returned; owners have their memory back.
+    /// Return, behind [`StageId::Home`]: copy engines pull what relays returned; owners have their
+    /// memory back.
     PullRest,
     /// Return, where outputs have one place: waits until readers have read what this call offered.
     AllRead,
@@ -60,12 +67,14 @@ pub enum Part {
 
 impl StageId {
     /// All stages.
-    pub const ALL: [StageId; 19] = [
+    pub const ALL: [StageId; 21] = [
         StageId::Release,
         StageId::Entry,
         StageId::Offer,
         StageId::Rows,
         StageId::BringIn,
+        StageId::Posted,
+        StageId::Ready,
         StageId::Home,
         StageId::Sum,
         StageId::Pull,
@@ -90,6 +99,8 @@ impl StageId {
             StageId::Offer => "offer",
             StageId::Rows => "rows",
             StageId::BringIn => "bring in",
+            StageId::Posted => "posted",
+            StageId::Ready => "ready",
             StageId::Home => "home",
             StageId::Sum => "sum",
             StageId::Pull => "pull",
@@ -115,7 +126,8 @@ pub struct Stages {
 }
 
 impl Stages {
-    /// Of the rank of these paths. Blocks come in `chunks` parts; relays sum what they return if `sums`.
+    /// Of the rank of these paths. Blocks come in `chunks` parts; relays sum what they return if
+    /// `sums`.
     pub fn new(paths: Paths<'_>, chunks: u8, sums: bool) -> Self {
         let (caller, relay) = (Caller::new(paths, chunks), Relay::new(paths, chunks).summing(sums));
         let items = |id| match id {
@@ -124,6 +136,8 @@ impl Stages {
             StageId::Offer => caller.entry(true),
             StageId::Rows => caller.rows_stage(),
             StageId::BringIn => caller.bring_in(),
+            StageId::Posted => caller.posted(),
+            StageId::Ready => caller.ready(),
             StageId::Home => caller.home(),
             StageId::Sum => caller.sum_stage(),
             StageId::Pull => caller.pull(),
@@ -149,12 +163,7 @@ impl Stages {
 
     /// The operations of a stage, or of a part of it, in launch order.
     pub fn items(&self, id: StageId, part: Part) -> &[Item] {
-        let stage = self.of(id);
-        match part {
-            Part::Whole => &stage.items,
-            Part::Start => stage.start(),
-            Part::Finish => stage.finish(),
-        }
+        self.of(id).part(part)
     }
 }
 

@@ -74,19 +74,22 @@ impl<'a> Machine<'a> {
     }
 
     pub fn play(mut self) -> Result<Outcome, Fault> {
-        let mut idle = 0;
-        while !self.is_over() {
-            let actor = self.random.random_range(0..self.actors.len());
-            let turn = self.random.random_range(0..8);
+        let (mut idle, mut over) = (0, self.is_over());
+        while !over {
+            // Most turns move nothing. One number says whose turn it is and what it is for.
+            let drawn: u64 = self.random.random();
+            let actor = (((drawn >> 32) * self.actors.len() as u64) >> 32) as usize;
+            let (turn, delivers) = ((drawn % 8) as u32, drawn & 8 == 0);
             if turn >= self.actors[actor].speed && !self.in_order {
                 continue;
             }
-            let moved = if self.random.random() { self.deliver(actor) } else { self.step_any(actor) };
+            let moved = if delivers { self.deliver(actor) } else { self.step_any(actor) };
             idle = if moved { 0 } else { idle + 1 };
             if idle > 1000 {
                 self.unblock()?;
                 idle = 0;
             }
+            over = idle == 0 && self.is_over();
         }
         Ok(self.outcome)
     }
@@ -121,13 +124,15 @@ impl<'a> Machine<'a> {
     }
 
     fn deliver(&mut self, actor: usize) -> bool {
-        let busy: Vec<usize> =
-            (0..self.lanes[actor].len()).filter(|&track| !self.lanes[actor][track].is_idle()).collect();
-        if busy.is_empty() {
+        let busy = self.lanes[actor].iter().filter(|lane| !lane.is_idle()).count();
+        if busy == 0 {
             return false;
         }
-        let track = busy[self.random.random_range(0..busy.len())];
-        self.lanes[actor][track].deliver(&mut self.memory, &mut self.words, &mut self.random);
+        let chosen = self.random.random_range(0..busy);
+        let Some(lane) = self.lanes[actor].iter_mut().filter(|lane| !lane.is_idle()).nth(chosen) else {
+            return false;
+        };
+        lane.deliver(&mut self.memory, &mut self.words, &mut self.random);
         self.outcome.deliveries += 1;
         true
     }

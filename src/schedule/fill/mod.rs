@@ -11,7 +11,7 @@ mod relay;
 pub use caller::{CallerTables, Parts};
 pub use relay::RelayTables;
 
-use super::{Control, WindowId};
+use super::{Control, Index, Operand, Place, WindowId};
 use crate::plan::{Chunk, Sizing};
 
 /// What is the same for all tables of one rank in one call.
@@ -38,5 +38,18 @@ impl Setting<'_> {
     /// What lands at a rank if so many rows do.
     pub fn landing(&self, rows: u32) -> Chunk {
         self.sizing.landing(self.fixed_rows.unwrap_or(rows))
+    }
+}
+
+impl Operand {
+    /// Stage "regroup" of rank `me`, behind an all-gather: copies `runs` runs of rows from where
+    /// they were gathered to their places. Rows of no bytes stay.
+    pub fn regroup(me: u32, runs: u32, row_bytes: u64, (from_offset, base): (u64, u64)) -> Operand {
+        if row_bytes == 0 {
+            return Operand::Empty;
+        }
+        let from = Place::Window { owner: me, window: WindowId::POOL };
+        let (index, to) = (Index::Listed, WindowId::POOL);
+        Operand::Rows { first: 0, count: runs, from, from_offset, index, to, base, row_bytes }
     }
 }

@@ -194,7 +194,8 @@ pub(super) fn collect(program: &Program, known: &Knowledge) -> Vec<Accesses> {
                 Effect::Copy { from, to } => {
                     let (source, target) =
                         if here(&to) { (How::Here, How::Here) } else { (How::Source, How::Late) };
-                    from.iter().for_each(|bytes| add(bytes, read(source)));
+                    let of = scene.sources_of().map_or(Version::of(node.call), |of| Version::of(of as u32));
+                    from.iter().for_each(|bytes| add(bytes, at(of, read(source))));
                     add(&to, write(target));
                 }
             }

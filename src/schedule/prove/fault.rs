@@ -61,7 +61,7 @@ pub enum Fault {
         /// The bytes.
         bytes: Range<u64>,
     },
-    /// Bytes are read that their call did not write.
+    /// Bytes are read that their call did not write, or writes only later.
     #[error("unwritten: {reader} finds bytes {bytes:?} of rank {owner}'s {} not written by call {of}", name(*window))]
     Unwritten {
         /// The reader.

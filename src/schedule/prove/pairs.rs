@@ -47,10 +47,12 @@ fn pair(
         let op = a.op_ref(program);
         return Err(Fault::WrittenTwice { a: op, b: op, owner, window, bytes });
     }
-    let (a, b) = if a.before(b, known) {
-        (a, b)
-    } else if b.before(a, known) {
-        (b, a)
+    // Calls follow each other: mostly the earlier one's access comes first.
+    let (first, second) = if a.call <= b.call { (a, b) } else { (b, a) };
+    let (a, b) = if first.before(second, known) {
+        (first, second)
+    } else if second.before(first, known) {
+        (second, first)
     } else {
         let (a, b) = (a.op_ref(program), b.op_ref(program));
         return Err(Fault::Race { a, b, owner, window, bytes });
@@ -68,6 +70,11 @@ fn pair(
         (_, true, Ordering::Greater) => {
             let (writer, reader) = refs();
             Err(Fault::Overwritten { writer, reader, owner, window, bytes })
+        }
+        // A call writes a byte once, so it was not there yet.
+        (_, false, Ordering::Equal) => {
+            let (reader, of) = (a.op_ref(program), a.version.call());
+            Err(Fault::Unwritten { reader, of, owner, window, bytes })
         }
         _ => Ok(()),
     }

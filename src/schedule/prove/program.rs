@@ -1,6 +1,5 @@
 //! A story as flat arrays: operations numbered, scenes as ranges of them, flag words and lanes as indices.
 
-use std::collections::HashMap;
 use std::ops::Range;
 
 use super::{Fault, OpRef, What};
@@ -46,15 +45,28 @@ pub(crate) struct Program<'a> {
     pub words: u32,
 }
 
-/// Numbers things as they come.
-type Numbers<K> = HashMap<K, u32>;
+/// Numbers things as they come; `known` has a place for each.
+#[derive(Default)]
+struct Numbers {
+    known: Vec<Option<u32>>,
+    count: u32,
+}
 
-/// A flag word: of which set, at whom, of whom, of which kind.
-type Word = (u32, u32, u32, Flag);
+impl Numbers {
+    fn of(&mut self, thing: usize) -> u32 {
+        if self.known.len() <= thing {
+            self.known.resize(thing + 1, None);
+        }
+        *self.known[thing].get_or_insert_with(|| {
+            self.count += 1;
+            self.count - 1
+        })
+    }
+}
 
-fn number<K: Eq + std::hash::Hash>(numbers: &mut Numbers<K>, key: K) -> u32 {
-    let next = numbers.len() as u32;
-    *numbers.entry(key).or_insert(next)
+/// The place of a lane.
+fn lane(tracks: u32, actor: u32, track: u32) -> usize {
+    actor as usize * tracks as usize + track as usize
 }
 
 impl<'a> Program<'a> {
@@ -63,18 +75,25 @@ impl<'a> Program<'a> {
         let tracks = steps.map(|step| step.track + 1).max().unwrap_or(0);
         let mut program =
             Program { story, nodes: Vec::new(), scenes: Vec::new(), tracks, lanes: 0, words: 0 };
-        let (mut lanes, mut words) = (Numbers::new(), Numbers::new());
+        let (mut lanes, mut words) = (Numbers::default(), Numbers::default());
         for actor in 0..story.actors {
             program.add(actor, &mut lanes, &mut words);
         }
         for node in &mut program.nodes {
-            node.lane = lanes.get(&(node.actor, node.step.track)).copied();
+            let lane = lane(tracks, node.actor, node.step.track);
+            node.lane = lanes.known.get(lane).copied().flatten();
         }
-        (program.lanes, program.words) = (lanes.len() as u32, words.len() as u32);
+        (program.lanes, program.words) = (lanes.count, words.count);
         program
     }
 
-    fn add(&mut self, actor: u32, lanes: &mut Numbers<(u32, u32)>, words: &mut Numbers<Word>) {
+    /// The place of a flag word: of which set, at whom, of whom, of which kind.
+    fn word(&self, (set, at, of): (u32, u32, u32), flag: Flag) -> usize {
+        let ranks = self.story.ranks as usize;
+        ((set as usize * ranks + at as usize) * ranks + of as usize) * Flag::COUNT + flag as usize
+    }
+
+    fn add(&mut self, actor: u32, lanes: &mut Numbers, words: &mut Numbers) {
         let mut next = vec![0; self.tracks as usize];
         let mut scenes = Vec::new();
         for (call, part) in (0..).zip(self.story.parts_of(actor)) {
@@ -83,10 +102,12 @@ impl<'a> Program<'a> {
                 for (index, &step) in (0..).zip(&scene.steps) {
                     let word = match step.op {
                         Op::Signal { to, of, flag, .. } => {
-                            number(lanes, (actor, step.track));
-                            Some(number(words, (step.set, to, of, flag)))
+                            lanes.of(lane(self.tracks, actor, step.track));
+                            Some(words.of(self.word((step.set, to, of), flag)))
                         }
-                        Op::Wait { from, flag, .. } => Some(number(words, (step.set, part.rank, from, flag))),
+                        Op::Wait { from, flag, .. } => {
+                            Some(words.of(self.word((step.set, part.rank, from), flag)))
+                        }
                         _ => None,
                     };
                     let pos = &mut next[step.track as usize];

@@ -27,6 +27,13 @@ struct Sending<'s> {
     odd: Option<u32>,
 }
 
+/// A dispatch that is told, and its memory.
+pub(super) struct Dispatched {
+    pub told: Vec<Told>,
+    pub placed: Rc<Placed>,
+    pub ground: Vec<Extent>,
+}
+
 /// One rank in a dispatch.
 struct Sender<'s, 'a> {
     teller: &'s Teller<'a>,
@@ -47,13 +54,7 @@ impl Teller<'_> {
         keep: bool,
         until: Until,
     ) -> Result<Vec<Told>, PlanError> {
-        self.members.iter_mut().for_each(|member| member.dispatches += 1);
-        let placed = Rc::new(self.place(routing)?);
-        let ground = self.land(&placed);
-        let handle = self.members[0].calls.number();
-        let (kind, odd) = (CallKind::Dispatch, (until == Until::Tags).then_some(0));
-        let sending = Sending { kind, handle, noted: true, until, placed: &placed, ground: &ground, odd };
-        let told = self.ranks().map(|me| self.send(me, &sending)).collect();
+        let Dispatched { told, placed, ground } = self.dispatched(routing, until, &[])?;
         let kept = self.leave(ground, &placed, keep);
         if until == Until::End {
             self.handles.push(Handle { call: self.call, placed, kept });
@@ -61,9 +62,27 @@ impl Teller<'_> {
         Ok(told)
     }
 
+    /// A dispatch that keeps its memory. Behind what lands at each rank there is room for `behind`
+    /// bytes.
+    pub(super) fn dispatched(
+        &mut self,
+        routing: usize,
+        until: Until,
+        behind: &[u64],
+    ) -> Result<Dispatched, PlanError> {
+        self.members.iter_mut().for_each(|member| member.dispatches += 1);
+        let placed = Rc::new(self.place(routing)?);
+        let ground = self.land(&placed, behind);
+        let handle = self.members[0].calls.number();
+        let (kind, odd) = (CallKind::Dispatch, (until == Until::Tags).then_some(0));
+        let sending = Sending { kind, handle, noted: true, until, placed: &placed, ground: &ground, odd };
+        let told = self.ranks().map(|me| self.send(me, &sending)).collect();
+        Ok(Dispatched { told, placed, ground })
+    }
+
     pub(super) fn cached(&mut self, handle: usize, until: Until) -> Result<Vec<Told>, PlanError> {
         let placed = Rc::clone(&self.handle(handle)?.placed);
-        let ground = self.land(&placed);
+        let ground = self.land(&placed, &[]);
         let kind = CallKind::CachedDispatch;
         let (placed, handle) = (&*placed, handle as u64);
         let sending = Sending { kind, handle, noted: false, until, placed, ground: &ground, odd: None };
@@ -234,8 +253,9 @@ impl Teller<'_> {
         Tables::Relay { tables, forward: Rc::clone(forward), chunks, held_by: self.ranks().collect() }
     }
 
-    /// After the release: takes extents of the exact size at every rank.
-    fn land(&mut self, placed: &Placed) -> Vec<Extent> {
+    /// After the release: takes extents of the exact size at every rank. What lands has room for
+    /// `behind` bytes behind it, where relays take blocks, too.
+    fn land(&mut self, placed: &Placed, behind: &[u64]) -> Vec<Extent> {
         let held = self.handles.iter().rev().find_map(|handle| handle.kept.clone());
         let held = held.filter(|_| self.script.slip == Some(Slip::AnnounceHeld));
         let (mut all, arrives) = (Vec::new(), self.arrives());
@@ -249,12 +269,10 @@ impl Teller<'_> {
             let staged = if self.script.slip == Some(Slip::StageUnasked) { 0 } else { layout.staged };
             let bytes = match arrives {
                 true => landing(layout.landed).staging() + u64::from(staged) * self.sizing.row_bytes,
-                false => {
-                    let bytes = self.sizing.extent_bytes(layout.landed, staged);
-                    bytes.max(landing(layout.landed).bytes())
-                }
+                false => self.sizing.extent_bytes(layout.landed, staged),
             };
-            all.push(member.pool.take(bytes));
+            let behind = landing(layout.landed).bytes() + behind.get(me).copied().unwrap_or(0);
+            all.push(member.pool.take(bytes.max(behind)));
         }
         all
     }
@@ -268,7 +286,7 @@ impl Teller<'_> {
                 true => {
                     let landing = sizing.landing(fixed.unwrap_or(layout.landed));
                     let len = if arrives { landing.arrivals().1 } else { landing.bytes() };
-                    kept.push(member.pool.trim(&extent, len));
+                    kept.push(member.pool.keep(&extent, extent.start..extent.start + len));
                 }
                 false => member.pool.give(&extent),
             }
@@ -314,6 +332,8 @@ impl Actor for Sender<'_, '_> {
         let Sender { teller, me, call, .. } = *self;
         let (layout, ground) = (&call.placed.layouts[me as usize], &call.ground[me as usize]);
         match (call.until, teller.arrives()) {
+            // What is gathered is no caller's: what follows reads it.
+            (Until::End, _) if teller.exchange.is_some() => Vec::new(),
             (Until::End, true) => teller.arrivals_regrouped(me, call.placed, ground),
             (Until::End, false) => teller.landed_read(me, layout, ground, teller.call, call.noted),
             _ => Vec::new(),

@@ -62,12 +62,22 @@ pub enum Effect {
 pub(super) trait Effects: fmt::Debug {
     /// What a step does, besides raising or awaiting a flag that grows.
     fn effects(&self, step: &Step) -> Vec<Effect>;
+
+    /// The call that wrote what puts read from windows; `None`: their own.
+    fn sources_of(&self) -> Option<usize> {
+        None
+    }
 }
 
 impl Scene {
     /// What `step` does, besides raising or awaiting a flag that grows.
     pub fn effects(&self, step: &Step) -> Vec<Effect> {
         self.filled.effects(step)
+    }
+
+    /// The call that wrote what puts read from windows; `None`: their own.
+    pub fn sources_of(&self) -> Option<usize> {
+        self.filled.sources_of()
     }
 }
 
@@ -86,6 +96,10 @@ impl Effects for Filled {
             Op::Reduce { slot } => sums(&operands, slot, (self.rank, self.partial_bytes)),
             Op::Wait { .. } => Vec::new(),
         }
+    }
+
+    fn sources_of(&self) -> Option<usize> {
+        self.sources_of
     }
 }
 

@@ -15,6 +15,8 @@ pub(super) struct Filled {
     pub tag_parity: u64,
     /// Bytes of a partial sum; 0 where relays do not sum.
     pub partial_bytes: u64,
+    /// The call that wrote what puts read from windows; `None`: their own.
+    pub sources_of: Option<usize>,
     pub tables: Tables,
 }
 

@@ -11,6 +11,9 @@
 //! *Touches* are what the planner and the caller read and write in the windows between two stages. No executor runs
 //! them, but they are what the licences are for, so `prove` orders them like any other access.
 //!
+//! A script of dispatches by all-gather tells the calls of the instance that gathers. Behind each
+//! one every rank copies its own rows to their places. That is a call of the story of its own.
+//!
 //! An *actor* is what runs by itself: a rank, or, where its relay is [offloaded](Relays::Thread), the rank's own program and its
 //! relay's, which know each other only through flags. Slots on [streams](StreamScript) have stories of their own kind: there an
 //! actor is a stream.
@@ -20,6 +23,7 @@ mod calls;
 mod collective;
 mod effect;
 mod filled;
+mod gathered;
 mod place;
 mod pool;
 mod returns;
@@ -32,12 +36,12 @@ mod walk;
 use std::ops::Range;
 use std::rc::Rc;
 
-use super::call::CallMutation;
+use super::call::{CallMutation, ProgramId};
 use super::stream::Slots;
 use super::{Level, Op, Parts, WindowId};
 use crate::error::{CallKind, PlanError};
 use crate::gate::Routing;
-use crate::plan::{ExpertMap, Mode, Notes, Order, RowLayout};
+use crate::plan::{ExpertMap, Mode, Notes, Order, RowLayout, Strategy};
 use crate::topology::{NodeMap, Route};
 
 pub use super::call::Relays;
@@ -72,11 +76,16 @@ pub struct Script<'a> {
     /// Every row goes to every rank, in as many segments as a rank has experts; of the routings only the number of tokens
     /// counts, and that they go along.
     pub gathers: bool,
+    /// How dispatches go out. By all-gather, the calls are dispatches of an instance that gathers
+    /// for the one of this script, and what every rank copies behind each is a call of the story.
+    pub strategy: Strategy,
     /// Copy engines move rows within nodes, and rails reach twins of the pools alone. Engines read what is offered in a
     /// return, too, which they cannot add: rows come home first.
     pub pulls: bool,
     /// With `pulls`: rails reach the pools themselves, and there are no twins but the planners' desks.
     pub straight: bool,
+    /// With `pulls`: callers' threads enqueue, and run ahead of their streams. These are actors of their own.
+    pub enqueues: bool,
     /// How much a rank receives; what does not fit is dropped.
     pub mode: Mode,
     /// Bytes of one row: a multiple of 16.
@@ -92,8 +101,8 @@ pub struct Script<'a> {
     pub sample: Option<&'a [u32]>,
     /// A rule that whoever plans breaks: `None`, except to see that `prove` notices.
     pub slip: Option<Slip>,
-    /// A bug in the programs of one kind of call, for the same reason.
-    pub mutation: Option<CallMutation>,
+    /// A bug in one of the programs of each rank, for the same reason.
+    pub mutation: Option<(ProgramId, CallMutation)>,
 }
 
 impl Script<'_> {
@@ -129,6 +138,12 @@ pub enum Call {
     },
     /// A dispatch whose input some rank refuses: every rank leaves when it has read what all count.
     RefusedDispatch {
+        /// Which set of routings.
+        routing: usize,
+    },
+    /// A dispatch by all-gather that lacks room for the rows of some rank: every rank leaves when
+    /// it has sorted the choices of all.
+    RefusedRegroup {
         /// Which set of routings.
         routing: usize,
     },

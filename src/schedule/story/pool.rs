@@ -29,9 +29,9 @@ impl Pool {
         extent
     }
 
-    /// Keeps the first `bytes` of an extent, and gives the rest back.
-    pub fn trim(&mut self, extent: &Range<u64>, bytes: u64) -> Range<u64> {
-        let kept = extent.start..extent.start + bytes.next_multiple_of(64);
+    /// Keeps `part` of an extent, in whole lines, and gives the rest back.
+    pub fn keep(&mut self, extent: &Range<u64>, part: Range<u64>) -> Range<u64> {
+        let kept = part.start..part.end.next_multiple_of(64);
         for used in self.used.iter_mut().filter(|used| *used == extent) {
             *used = kept.clone();
         }
@@ -63,7 +63,10 @@ mod tests {
         assert_eq!(pool.high, 384);
         let large = pool.take(128);
         assert_eq!(large, 384..512);
-        assert_eq!(pool.trim(&large, 1), 384..448);
+        assert_eq!(pool.keep(&large, 384..385), 384..448);
         assert_eq!(pool.take(64), 448..512);
+        let large = pool.take(192);
+        assert_eq!((&large, pool.keep(&large, 576..704)), (&(512..704), 576..704));
+        assert_eq!(pool.take(64), 512..576);
     }
 }

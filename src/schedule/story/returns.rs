@@ -11,6 +11,9 @@ use crate::error::{CallKind, PlanError};
 use crate::schedule::call::{Action, Role, StageId, Work};
 use crate::schedule::{CallerTables, Flag, Parts, RelayTables, Tag};
 
+/// Bytes where rows come home that callers' threads enqueue: more than any script here has.
+const STAGING: u64 = 1 << 20;
+
 /// Contribution of a rank to a return.
 struct Offer {
     chunk: Extent,
@@ -40,6 +43,8 @@ impl Teller<'_> {
         copied: bool,
         until: Until,
     ) -> Result<Vec<Told>, PlanError> {
+        // A stream copies rows that lie elsewhere before it says that it is ready.
+        let copied = copied && !self.script.enqueues;
         let found = self.handle(handle)?;
         let known = found.clone();
         found.kept = None;
@@ -49,7 +54,9 @@ impl Teller<'_> {
         let told = self.ranks().map(bring).collect();
         let fixed = self.fixed_rows().is_some();
         for (member, offer) in self.members.iter_mut().zip(offers) {
-            member.pool.give(&offer.staging);
+            if !self.script.enqueues {
+                member.pool.give(&offer.staging);
+            }
             // Nobody reads what was offered in a call that was refused.
             if fixed {
                 // Its place is that of the next outputs, too.
@@ -84,11 +91,18 @@ impl Teller<'_> {
             member.output.get_or_insert_with(|| member.pool.take(size)).clone()
         } else {
             let early = (!copied).then(|| member.pool.take(size));
-            member.licensed();
+            // A host that runs ahead frees nothing here.
+            if paths.rails() || !self.script.enqueues {
+                member.licensed();
+            }
             early.unwrap_or_else(|| member.pool.take(size))
         };
         let pulled = if self.script.pulls { layout.terms.len() as u64 * self.sizing.home_bytes } else { 0 };
-        let staging = member.pool.take(home + wait + pulled);
+        let staging = match self.script.enqueues {
+            // All calls have one place for rows that come home.
+            true => member.staging.get_or_insert_with(|| member.pool.take(STAGING)).clone(),
+            false => member.pool.take(home + wait + pulled),
+        };
         let (at, (mut tables, _)) = (self.setting(me, 0), self.tables(me));
         match self.script.pulls {
             true => tables.stage_rows(&at, layout, staging.start),

@@ -21,7 +21,7 @@ use super::tell::{Teller, Until};
 use super::walk::{Actor, walk};
 use super::{Bytes, Effect, Scene};
 use crate::error::CallKind;
-use crate::schedule::call::CallChange;
+use crate::schedule::call::{CallChange, CallProgram, ProgramId, RankPrograms, Role};
 use crate::schedule::{Flag, Op};
 
 /// What one rank does in one call, as far as it is told.
@@ -50,16 +50,43 @@ impl Teller<'_> {
     /// What a rank does in a call of this kind: its own program and, where that is another, its relay's.
     pub(super) fn told(&self, me: u32, (kind, until): (CallKind, Until), actor: &impl Actor) -> Told {
         let programs = self.programs(me);
+        let scenes = self.walked(me, (&programs, &programs.of(kind, self.script.relays)), until, actor);
+        self.known(me, kind, scenes)
+    }
+
+    /// What a rank does behind a dispatch by all-gather. Its relay does nothing.
+    pub(super) fn regrouped(&self, me: u32, until: Until, actor: &impl Actor) -> Told {
+        let programs = self.programs(me);
+        let actors = programs.of(CallKind::Dispatch, self.script.relays).len();
+        let regroup = [(ProgramId::Regroup, &programs.regroup)];
+        let mut scenes = self.walked(me, (&programs, &regroup), until, actor);
+        scenes.resize(actors, Vec::new());
+        self.known(me, CallKind::Unknown, scenes)
+    }
+
+    /// The scenes of these programs of a rank.
+    fn walked(
+        &self,
+        me: u32,
+        (programs, all): (&RankPrograms, &[(ProgramId, &CallProgram)]),
+        until: Until,
+        actor: &impl Actor,
+    ) -> Vec<Vec<Scene>> {
         let mut scenes = Vec::new();
-        for (role, program) in programs.of(kind, self.script.relays) {
-            let planted = self.script.mutation.filter(|bug| (bug.kind, bug.role) == (kind, role));
+        for &(id, program) in all {
+            let planted = self.script.mutation.filter(|(planted, _)| *planted == id).map(|(_, bug)| bug);
             let goes_on = planted.is_some_and(|bug| bug.change == CallChange::GoOn { rank: me });
             let until = if goes_on { Until::End } else { until };
-            match planted {
-                Some(bug) => scenes.push(walk(&programs, (&bug.plant(program), role, until), actor)),
-                None => scenes.push(walk(&programs, (program, role, until), actor)),
-            }
+            let role = if matches!(id, ProgramId::Relay(_)) { Role::Relay } else { Role::Own };
+            let (paths, enqueues) = (self.paths(me), self.script.enqueues);
+            let planted = planted.map(|bug| bug.plant(program));
+            let line = (planted.as_ref().unwrap_or(program), role, until);
+            scenes.extend(walk(programs, line, enqueues.then_some(paths), actor));
         }
+        scenes
+    }
+
+    fn known(&self, me: u32, kind: CallKind, scenes: Vec<Vec<Scene>>) -> Told {
         match self.inside(me) {
             true => Told::Inside(kind, scenes),
             false => Told::Outside(self.hearsay(scenes.iter().flatten())),

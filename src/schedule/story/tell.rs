@@ -13,13 +13,14 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use super::filled::{Filled, Tables};
+use super::gathered::{Exchange, gathering};
 use super::place::Placed;
 use super::pool::Pool;
 use super::sample::{Raised, Told};
 use super::{Assumed, Call, Part, Role, Script, Story};
 use crate::error::PlanError;
 use crate::gate::Routing;
-use crate::plan::{Bins, Chunk, Sizing};
+use crate::plan::{Bins, Chunk, ExpertMap, Sizing, Strategy};
 use crate::schedule::call::{Engines, RankPrograms};
 use crate::schedule::{CallerTables, Calls, Control, Parts, RelayTables, Setting, WindowId};
 use crate::topology::{Paths, Route};
@@ -50,6 +51,8 @@ pub(super) struct Member {
     pub offered: Vec<Extent>,
     /// The one place of outputs, where there is a budget on a device.
     pub output: Option<Extent>,
+    /// The one place of rows that come home, where callers' threads enqueue.
+    pub staging: Option<Extent>,
 }
 
 /// A dispatch that calls can follow.
@@ -67,7 +70,11 @@ pub(super) struct Teller<'a> {
     pub(super) sizing: Sizing,
     pub(super) members: Vec<Member>,
     pub(super) handles: Vec<Handle>,
+    /// The call that is told next.
     pub(super) call: usize,
+    /// The instance that this one gathers for.
+    pub(super) exchange: Option<Exchange<'a>>,
+    calls: Vec<Vec<Part>>,
     outside: Raised,
     assumed: Vec<Assumed>,
 }
@@ -77,36 +84,73 @@ pub(super) fn tell(script: &Script) -> Result<Story, PlanError> {
     if script.map.ranks() != ranks {
         return Err(bad("ranks of the expert map", script.map.ranks() as usize, "as many as the nodes have"));
     }
-    let mut teller = Teller::new(script);
-    let mut calls = Vec::new();
-    for (number, call) in script.calls.iter().enumerate() {
-        teller.call = number;
-        teller.members.iter_mut().for_each(|member| member.calls.enter());
-        let told = match *call {
-            Call::Dispatch { routing, keep } => teller.dispatch(routing, keep, Until::End)?,
-            Call::RefusedDispatch { routing } => teller.dispatch(routing, false, Until::Counts)?,
-            Call::Cached { handle } => teller.cached(handle, Until::End)?,
-            Call::RefusedCached { handle } => teller.cached(handle, Until::Tags)?,
-            Call::Return { handle, parts, copied } => teller.ret(handle, parts, copied, Until::End)?,
-            Call::RefusedReturn { handle } => {
-                teller.ret(handle, Parts { rows: true, weights: false }, false, Until::Tags)?
-            }
-            Call::Agree => teller.agree(),
-            Call::Mixed { routing, handle } => teller.mixed(routing, handle)?,
-        };
-        calls.push(teller.parts(told));
+    match script.strategy {
+        Strategy::Exchange => Teller::new(script).tell(),
+        Strategy::Gather => {
+            let map = ExpertMap::contiguous(ranks, ranks)?;
+            let gathering = gathering(script, &map);
+            Teller { exchange: Some(Exchange::new(script)), ..Teller::new(&gathering) }.tell()
+        }
     }
-    let actors = calls.first().map_or(0, Vec::len) as u32;
-    let pool_bytes = teller.members.iter().map(|member| member.pool.high).max().unwrap_or(0);
-    let control_bytes = teller.control.bytes();
-    Ok(Story { ranks, actors, control_bytes, pool_bytes, calls, assumed: teller.assumed })
 }
 
 pub(super) fn bad(parameter: &'static str, seen: usize, expected: &'static str) -> PlanError {
     PlanError::BadParameter { parameter, seen: seen as u64, expected }
 }
 
+/// Sizes of what moves.
+pub(super) fn sizing(script: &Script) -> Sizing {
+    let top_k = script.routings.iter().flatten().map(|routing| routing.top_k()).max().unwrap_or(1);
+    let rails = Paths::new(script.nodes, script.route, 0).rails();
+    let sums = script.order.has_partials() && script.route == Route::Pxn && rails;
+    Sizing {
+        row_bytes: script.row_bytes,
+        home_bytes: script.row_bytes,
+        words_out: script.notes().words(top_k),
+        words_home: script.layout.words_home(top_k),
+        // As if rows were bf16 and partials f32.
+        partial_bytes: sums.then_some(2 * script.row_bytes),
+    }
+}
+
 impl<'a> Teller<'a> {
+    fn tell(mut self) -> Result<Story, PlanError> {
+        for (number, call) in self.script.calls.iter().enumerate() {
+            self.members.iter_mut().for_each(|member| member.calls.enter());
+            let gathers = self.exchange.is_some();
+            let told = match *call {
+                Call::Dispatch { routing, keep } if gathers => self.gather(routing, keep, Until::End)?,
+                Call::RefusedRegroup { routing } if gathers => self.gather(routing, false, Until::Counts)?,
+                Call::RefusedDispatch { routing } => self.dispatch(routing, false, Until::Counts)?,
+                _ if gathers => return Err(bad("call", number, "a dispatch, where rows are gathered")),
+                Call::RefusedRegroup { .. } => {
+                    return Err(bad("call", number, "one of an instance that gathers no rows"));
+                }
+                Call::Dispatch { routing, keep } => self.dispatch(routing, keep, Until::End)?,
+                Call::Cached { handle } => self.cached(handle, Until::End)?,
+                Call::RefusedCached { handle } => self.cached(handle, Until::Tags)?,
+                Call::Return { handle, parts, copied } => self.ret(handle, parts, copied, Until::End)?,
+                Call::RefusedReturn { handle } => {
+                    self.ret(handle, Parts { rows: true, weights: false }, false, Until::Tags)?
+                }
+                Call::Agree => self.agree(),
+                Call::Mixed { routing, handle } => self.mixed(routing, handle)?,
+            };
+            self.add(told);
+        }
+        let actors = self.calls.first().map_or(0, Vec::len) as u32;
+        let pool_bytes = self.members.iter().map(|member| member.pool.high).max().unwrap_or(0);
+        let (ranks, control_bytes) = (self.script.nodes.ranks(), self.control.bytes());
+        Ok(Story { ranks, actors, control_bytes, pool_bytes, calls: self.calls, assumed: self.assumed })
+    }
+
+    /// The running call is told; the next one runs.
+    pub(super) fn add(&mut self, told: Vec<Told>) {
+        let parts = self.parts(told);
+        self.calls.push(parts);
+        self.call += 1;
+    }
+
     fn new(script: &'a Script<'a>) -> Self {
         let routings = || script.routings.iter().flatten();
         let entries = |routing: &Routing| match script.gathers {
@@ -115,17 +159,7 @@ impl<'a> Teller<'a> {
         };
         let entries = routings().map(entries).max().unwrap_or(0);
         let bins = Bins::of_layout(script.layout, script.map, script.order, script.nodes);
-        let paths = Paths::new(script.nodes, script.route, 0);
-        let top_k = routings().map(|routing| routing.top_k()).max().unwrap_or(1);
-        let sums = script.order.has_partials() && script.route == Route::Pxn && paths.rails();
-        let sizing = Sizing {
-            row_bytes: script.row_bytes,
-            home_bytes: script.row_bytes,
-            words_out: script.notes().words(top_k),
-            words_home: script.layout.words_home(top_k),
-            // As if rows were bf16 and partials f32.
-            partial_bytes: sums.then_some(2 * script.row_bytes),
-        };
+        let (paths, sizing) = (Paths::new(script.nodes, script.route, 0), sizing(script));
         Teller {
             script,
             control: Control::new(&paths, &bins, entries as u64, sizing.note_bytes()),
@@ -134,6 +168,8 @@ impl<'a> Teller<'a> {
             members: vec![Member::new(); script.nodes.ranks() as usize],
             handles: Vec::new(),
             call: 0,
+            exchange: None,
+            calls: Vec::new(),
             outside: Raised::new(),
             assumed: Vec::new(),
         }
@@ -141,13 +177,15 @@ impl<'a> Teller<'a> {
 
     /// The parts of all actors in the running call.
     fn parts(&mut self, told: Vec<Told>) -> Vec<Part> {
-        let (mut own, mut relays, call) = (Vec::new(), Vec::new(), self.call);
+        let (mut own, mut others, call) = (Vec::new(), Vec::new(), self.call);
         for (rank, told) in (0..).zip(told) {
             match told {
                 Told::Inside(kind, all) => {
-                    for (scenes, role) in all.into_iter().zip([Role::Own, Role::Relay]) {
+                    // No relay is offloaded where callers' threads enqueue.
+                    let beside = if self.script.enqueues { Role::Transfers } else { Role::Relay };
+                    for (scenes, role) in all.into_iter().zip([Role::Own, beside]) {
                         let part = Part { rank, role, call, kind, scenes };
-                        if role == Role::Relay { relays.push(part) } else { own.push(part) }
+                        if role == Role::Own { own.push(part) } else { others.push(part) }
                     }
                 }
                 Told::Outside(hearsay) => {
@@ -156,7 +194,7 @@ impl<'a> Teller<'a> {
                 }
             }
         }
-        own.append(&mut relays);
+        own.append(&mut others);
         for part in &mut own {
             part.scenes.iter_mut().for_each(|scene| scene.believe(part.rank, &self.outside));
         }
@@ -164,9 +202,15 @@ impl<'a> Teller<'a> {
     }
 
     pub(super) fn filled(&self, rank: u32, tables: Tables) -> Rc<Filled> {
+        self.filled_from(None, rank, tables)
+    }
+
+    /// With sources in windows that an earlier call wrote.
+    pub(super) fn filled_from(&self, sources_of: Option<usize>, rank: u32, tables: Tables) -> Rc<Filled> {
         let (ranks, calls) = (self.script.nodes.ranks(), self.members[rank as usize].calls);
         let partial_bytes = self.sizing.partial_bytes.unwrap_or(0);
-        Rc::new(Filled { rank, ranks, calls, tag_parity: self.tag_parity(rank), partial_bytes, tables })
+        let tag_parity = self.tag_parity(rank);
+        Rc::new(Filled { rank, ranks, calls, tag_parity, partial_bytes, sources_of, tables })
     }
 
     /// The programs of a rank.
@@ -175,6 +219,7 @@ impl<'a> Teller<'a> {
             pulls: self.script.pulls,
             brings_in: self.brings_in(),
             fixed_outputs: self.fixed_rows().is_some(),
+            enqueues: self.script.enqueues,
         };
         let sums = self.sizing.partial_bytes.is_some();
         RankPrograms::new(self.paths(me), self.script.chunks, sums, shape)
@@ -240,6 +285,7 @@ impl Member {
             pool: Pool::default(),
             offered: Vec::new(),
             output: None,
+            staging: None,
         }
     }
 

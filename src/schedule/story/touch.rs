@@ -132,7 +132,7 @@ fn control(owner: u32, start: u64, len: u64) -> Bytes {
 }
 
 /// The rows of an extent, and what lies behind them.
-fn chunk(me: u32, chunk: Chunk, extent: &Extent) -> [Bytes; 2] {
+pub(super) fn chunk(me: u32, chunk: Chunk, extent: &Extent) -> [Bytes; 2] {
     let (rows, behind) = (u64::from(chunk.rows) * chunk.row_bytes, extent.start + chunk.notes_at());
     [bytes(me, WindowId::POOL, extent.start, rows), bytes(me, WindowId::POOL, behind, chunk.notes * 4)]
 }

@@ -24,7 +24,7 @@
 
 use super::{Slots, StreamProgram};
 use crate::error::PlanError;
-use crate::schedule::stream::program::Kind;
+use crate::schedule::call::SlotCall;
 use crate::schedule::{Flag, Item, Level, Op, Operand, Place, Slot, SpanCopy, Stage, WindowId};
 use crate::topology::NodeMap;
 
@@ -59,7 +59,7 @@ impl StreamProgram {
     /// # Errors
     /// [`PlanError::BadParameter`] if there are nodes for another number of ranks.
     pub fn across(mut self, nodes: &NodeMap, way: Across) -> Result<Self, PlanError> {
-        let (me, ranks, flag) = (self.me, self.slots.ranks(), self.kind.flag());
+        let (me, ranks, flag) = (self.me, self.slots.ranks(), self.call.flag());
         if nodes.ranks() != ranks {
             let (parameter, expected) = ("ranks of the nodes", "the size of the group");
             return Err(PlanError::BadParameter { parameter, seen: nodes.ranks().into(), expected });
@@ -79,10 +79,10 @@ impl StreamProgram {
             leave.extend(peers.iter().map(|peer| Op::Put { to: me, slot: Slot(ranks + peer) }));
             enter.extend(peers.iter().rev().map(|peer| Op::Put { to: me, slot: Slot(2 * ranks + peer) }));
         }
-        let bell = match self.kind {
-            Kind::Dispatch => Flag::Landed,
-            Kind::Combine => Flag::Home,
-            Kind::Release => Flag::Read,
+        let bell = match self.call {
+            SlotCall::Dispatch => Flag::Landed,
+            SlotCall::Combine => Flag::Home,
+            SlotCall::Release => Flag::Read,
         };
         let word = |to, of, flag, level| Op::Signal { to, of, flag, level };
         let rings = word(me, me, bell, Level::Credit);
@@ -122,7 +122,7 @@ impl StreamProgram {
         let twin = Place::Window { owner: me, window: WindowId::TWIN };
         *crosses = SpanCopy { from: twin, to: WindowId::TWIN, ..*crosses };
         let leaves = SpanCopy { from, from_offset, to: WindowId::TWIN, to_offset: from_offset, len };
-        let lands = self.kind.span(&self.slots, peer, me).to_offset;
+        let lands = self.call.span(&self.slots, peer, me).to_offset;
         let enters = SpanCopy { from: twin, from_offset: lands, to: Slots::WINDOW, to_offset: lands, len };
         for (slot, span) in [(ranks + peer, leaves), (2 * ranks + peer, enters)] {
             self.table[slot as usize] = Operand::Spans { first: self.spans.len() as u32, count: 1 };
@@ -136,9 +136,9 @@ mod tests {
     use super::*;
 
     /// A program of rank 1 of 2 + 1.
-    fn program(way: Across, of: fn(Slots, u32) -> Result<StreamProgram, PlanError>) -> StreamProgram {
+    fn program(way: Across, call: SlotCall) -> StreamProgram {
         let nodes = NodeMap::from_labels(&[0, 0, 1]);
-        of(Slots::new(3, 512, 256).unwrap(), 1).unwrap().across(&nodes, way).unwrap()
+        StreamProgram::new(call, Slots::new(3, 512, 256).unwrap(), 1).unwrap().across(&nodes, way).unwrap()
     }
 
     fn ops(stage: &Stage) -> Vec<(u32, Op)> {
@@ -151,7 +151,7 @@ mod tests {
 
     #[test]
     fn a_bell_is_rung_before_anything_moves_within_the_node_and_all_words_are_awaited() {
-        let program = program(Across::Straight, StreamProgram::dispatch);
+        let program = program(Across::Straight, SlotCall::Dispatch);
         let flag = Flag::Landed;
         let wait = |from| Op::Wait { from, flag, level: Level::Credit };
         let back = |of| Op::Signal { to: 1, of, flag, level: Level::Nothing };
@@ -166,7 +166,7 @@ mod tests {
 
     #[test]
     fn on_the_detour_rows_wait_in_twins_and_words_that_cross_grow() {
-        let program = program(Across::Detour, StreamProgram::combine);
+        let program = program(Across::Detour, SlotCall::Combine);
         let stream = ops(program.stage());
         assert_eq!(
             stream[..2],
@@ -200,8 +200,7 @@ mod tests {
     #[test]
     fn a_release_crosses_as_a_signal_with_a_bell_of_its_own() {
         for way in [Across::Straight, Across::Detour] {
-            let [combine, release] =
-                [StreamProgram::combine, StreamProgram::release].map(|of| program(way, of));
+            let [combine, release] = [SlotCall::Combine, SlotCall::Release].map(|call| program(way, call));
             assert_eq!(combine.proxied().unwrap().out, release.proxied().unwrap().out);
             assert_eq!(
                 release.proxied().unwrap().bell.items[0].op,
@@ -214,7 +213,7 @@ mod tests {
     #[test]
     fn one_node_changes_nothing_and_nodes_of_others_are_refused() {
         let slots = Slots::new(3, 512, 256).unwrap();
-        let program = StreamProgram::dispatch(slots, 0).unwrap();
+        let program = StreamProgram::new(SlotCall::Dispatch, slots, 0).unwrap();
         let alone = program.clone().across(&NodeMap::from_labels(&[7, 7, 7]), Across::Detour).unwrap();
         assert_eq!(alone, program);
         let others = program.across(&NodeMap::from_labels(&[0, 1]), Across::Straight);

@@ -4,6 +4,7 @@
 //! before it begins the list behind it, which it works through in order.
 
 use super::{Slots, StreamProgram};
+use crate::schedule::call::Part;
 use crate::schedule::{Item, Op, Operand, SpanCopy};
 
 /// What a stream takes at once.
@@ -50,20 +51,10 @@ pub enum WordOp {
 }
 
 impl StreamProgram {
-    /// What comes before the first wait.
-    pub fn start(&self) -> Vec<Piece> {
-        self.pieces(self.stage().start())
-    }
-
-    /// The rest.
-    pub fn finish(&self) -> Vec<Piece> {
-        self.pieces(self.stage().finish())
-    }
-
-    /// Neighbours of one kind together. Copies of no bytes are none.
-    fn pieces(&self, items: &[Item]) -> Vec<Piece> {
+    /// One half of the stage, or both. Neighbours of one kind are together; no bytes are no copy.
+    pub fn pieces(&self, part: Part) -> Vec<Piece> {
         let mut pieces = Vec::new();
-        for Item { op, .. } in items {
+        for Item { op, .. } in self.stage().part(part) {
             match (self.copies(op), self.word(op)) {
                 (copies, _) if !copies.is_empty() => match pieces.last_mut() {
                     Some(Piece::Copies(list)) => list.extend(copies),
@@ -79,7 +70,8 @@ impl StreamProgram {
         pieces
     }
 
-    fn copies(&self, op: &Op) -> Vec<PeerCopy> {
+    /// Copies of one operation.
+    pub(in crate::schedule) fn copies(&self, op: &Op) -> Vec<PeerCopy> {
         let Op::Put { to, slot } = *op else { return Vec::new() };
         let operands = self.operands();
         let (first, count) = match operands.table[slot.0 as usize] {
@@ -108,6 +100,7 @@ impl StreamProgram {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::schedule::call::SlotCall;
     use crate::schedule::stream::Across;
     use crate::schedule::{Flag, Place};
     use crate::topology::NodeMap;
@@ -115,7 +108,7 @@ mod tests {
     #[test]
     fn a_combine_is_one_batch_and_one_list() {
         let slots = Slots::new(3, 512, 256).unwrap();
-        let program = StreamProgram::combine(slots, 1).unwrap();
+        let program = StreamProgram::new(SlotCall::Combine, slots, 1).unwrap();
         let copy = |to| {
             let from = Place::Window { owner: 1, window: Slots::WINDOW };
             let (from_offset, to_offset) = (slots.partial(to), slots.home(1));
@@ -126,19 +119,22 @@ mod tests {
             WordOp::Write { at: 2, of: 1, offset: home1, value: 1 },
             WordOp::Write { at: 0, of: 1, offset: home1, value: 1 },
         ];
-        assert_eq!(program.start(), [Piece::Copies(vec![copy(2), copy(0)]), Piece::Words(signals)]);
+        assert_eq!(
+            program.pieces(Part::Start),
+            [Piece::Copies(vec![copy(2), copy(0)]), Piece::Words(signals)]
+        );
         let rest = vec![
             WordOp::Wait { of: 0, offset: home0, value: 1 },
             WordOp::Wait { of: 2, offset: home2, value: 1 },
             WordOp::Write { at: 1, of: 0, offset: home0, value: 0 },
             WordOp::Write { at: 1, of: 2, offset: home2, value: 0 },
         ];
-        assert_eq!(program.finish(), [Piece::Words(rest)]);
+        assert_eq!(program.pieces(Part::Finish), [Piece::Words(rest)]);
     }
 
     /// Copies and words of all pieces, and how many pieces there are.
     fn counts(program: &StreamProgram) -> (usize, usize, usize) {
-        let all = [program.start(), program.finish()].concat();
+        let all = [program.pieces(Part::Start), program.pieces(Part::Finish)].concat();
         let count = |(copies, words), piece: &Piece| match piece {
             Piece::Copies(list) => (copies + list.len(), words),
             Piece::Words(list) => (copies, words + list.len()),
@@ -149,20 +145,20 @@ mod tests {
 
     #[test]
     fn a_release_is_lists_alone() {
-        let program = StreamProgram::release(Slots::new(4, 512, 256).unwrap(), 0).unwrap();
+        let program = StreamProgram::new(SlotCall::Release, Slots::new(4, 512, 256).unwrap(), 0).unwrap();
         assert_eq!(counts(&program), (0, 9, 2));
     }
 
     #[test]
     fn slots_of_no_bytes_are_not_copied_and_still_signalled() {
-        let program = StreamProgram::dispatch(Slots::new(4, 0, 256).unwrap(), 0).unwrap();
+        let program = StreamProgram::new(SlotCall::Dispatch, Slots::new(4, 0, 256).unwrap(), 0).unwrap();
         assert_eq!(counts(&program), (0, 9, 2));
     }
 
     #[test]
     fn on_the_detour_a_bell_rings_between_two_batches_and_a_third_is_the_last() {
         let nodes = NodeMap::from_labels(&[0, 0, 1, 1]);
-        let program = StreamProgram::dispatch(Slots::new(4, 512, 256).unwrap(), 0).unwrap();
+        let program = StreamProgram::new(SlotCall::Dispatch, Slots::new(4, 512, 256).unwrap(), 0).unwrap();
         let program = program.across(&nodes, Across::Detour).unwrap();
         let size = |pieces: Vec<Piece>| -> Vec<(usize, usize)> {
             let of = |piece: &Piece| match piece {
@@ -171,7 +167,7 @@ mod tests {
             };
             pieces.iter().map(of).collect()
         };
-        assert_eq!(size(program.start()), [(2, 0), (0, 1), (1, 0), (0, 1)]);
-        assert_eq!(size(program.finish()), [(0, 6), (2, 0)]);
+        assert_eq!(size(program.pieces(Part::Start)), [(2, 0), (0, 1), (1, 0), (0, 1)]);
+        assert_eq!(size(program.pieces(Part::Finish)), [(0, 6), (2, 0)]);
     }
 }

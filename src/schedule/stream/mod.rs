@@ -1,8 +1,8 @@
 //! Slots on a stream: a dispatch and a combine that a CUDA stream carries out alone, and that a graph can hold.
 //!
 //! Every rank has a fixed slot at every other, rank-major. Nobody counts and nobody plans, so every address,
-//! every size and every flag value is a constant. What needs arithmetic (packing, experts, sums) is the caller's, and lies
-//! between the two:
+//! every size and every flag value is a constant. Kernels do what needs arithmetic. Experts are the
+//! caller's. The program of a call ([`SlotCall`](crate::schedule::call::SlotCall)) says when the others run:
 //!
 //! ```text
 //!   rank s                                               rank d
@@ -31,7 +31,7 @@
 //!
 //! Between nodes a stream moves nothing: there a thread of the host does it, whom the stream rings ([`StreamProgram::across`]).
 //!
-//! A dispatch that no combine follows is ended by a [`release`](StreamProgram::release): the combine without its puts.
+//! A dispatch that no combine follows is ended by a release: the combine without its puts.
 //! Several microbatches may be under way, each with windows and flags of its own. **All ranks enqueue calls in the same
 //! order.** Streams may share a hardware queue, where a blocked wait blocks what stands behind it: two ranks that enqueue
 //! two dispatches in different orders then wait for each other for ever.

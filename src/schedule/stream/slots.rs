@@ -144,7 +144,7 @@ mod tests {
             }
             let begin = [Slots::receive, Slots::send, Slots::home, Slots::partial].map(|at| at(&slots, 0));
             assert!(begin.iter().all(|at| at.is_multiple_of(Slots::ALIGN)), "{begin:?}");
-            assert_eq!(slots.flag_bytes(), 5 * 64 * u64::from(ranks));
+            assert_eq!(slots.flag_bytes(), Flag::COUNT as u64 * 64 * u64::from(ranks));
             assert!(slots.flag(ranks - 1, Flag::Home) < slots.flag_bytes());
         }
     }

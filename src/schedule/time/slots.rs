@@ -6,8 +6,9 @@ use super::task::{Line, Task};
 use super::{Hardware, Phase, Timing};
 use crate::error::PlanError;
 use crate::plan::SlotShape;
-use crate::schedule::stream::{Piece, Slots, StreamProgram};
-use crate::schedule::{Level, Op};
+use crate::schedule::call::{Action, Part, SlotCall, Work};
+use crate::schedule::stream::{Slots, StreamProgram};
+use crate::schedule::{Item, Level, Op};
 
 use super::hardware::at_rate;
 
@@ -38,58 +39,66 @@ pub fn slots(
     let packed = (u64::from(shape.max_tokens()) + rows) * shape.row_bytes();
     let summed = (rows + u64::from(shape.max_tokens())) * home_bytes;
     let ring = Ring { nodes: 1, members: ranks, whole: true };
-    let time = |program: fn(Slots, u32) -> Result<StreamProgram, PlanError>, before, after| {
+    let time = |call: SlotCall, kernel_bytes| {
         let mut machine = Machine::new(ring, hardware);
         for me in 0..ranks {
-            machine.load(me, enqueued(&program(slots, me)?, me, (before, after), hardware));
+            let program = StreamProgram::new(call, slots, me)?;
+            machine.load(me, enqueued(call, &program, me, kernel_bytes, hardware));
         }
         Ok(machine.run())
     };
-    Ok([time(StreamProgram::dispatch, packed, 0)?, time(StreamProgram::combine, 0, summed)?])
+    Ok([time(SlotCall::Dispatch, packed)?, time(SlotCall::Combine, summed)?])
 }
 
-/// A stream: a kernel, copies, words, a kernel.
-fn enqueued(stream: &StreamProgram, me: u32, (before, after): (u64, u64), hardware: &Hardware) -> Program {
+/// A call on a stream, by its program. A kernel packs or sums so many bytes.
+fn enqueued(
+    call: SlotCall,
+    stream: &StreamProgram,
+    me: u32,
+    kernel_bytes: u64,
+    hardware: &Hardware,
+) -> Program {
     let mut program = Program::default();
-    let kernel = |bytes| Task::Busy(hardware.compute.launch + at_rate(bytes, hardware.compute.rate));
-    let hand = |line, task| Task::Hand(line, Box::new(task));
-    let tasks = &mut program.tasks;
-    if before > 0 {
-        tasks.extend([
-            hand(Line::Compute, kernel(before)),
-            Task::Join(Line::Compute),
-            Task::Mark(Phase::Pack),
-        ]);
-    }
-    let copies = stream.start().into_iter().chain(stream.finish()).filter_map(|piece| match piece {
-        Piece::Copies(copies) => Some(copies),
-        Piece::Words(_) => None,
-    });
-    for copy in copies.flatten() {
-        program.work.copies += 1;
-        program.work.near_bytes += copy.span.len;
-        tasks.push_back(hand(
-            Line::Stream,
-            Task::Copy { from: me, to: copy.to, copies: 1, bytes: copy.span.len },
-        ));
-    }
-    for item in &stream.stage().items {
-        match item.op {
-            Op::Signal { to, of, flag, level: Level::Credit } => {
-                tasks.push_back(hand(Line::Stream, Task::Signal { to, of, flag, value: 1 }));
+    program.work.kernel_bytes = kernel_bytes;
+    let steps = call.program();
+    for step in steps.line(None) {
+        let (phase, bytes) = match step.action {
+            Action::Run(_, part) => {
+                move_part(&mut program, stream, part, me, hardware);
+                continue;
             }
-            // A word set back is one more that is written; nobody is to see it in the call that is timed.
-            Op::Signal { .. } => tasks.push_back(hand(Line::Stream, Task::Busy(hardware.engines.per_word))),
-            Op::Wait { from, flag, .. } => {
-                tasks.push_back(hand(Line::Stream, Task::Wait { of: from, flag, value: 1 }));
-            }
-            Op::Put { .. } | Op::PutRows { .. } | Op::Reduce { .. } => {}
-        }
+            Action::Compute(Work::Pack) => (Phase::Pack, kernel_bytes),
+            Action::Compute(Work::Check) => (Phase::Regroup, 0),
+            Action::Compute(Work::Sum) => (Phase::Sum, kernel_bytes),
+            // Experts leave partial rows where they are sent from.
+            _ => continue,
+        };
+        let kernel = Task::Busy(hardware.compute.launch + at_rate(bytes, hardware.compute.rate));
+        let hand = Task::Hand(Line::Compute, Box::new(kernel));
+        program.tasks.extend([hand, Task::Join(Line::Compute), Task::Mark(phase)]);
     }
-    tasks.extend([Task::Join(Line::Stream), Task::Mark(Phase::Move)]);
-    // What arrived is checked by a kernel, or summed by one.
-    let last = if after > 0 { Phase::Sum } else { Phase::Regroup };
-    tasks.extend([hand(Line::Compute, kernel(after)), Task::Join(Line::Compute), Task::Mark(last)]);
-    program.work.kernel_bytes = before + after;
     program
+}
+
+/// One half of the stage, or both. The second ends when the stream has done all of it.
+fn move_part(program: &mut Program, stream: &StreamProgram, part: Part, me: u32, hardware: &Hardware) {
+    for Item { op, .. } in stream.stage().part(part) {
+        for copy in stream.copies(op) {
+            program.work.copies += 1;
+            program.work.near_bytes += copy.span.len;
+            let task = Task::Copy { from: me, to: copy.to, copies: 1, bytes: copy.span.len };
+            program.tasks.push_back(Task::Hand(Line::Stream, Box::new(task)));
+        }
+        let task = match *op {
+            Op::Signal { to, of, flag, level: Level::Credit } => Task::Signal { to, of, flag, value: 1 },
+            // Nobody sees a word that is set back in the call that is timed.
+            Op::Signal { .. } => Task::Busy(hardware.engines.per_word),
+            Op::Wait { from, flag, .. } => Task::Wait { of: from, flag, value: 1 },
+            Op::Put { .. } | Op::PutRows { .. } | Op::Reduce { .. } => continue,
+        };
+        program.tasks.push_back(Task::Hand(Line::Stream, Box::new(task)));
+    }
+    if part != Part::Start {
+        program.tasks.extend([Task::Join(Line::Stream), Task::Mark(Phase::Move)]);
+    }
 }

@@ -6,7 +6,9 @@ use sidelane::schedule::story::{Call, Relays};
 use sidelane::topology::Route;
 
 use super::{proved, titled};
-use crate::groups::{Group, ROWS, copy, dispatch, placements, placements_in_spans, ret, rounds, ways};
+use crate::groups::{
+    Group, ROWS, copy, dispatch, gathering_rounds, placements, placements_in_spans, ret, rounds, ways,
+};
 
 #[test]
 fn every_shape_of_group_is_proved() {
@@ -106,6 +108,12 @@ fn rows_that_copy_engines_bring_home_are_proved_and_run_at_random() {
             let proof = proved(&name, &story);
             assert!(proof.pairs > 20, "{name}: memory is reused, so accesses meet");
             check(&story, 0..3).unwrap_or_else(|fault| panic!("{name}: {fault}"));
+            // The same by callers' threads that run ahead of their streams.
+            let group = Group { enqueues: true, ..group };
+            let (story, ahead) = (group.tell(&calls, None), format!("{name}, enqueued"));
+            proved(&ahead, &story);
+            check(&story, 0..3).unwrap_or_else(|fault| panic!("{ahead}: {fault}"));
+            let group = Group { enqueues: false, ..group };
             // Within a budget metadata lies behind all rows that may come, and outputs have one place.
             let budget = Mode::Budget { rows: 60, overflow: Overflow::Drop };
             let story = group.placed((RowLayout::ExpertMajor, budget, Order::Expert)).tell(&calls, None);
@@ -129,6 +137,29 @@ fn all_gather_and_reduce_scatter_are_proved_and_run_at_random() {
             let group = Group::new(labels, 1, 5).gathering(way, order);
             let story = group.tell(&rounds(), None);
             let name = format!("{name} gathered, {order:?}, {}", titled("", way));
+            let proof = proved(&name, &story);
+            assert!(proof.pairs > 20, "{name}: memory is reused, so accesses meet");
+            check(&story, 0..2).unwrap_or_else(|fault| panic!("{name}: {fault}"));
+        }
+    }
+}
+
+#[test]
+fn dispatches_by_all_gather_are_proved_and_run_at_random() {
+    let shapes: [(&str, &[u32]); 4] = [
+        ("1 x 3", &[0; 3]),
+        ("2 x 2", &[0, 0, 1, 1]),
+        ("3 + 1", &[0, 0, 1, 0]),
+        ("5, mixed", &[0, 1, 2, 0, 1]),
+    ];
+    let budget = Mode::Budget { rows: 9, overflow: Overflow::Drop };
+    let placements =
+        [(RowLayout::ExpertMajor, Mode::Eager, Order::Expert), (RowLayout::RankMajor, budget, Order::Node)];
+    for (name, labels) in shapes {
+        for (way, &placement) in ways().flat_map(|way| placements.iter().map(move |placed| (way, placed))) {
+            let group = Group::new(labels, 4, 5).run(way).placed(placement).by_all_gather();
+            let story = group.tell(&gathering_rounds(), None);
+            let name = format!("{name} by all-gather, {placement:?}, {}", titled("", way));
             let proof = proved(&name, &story);
             assert!(proof.pairs > 20, "{name}: memory is reused, so accesses meet");
             check(&story, 0..2).unwrap_or_else(|fault| panic!("{name}: {fault}"));

@@ -15,7 +15,7 @@ use super::effect::{Effects, bytes, puts, sums};
 use super::{Effect, Part, Role, Scene, Step, Story, Touch};
 use crate::dtype::{Dtype, Wire};
 use crate::error::{CallKind, PlanError};
-use crate::schedule::call::{Action, Work};
+use crate::schedule::call::{Action, CallChange, CallMutation, Work};
 use crate::schedule::collective::{self, Copied, Program, Round, Rounds, Seat, Staging};
 use crate::schedule::{Calls, Control, Flag, Item, Op, WindowId};
 use crate::topology::NodeMap;
@@ -34,6 +34,8 @@ pub struct CollectiveScript<'a> {
     pub calls: &'a [CollectiveCall],
     /// A rule that is broken: `None`, except to see that `prove` notices.
     pub slip: Option<CollectiveSlip>,
+    /// A bug in the steps of all rounds of a program, for the same reason.
+    pub mutation: Option<(Program, CallMutation)>,
 }
 
 /// One round.
@@ -127,7 +129,8 @@ pub(super) fn tell(script: &CollectiveScript) -> Result<Story, PlanError> {
             let seat = Seat { nodes: script.nodes.clone(), me, staging: script.staging };
             let calls = Calls::new(EPOCH);
             let none = Vec::new;
-            Teller { seat, slip: script.slip, calls, late: none(), later: none(), lent: none() }
+            let (slip, mutation) = (script.slip, script.mutation);
+            Teller { seat, slip, mutation, calls, late: none(), later: none(), lent: none() }
         })
         .collect();
     let calls = script.calls.iter().enumerate();
@@ -147,6 +150,7 @@ pub(super) fn tell(script: &CollectiveScript) -> Result<Story, PlanError> {
 struct Teller {
     seat: Seat,
     slip: Option<CollectiveSlip>,
+    mutation: Option<(Program, CallMutation)>,
     calls: Calls,
     /// What is touched when the next round has been entered, and the one behind it.
     late: Vec<Touch>,
@@ -190,7 +194,13 @@ impl Teller {
             let (ranks, call) = (self.seat.ranks(), self.calls.value());
             Rc::new(Filled { rounds: rounds.clone(), me, ranks, step, sizes, call })
         };
-        let collective::Skeleton { mut steps, call } = self.seat.skeleton(program);
+        let collective::Skeleton { mut steps, mut call } = self.seat.skeleton(program);
+        let mut goes_on = false;
+        if let Some((_, bug)) = self.mutation.filter(|(planted, _)| *planted == program) {
+            call = bug.plant(&call);
+            goes_on = bug.change == CallChange::GoOn { rank: me };
+        }
+        let complete = complete || goes_on;
         let mut touches = std::mem::take(&mut self.lent);
         let mut scenes = Vec::new();
         // What the round before has left for the caller.

@@ -1,22 +1,21 @@
 //! What each actor of a rank does in one call: scenes, and the steps of the stage with the slips that a caller can make.
 
+use std::mem::take;
 use std::rc::Rc;
 
 use super::filled::{Filled, value};
 use super::{Actor, StreamSlip, Streams, Teller};
-use crate::error::{CallKind, PlanError};
+use crate::error::PlanError;
+use crate::schedule::call::Action;
 use crate::schedule::story::effect::Effects;
 use crate::schedule::story::{Part, Role, Scene, Step, Touch};
-use crate::schedule::stream::Proxied;
+use crate::schedule::stream::{Proxied, StreamProgram};
 use crate::schedule::{Flag, Item, Level, Op, Stage};
 
 impl Teller<'_> {
     /// What all actors do in one call.
     pub fn parts(&self, call: usize) -> Result<Vec<Part>, PlanError> {
-        let kind = match self.script.calls[call].flag() {
-            Flag::Landed => CallKind::Dispatch,
-            _ => CallKind::Combine,
-        };
+        let kind = self.script.calls[call].call().kind();
         let (turn, aside) = (self.script.calls[call].microbatch(), self.script.streams == Streams::Aside);
         let parts = self.actors.iter().map(|&actor| {
             let filled = self.filled(call, actor.rank())?;
@@ -37,7 +36,7 @@ impl Teller<'_> {
     }
 
     fn filled(&self, call: usize, me: u32) -> Result<Rc<Filled>, PlanError> {
-        let mut program = self.script.calls[call].program(self.script.slots, me)?;
+        let mut program = StreamProgram::new(self.script.calls[call].call(), self.script.slots, me)?;
         if let Some((nodes, way)) = self.script.across {
             program = program.across(nodes, way)?;
         }
@@ -45,13 +44,41 @@ impl Teller<'_> {
         Ok(Rc::new(Filled { program, me, set, turns: Rc::clone(&self.turns) }))
     }
 
+    /// Walks the program of a call: what kernels touch, and then the steps of the stage behind that.
+    /// Behind the last of them kernels are alone.
+    fn walk(&self, call: usize, filled: &Rc<Filled>) -> Vec<(Vec<Touch>, Vec<Step>)> {
+        let (which, me) = (self.script.calls[call].call(), filled.me);
+        let planted = self.script.planted.filter(|(planted, _)| *planted == which);
+        let program = planted.map_or_else(|| which.program(), |(_, program)| program.clone());
+        let (mut walked, mut touches, mut steps) = (Vec::new(), self.experts(call, me), None::<Vec<Step>>);
+        for step in program.line(None) {
+            match step.action {
+                Action::Run(_, part) => {
+                    let items = filled.program.stage().part(part).iter();
+                    steps.get_or_insert_default().extend(items.map(|item| word(filled, call, 0, item.op)));
+                }
+                Action::Compute(work) => {
+                    walked.extend(steps.take().map(|steps| (take(&mut touches), steps)));
+                    touches.extend(self.touches(work, call, me));
+                }
+                _ => {}
+            }
+        }
+        walked.extend(steps.map(|steps| (take(&mut touches), steps)));
+        walked.iter_mut().for_each(|(_, steps)| *steps = self.slip(call, take(steps), filled));
+        touches.extend(self.slipped(call, me));
+        walked.push((touches, Vec::new()));
+        walked
+    }
+
     /// Everything, on one stream.
     fn whole(&self, call: usize, filled: &Rc<Filled>) -> Vec<Scene> {
-        let stage = filled.program.stage().name;
-        vec![
-            scene(stage, self.before(call, filled.me), self.steps(call, filled), filled),
-            scene("end", self.after(call, filled.me), Vec::new(), filled),
-        ]
+        let (walked, stage) = (self.walk(call, filled), filled.program.stage().name);
+        let last = walked.len() - 1;
+        let scenes = walked.into_iter().enumerate().map(|(nth, (touches, steps))| {
+            scene(if nth == last { "end" } else { stage }, touches, steps, filled)
+        });
+        scenes.collect()
     }
 
     /// What kernels do, on a stream of their own.
@@ -61,8 +88,10 @@ impl Teller<'_> {
             Some(StreamSlip::NotArrived) => scene("arrived", Vec::new(), Vec::new(), filled),
             _ => scene("arrived", Vec::new(), vec![awaits(me, Flag::Entry, of)], filled),
         };
-        let ready = scene("kernels", self.before(call, me), vec![tells(me, Flag::Block, call)], filled);
-        let end = scene("end", self.after(call, me), Vec::new(), filled);
+        let mut walked = self.walk(call, filled).into_iter().map(|(touches, _)| touches);
+        let before = walked.next().unwrap_or_default();
+        let ready = scene("kernels", before, vec![tells(me, Flag::Block, call)], filled);
+        let end = scene("end", walked.flatten().collect(), Vec::new(), filled);
         match self.turns.slots_of[call] {
             dispatch if dispatch == call => vec![ready, end],
             dispatch => vec![arrived(dispatch), ready, arrived(call), end],
@@ -73,19 +102,17 @@ impl Teller<'_> {
     fn transfers(&self, call: usize, filled: &Rc<Filled>) -> Vec<Scene> {
         let ready =
             (self.script.slip != Some(StreamSlip::NotReady)).then(|| awaits(filled.me, Flag::Block, call));
-        let steps = ready.into_iter().chain(self.steps(call, filled));
-        let steps = steps.chain([tells(filled.me, Flag::Entry, call)]).collect();
+        let steps = self.walk(call, filled).into_iter().flat_map(|(_, steps)| steps);
+        let steps = ready.into_iter().chain(steps).chain([tells(filled.me, Flag::Entry, call)]).collect();
         vec![
             scene(filled.program.stage().name, Vec::new(), steps, filled),
             scene("end", Vec::new(), Vec::new(), filled),
         ]
     }
 
-    /// The stage, with constants told apart by the number of their call.
-    fn steps(&self, call: usize, filled: &Rc<Filled>) -> Vec<Step> {
+    /// The stage, with words set back as a slip has it.
+    fn slip(&self, call: usize, all: Vec<Step>, filled: &Rc<Filled>) -> Vec<Step> {
         let step = |of: usize, op| word(filled, of, 0, op);
-        let all: Vec<Step> =
-            filled.program.stage().items.iter().map(|&Item { op, .. }| step(call, op)).collect();
         if !matches!(
             self.script.slip,
             Some(StreamSlip::NeverBack | StreamSlip::BackFirst | StreamSlip::BackLate)
@@ -93,7 +120,7 @@ impl Teller<'_> {
             return all;
         }
         let (back, mut steps): (Vec<Step>, Vec<Step>) = all.into_iter().partition(Step::sets_back);
-        let flag = self.script.calls[call].flag();
+        let flag = self.script.calls[call].call().flag();
         match self.script.slip {
             Some(StreamSlip::BackFirst) => {
                 let before = self.turns.before(call, flag);

@@ -18,7 +18,7 @@ use super::StreamCall;
 use crate::error::{CallKind, PlanError};
 use crate::schedule::story::effect::Effects;
 use crate::schedule::story::{Effect, Part, Role, Scene, Step, Story};
-use crate::schedule::stream::Slots;
+use crate::schedule::stream::{Slots, StreamProgram};
 use crate::schedule::{Flag, Op};
 
 /// Signals and waits alone: what they guard is no matter here.
@@ -37,8 +37,8 @@ pub(in crate::schedule::story) fn fold(slots: Slots, orders: &[Vec<StreamCall>])
         let mut turns: HashMap<(u32, Flag), u64> = HashMap::new();
         let mut steps = Vec::new();
         for &call in order {
-            let (track, program) = (call.microbatch(), call.program(slots, rank)?);
-            let turn = turns.entry((track, call.flag())).or_default();
+            let (track, program) = (call.microbatch(), StreamProgram::new(call.call(), slots, rank)?);
+            let turn = turns.entry((track, call.call().flag())).or_default();
             *turn += 1;
             let ops = program.stage().items.iter().map(|item| item.op);
             let step = |op| Step { track, set: track, op, value: *turn };

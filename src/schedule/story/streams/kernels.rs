@@ -1,56 +1,60 @@
-//! What the caller's kernels read and write.
+//! What kernels read and write.
 
 use std::iter;
 
-use super::{StreamCall, StreamSlip, Teller};
+use super::{StreamSlip, Teller};
 use crate::schedule::Flag;
+use crate::schedule::call::{SlotCall, Work};
 use crate::schedule::story::Touch;
 use crate::schedule::story::effect::bytes;
 use crate::schedule::stream::Slots;
 
 impl Teller<'_> {
-    /// What kernels do before the stage.
-    pub fn before(&self, call: usize, me: u32) -> Vec<Touch> {
-        match self.script.calls[call] {
-            StreamCall::Dispatch(_) => {
-                let packed = self.script.slip == Some(StreamSlip::PackAhead)
-                    && self.turns.before(call, Flag::Landed).is_some();
-                let send = if packed { Vec::new() } else { self.pack(call, me) };
-                let own =
-                    self.touch("own rows", true, call, (me, self.script.slots.receive(me)), self.slot());
-                send.into_iter().chain([own]).collect()
-            }
-            StreamCall::Combine(_) => {
-                let (slots, bytes) = (self.script.slots, self.script.slots.home_bytes());
-                let partial = |of| self.touch("partial rows", true, call, (me, slots.partial(of)), bytes);
-                self.landed(call, me).into_iter().chain((0..slots.ranks()).map(partial)).collect()
-            }
-            StreamCall::Release(_) => self.landed(call, me),
+    /// What experts have read before a call that answers a dispatch. No program runs them.
+    pub fn experts(&self, call: usize, me: u32) -> Vec<Touch> {
+        match self.script.calls[call].call() {
+            SlotCall::Dispatch => Vec::new(),
+            SlotCall::Combine | SlotCall::Release => self.landed(call, me),
         }
     }
 
-    /// What they do behind it.
-    pub fn after(&self, call: usize, me: u32) -> Vec<Touch> {
-        let late = self.script.slip == Some(StreamSlip::SumLate);
-        let mut touches = Vec::new();
-        match self.script.calls[call] {
-            StreamCall::Dispatch(_) if late => {
-                let combine = self.turns.before(call, Flag::Home);
-                let combine = combine.filter(|&c| matches!(self.script.calls[c], StreamCall::Combine(_)));
-                touches.extend(combine.into_iter().flat_map(|combine| self.sum(combine, me)));
+    /// What a step of a call reads and writes. A check reads no bytes but those that experts read
+    /// behind it.
+    pub fn touches(&self, work: Work, call: usize, me: u32) -> Vec<Touch> {
+        let (slots, slip) = (self.script.slots, self.script.slip);
+        match work {
+            Work::Pack => {
+                let packed =
+                    slip == Some(StreamSlip::PackAhead) && self.turns.before(call, Flag::Landed).is_some();
+                let send = if packed { Vec::new() } else { self.pack(call, me) };
+                let own = self.touch("own rows", true, call, (me, slots.receive(me)), self.slot());
+                send.into_iter().chain([own]).collect()
             }
-            StreamCall::Combine(_) if !late => touches = self.sum(call, me),
-            _ => {}
+            Work::Partials => {
+                let at = |of| (me, slots.partial(of));
+                let partial = |of| self.touch("partial rows", true, call, at(of), slots.home_bytes());
+                (0..slots.ranks()).map(partial).collect()
+            }
+            Work::Sum if slip != Some(StreamSlip::SumLate) => self.sum(call, me),
+            _ => Vec::new(),
         }
-        match (self.script.slip, self.script.calls[call].flag()) {
-            (Some(StreamSlip::PackAhead), Flag::Landed) => {
+    }
+
+    /// What a slip has kernels do at the end of a call.
+    pub fn slipped(&self, call: usize, me: u32) -> Vec<Touch> {
+        match (self.script.slip, self.script.calls[call].call()) {
+            (Some(StreamSlip::SumLate), SlotCall::Dispatch) => {
+                let before = self.turns.before(call, Flag::Home);
+                let combine = before.filter(|&c| self.script.calls[c].call() == SlotCall::Combine);
+                combine.map_or_else(Vec::new, |combine| self.sum(combine, me))
+            }
+            (Some(StreamSlip::PackAhead), SlotCall::Dispatch) => {
                 let next = self.turns.after(call, Flag::Landed);
-                touches.extend(next.into_iter().flat_map(|next| self.pack(next, me)));
+                next.map_or_else(Vec::new, |next| self.pack(next, me))
             }
-            (Some(StreamSlip::KeepSlots), Flag::Home) => touches.extend(self.landed(call, me)),
-            _ => {}
+            (Some(StreamSlip::KeepSlots), SlotCall::Combine | SlotCall::Release) => self.landed(call, me),
+            _ => Vec::new(),
         }
-        touches
     }
 
     /// Rows for every peer are packed.

@@ -1,8 +1,9 @@
-//! Unrolls slots on streams: what the kernels of a caller read and write between the stages.
+//! Unrolls slots on streams, by the [programs](SlotCall::program) of their calls.
 //!
 //! ```text
 //!   dispatch   pack: write send, own receive  |  puts, signals, waits, words set back
-//!   combine    experts: read receive, write partial  |  puts, signals, waits, words set back  |  sum: read own partial, home
+//!   combine    experts read receive  |  partials: write partial  |  puts, signals, waits, words set back
+//!              |  sum: read own partial, home
 //!   release    the caller has read receive           |        signals, waits, words set back
 //! ```
 //!
@@ -28,8 +29,8 @@ use std::rc::Rc;
 
 use super::Story;
 use crate::error::PlanError;
-use crate::schedule::Flag;
-use crate::schedule::stream::{Across, Slots, StreamProgram};
+use crate::schedule::call::{CallProgram, SlotCall};
+use crate::schedule::stream::{Across, Slots};
 use crate::topology::NodeMap;
 
 use turns::Turns;
@@ -47,6 +48,9 @@ pub struct StreamScript<'a> {
     pub calls: &'a [StreamCall],
     /// A rule that the caller breaks: `None`, except to see that `prove` notices.
     pub slip: Option<StreamSlip>,
+    /// The program of such calls, in place of [theirs](SlotCall::program): `None`, except to see that
+    /// `prove` notices bugs of a driver.
+    pub planted: Option<(SlotCall, &'a CallProgram)>,
 }
 
 /// One call. Microbatches are numbered from 0, and each has windows and flags of its own.
@@ -67,18 +71,13 @@ impl StreamCall {
         of
     }
 
-    /// What a rank enqueues for it.
-    fn program(self, slots: Slots, me: u32) -> Result<StreamProgram, PlanError> {
+    /// The call of its microbatch.
+    fn call(self) -> SlotCall {
         match self {
-            StreamCall::Dispatch(_) => StreamProgram::dispatch(slots, me),
-            StreamCall::Combine(_) => StreamProgram::combine(slots, me),
-            StreamCall::Release(_) => StreamProgram::release(slots, me),
+            StreamCall::Dispatch(_) => SlotCall::Dispatch,
+            StreamCall::Combine(_) => SlotCall::Combine,
+            StreamCall::Release(_) => SlotCall::Release,
         }
-    }
-
-    /// Which words it raises, awaits and sets back.
-    fn flag(self) -> Flag {
-        if matches!(self, StreamCall::Dispatch(_)) { Flag::Landed } else { Flag::Home }
     }
 }
 

@@ -1,10 +1,9 @@
 //! Which call follows which.
 
-use std::mem::{Discriminant, discriminant};
-
 use super::{StreamCall, StreamScript, StreamSlip};
 use crate::error::PlanError;
 use crate::schedule::Flag;
+use crate::schedule::call::SlotCall;
 use crate::schedule::story::tell::bad;
 
 /// Which call follows which.
@@ -15,7 +14,7 @@ pub struct Turns {
     /// Per call: its windows and flags, and its words.
     pub words: Vec<(u32, Flag)>,
     /// Per call: what it is, which decides whose bell it rings.
-    kinds: Vec<Discriminant<StreamCall>>,
+    calls: Vec<SlotCall>,
     /// Per call: the dispatch whose slots it has; itself, if it is one.
     pub slots_of: Vec<usize>,
 }
@@ -23,7 +22,7 @@ pub struct Turns {
 impl Turns {
     pub fn of(script: &StreamScript) -> Result<Self, PlanError> {
         let sets = script.calls.iter().map(|call| call.microbatch() + 1).max().unwrap_or(1);
-        let mut turns = Turns { sets, words: Vec::new(), kinds: Vec::new(), slots_of: Vec::new() };
+        let mut turns = Turns { sets, words: Vec::new(), calls: Vec::new(), slots_of: Vec::new() };
         let mut dispatched: Vec<Option<usize>> = vec![None; sets as usize];
         for (number, call) in script.calls.iter().enumerate() {
             let of = call.microbatch();
@@ -37,8 +36,8 @@ impl Turns {
             turns.slots_of.push(slots_of.ok_or(bad("call", number, expected))?);
             *open = slots_of.filter(|&dispatch| dispatch == number);
             let set = if script.slip == Some(StreamSlip::Share) { 0 } else { of };
-            turns.words.push((set, call.flag()));
-            turns.kinds.push(discriminant(call));
+            turns.words.push((set, call.call().flag()));
+            turns.calls.push(call.call());
         }
         Ok(turns)
     }
@@ -59,7 +58,7 @@ impl Turns {
 
     /// The call before this one that rings the same bell.
     pub fn rung(&self, call: usize) -> Option<usize> {
-        let same = |other: &usize| (self.words[*other].0, self.kinds[*other]);
+        let same = |other: &usize| (self.words[*other].0, self.calls[*other]);
         (0..call).rev().find(|other| same(other) == same(&call))
     }
 
