@@ -11,7 +11,7 @@ use self_cell::{MutBorrow, self_cell};
 use sidelane::ep::{ExpertRows, PendingCombine as StartedCombine, PendingDispatch as StartedDispatch};
 
 use crate::calls::{Brought, Instance, Tokens};
-use crate::errors::{Wrong, raise};
+use crate::errors::Wrong;
 use crate::handle::Handle;
 use crate::slot::Maker;
 use crate::tensor::Kind;
@@ -100,28 +100,32 @@ impl PendingDispatch {
         let (instance, kind) = (instance.clone(), tokens.kind);
         let world = instance.seat.world()?;
         let owner = Sent { ep: MutBorrow::new(instance.slot.take()?), tokens };
-        let started = wait::call(py, &world, Interrupt::Cancels, || {
-            Ok(DispatchCell::try_new_or_recover(owner, |Sent { ep, tokens }| {
+        wait::call(py, &world, Interrupt::Cancels, || {
+            let started = DispatchCell::try_new_or_recover(owner, |Sent { ep, tokens }| {
                 let started = ep.borrow_mut().start_dispatch(tokens.x.tensor(), tokens.chosen.choices());
                 // Also where it was refused: something may have been enqueued.
                 instance.shape.place.keep(tokens.inputs());
-                started.map(Some).map_err(raise)
-            }))
-        });
-        match started? {
-            Ok(cell) => Ok(PendingDispatch(Started::new(instance, kind, cell))),
-            Err((owner, error)) => {
-                instance.slot.put_back(owner.ep.into_inner());
-                Err(error)
+                started.map(Some)
+            });
+            match started {
+                // Whole before the call ends: if a signal's handler raises, its drop puts back what it has.
+                Ok(cell) => Ok(PendingDispatch(Started::new(instance, kind, cell))),
+                Err((owner, error)) => {
+                    instance.slot.put_back(owner.ep.into_inner());
+                    Err(error)
+                }
             }
-        }
+        })
     }
 
     fn end<'py>(&self, py: Python<'py>, finish: Finish) -> PyResult<(Bound<'py, PyAny>, Handle)> {
         let Started { instance, kind, .. } = &self.0;
         let (mut cell, world) = self.0.take()?;
         let done = wait::call(py, &world, Interrupt::Cancels, || {
-            cell.with_dependent_mut(|_, started| started.take().map(finish)).transpose()
+            let done = cell.with_dependent_mut(|_, started| started.take().map(finish)).transpose();
+            // Over relays the second half packs.
+            instance.shape.place.keep(cell.borrow_owner().tokens.inputs());
+            done
         });
         instance.slot.put_back(cell.into_owner().ep.into_inner());
         instance.received(py, done?.ok_or_else(used_up)?, *kind)
@@ -177,22 +181,23 @@ impl PendingCombine {
             }
         };
         let owner = Returned { ep: MutBorrow::new(taken), handle: held };
-        let started = wait::call(py, &world, Interrupt::Cancels, || {
-            Ok(CombineCell::try_new_or_recover(owner, |Returned { ep, handle }| {
+        wait::call(py, &world, Interrupt::Cancels, || {
+            let started = CombineCell::try_new_or_recover(owner, |Returned { ep, handle }| {
                 let ep = ep.borrow_mut();
                 let started = brought.lend(|| handle.output(), |rows| ep.start_combine(rows, handle));
                 instance.shape.place.keep([&brought.rows.input]);
-                started.map(Some).map_err(raise)
-            }))
-        });
-        match started? {
-            Ok(cell) => Ok(PendingCombine { started: Started::new(instance, kind, cell), handle }),
-            Err((owner, error)) => {
-                slot.put_back(owner.handle);
-                instance.slot.put_back(owner.ep.into_inner());
-                Err(error)
+                started.map(Some)
+            });
+            match started {
+                // Whole before the call ends: if a signal's handler raises, its drop puts back what it has.
+                Ok(cell) => Ok(PendingCombine { started: Started::new(instance, kind, cell), handle }),
+                Err((owner, error)) => {
+                    handle.get().slot.put_back(owner.handle);
+                    instance.slot.put_back(owner.ep.into_inner());
+                    Err(error)
+                }
             }
-        }
+        })
     }
 
     fn put_back(&self, cell: CombineCell) {

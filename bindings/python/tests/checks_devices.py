@@ -11,10 +11,11 @@ def exchanges(world, of, device, **settings):
     """An instance on the device, on a stream of its own, and the same on the host."""
     settings = {"experts": of.experts, "top_k": of.top_k, "hidden": of.hidden, "dtype": of.x[0].dtype, "max_tokens": 16} | settings
     stream = device.new_stream()
-    on = {"device": device.number, "stream": stream, "device_heap": 1 << 20}
+    on = {"device": device.number, "stream": stream, "device_heap": 1 << 20, "max_in_flight": 2}
     planned, host = sidelane.ExpertParallel(world, **settings, **on), sidelane.ExpertParallel(world, **settings)
     assert (planned.device, planned.stream) == (device.number, stream)
-    assert (planned.place, planned.executor) == (f"cuda:{device.number}", "planner")
+    executor = "planner" if "budget" in settings else "enqueuer"
+    assert (planned.place, planned.executor) == (f"cuda:{device.number}", executor)
     assert (host.place, host.executor, host.device, host.stream) == ("host", "host-stepper", None, None)
     return planned, host
 
@@ -61,7 +62,7 @@ def check_reports_say_what_was_enqueued(world):
     rows, handle = planned.dispatch(*sent(of, me, device))
     report = handle.report()
     assert report["kernels"] == ["order", "regroup"] and report["detour"] is None
-    assert report["executor"] == "planner"
+    assert report["executor"] == "enqueuer"
     assert {used["lane"]: used["ranks"] for used in report["lanes"]} == {"own": 1, "copy engine": world.size - 1}
     assert handle.returned()["kernels"] == [], "nothing returned before"
     out = device.tensor(torch.zeros_like(of.x[me]))
@@ -170,7 +171,7 @@ def check_tensors_elsewhere_are_refused_on_all_ranks_and_the_next_call_works(wor
     if me == 1:
         assert refused(lambda: planned.combine(rows, handle, torch.zeros_like(of.x[me]))) == ("PlanError", "WrongPlace")
     else:
-        planned.combine(rows, handle, out)
+        assert refused(lambda: planned.combine(rows, handle, out)) == ("CallError", "PeerRefused")
         assert refused(handle.returned) == ("CallError", "PeerRefused")
         assert not device.read_sums(planned, out).any() and handle.status == 2
     # On the host it is tensors and handles of devices that are elsewhere.
@@ -197,7 +198,7 @@ def check_an_output_buffer_survives_a_combine_whose_sums_have_no_place(world):
     if me == 1:
         assert refused(lambda: planned.combine(y, handle, torch.zeros_like(of.x[me]))) == ("PlanError", "WrongPlace")
     else:
-        planned.combine(y, handle, out)
+        assert raised(lambda: planned.combine(y, handle, out)).kind == "PeerRefused"
         assert raised(handle.returned).kind == "PeerRefused"
         y = device.borrowed(handle.output())
         y.write(experts(there))

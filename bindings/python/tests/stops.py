@@ -81,6 +81,32 @@ def interrupted_dispatch():
     return first, outcome(waits_alone), outcome(world.check)
 
 
+def interrupted_start():
+    world = sidelane.init()
+    ep = sidelane.ExpertParallel(world, experts=2, top_k=1, hidden=1024, dtype="float32")
+    # All tokens go to rank 0: their rows fill more than half of its pool.
+    ids, ones = np.zeros((256, 1), np.int32), np.ones((256, 1), np.float32)
+    rows, handle = ep.dispatch(np.ones((256, 1024), np.float32), ids, ones)
+    outputs = np.array(rows)
+    del rows
+    if world.rank == 1:
+        # Reads none of rank 0's rows, which must keep them.
+        pending = ep.start_combine(outputs, handle)
+        while not outcome(world.check)[0]:
+            os.sched_yield()
+        del pending
+        return outcome(world.check)
+    ep.combine(outputs, handle)
+
+    def waits_for_memory():
+        ep.start_combine(outputs, handle)
+
+    interrupt_when_in("waits_for_memory")
+    first = outcome(waits_for_memory)
+    again = outcome(waits_for_memory)
+    return first, again, outcome(lambda: ep.combine(outputs, handle)), handle.tokens_per_expert
+
+
 def interrupted_sizes():
     world = sidelane.init()
     exchange, sent = planned(world)

@@ -14,6 +14,13 @@ def test_ctrl_c_in_a_collective_call_cancels_the_world():
     assert said[1] == (CANCELLED, CANCELLED, CANCELLED)
 
 
+def test_ctrl_c_while_a_call_starts_leaves_its_objects_usable():
+    env = {"SIDELANE_HEAP": "4M", "SIDELANE_SYMMETRIC": "1M"}
+    said = sidelane.launch(stops.interrupted_start, 2, env=env)
+    assert said[0] == (("KeyboardInterrupt", "", {}), CANCELLED, CANCELLED, [512])
+    assert said[1] == CANCELLED
+
+
 def test_ctrl_c_in_a_meeting_cancels_the_world():
     said = sidelane.launch(stops.interrupted_meeting, 2)
     assert said[0] == (("KeyboardInterrupt", "", {}), CANCELLED)
