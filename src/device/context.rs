@@ -57,6 +57,12 @@ impl Context {
         &self.driver.library
     }
 
+    /// Whether both are one context of the driver. The primary context of a device is another one
+    /// once somebody has reset the device.
+    pub(super) fn is_same(&self, other: &Context) -> bool {
+        self.raw == other.raw
+    }
+
     /// Refuses what the device has not.
     pub(super) fn require(&self, has: bool, feature: &'static str) -> Result<(), DeviceError> {
         if has { Ok(()) } else { Err(DeviceError::Unsupported { device: self.device(), feature }) }

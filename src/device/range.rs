@@ -67,6 +67,16 @@ impl Range {
         Ok(Range { address: self.inside(offset, len)?, len, ..self.clone() })
     }
 
+    /// A part of the range of an owner, with a claim on the owner in place of the memory.
+    pub(crate) fn part_of<T: Any + Send + Sync>(
+        owner: &Arc<T>,
+        range: fn(&T) -> &Range,
+        (offset, len): (u64, u64),
+    ) -> Result<Range, DeviceError> {
+        let keep: Keep = Arc::<T>::clone(owner);
+        Ok(Range { keep, ..range(owner).part(offset, len)? })
+    }
+
     /// `len` bytes from `offset` on.
     ///
     /// # Errors

@@ -100,6 +100,15 @@ impl Stream {
         &self.context
     }
 
+    /// Refuses a context that is not this stream's, be it of the same device.
+    pub(crate) fn require_context(&self, context: &Context) -> Result<(), DeviceError> {
+        let (found, expected) = (self.device(), context.device());
+        if found != expected {
+            return Err(DeviceError::OtherDevice { what: "stream", found, expected });
+        }
+        if self.context.is_same(context) { Ok(()) } else { Err(DeviceError::OtherContext { device: found }) }
+    }
+
     /// Its handle, for other users of the driver.
     pub fn handle(&self) -> *mut c_void {
         self.raw.cast()

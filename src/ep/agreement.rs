@@ -5,8 +5,8 @@
 //!   another node      one message from the rail peer there: the tags of its members, the sum of their counts
 //! ```
 //!
-//! A rank and its offloaded relay read the same bytes and judge them by the same rules, so they come to the same end
-//! without a word between them. So do all ranks.
+//! A rank and its offloaded relay read the same bytes and judge them by the same rules, so they
+//! come to the same end without a word between them. So do all ranks.
 
 use super::fixed::Fixed;
 use crate::error::{CallError, Cause, Error, MemoryError};
@@ -77,12 +77,12 @@ impl<'a> CallAgreement<'a> {
         self.control().message_in(node, self.setting.parity)
     }
 
-    /// Whether all ranks make the call that this rank enters as `mine`, and none refuses. `refused` is this rank's own
-    /// reason to refuse it.
+    /// Whether all ranks make the call that this rank enters as `mine`, and none refuses. `refused`
+    /// is this rank's own reason to refuse it.
     ///
     /// # Errors
-    /// [`CallError::KindsDiffer`], [`CallError::Disagree`]; else `refused`; else [`CallError::PeerRefused`] or
-    /// [`MemoryError::OutOfSpace`] of the lowest rank that refused.
+    /// [`CallError::KindsDiffer`], [`CallError::Disagree`]; else `refused`; else
+    /// [`CallError::PeerRefused`] or [`MemoryError::OutOfSpace`] of the lowest rank that refused.
     pub fn agree(&self, mine: Tag, refused: Option<Error>) -> Result<(), Error> {
         let (me, said) = (self.paths().me(), |peer| Ok::<_, Error>(self.tag_of(peer)?));
         let (call, ranks) = (self.calls.number(), self.paths().ranks());
@@ -108,7 +108,8 @@ impl<'a> CallAgreement<'a> {
     /// Adds up what all ranks count: the sizes of all ranks.
     ///
     /// # Errors
-    /// [`Cause::Protocol`] if a local peer counts more than it may. Only this node sees that, so it ends the world.
+    /// [`Cause::Protocol`] if a local peer counts more than it may. Only this node sees that, so it
+    /// ends the world.
     pub fn judge(&self, numbers: &mut GroupCounts) -> Result<(), Error> {
         let Fixed { spec, bins, .. } = self.fixed;
         if spec.mode.slots().is_none() {
@@ -143,7 +144,8 @@ impl<'a> CallAgreement<'a> {
         Ok(())
     }
 
-    /// Adds up what all ranks count, as this rank needs it. `scratch` is for one node's or rank's numbers.
+    /// Adds up what all ranks count, as this rank needs it. `scratch` is for one node's or rank's
+    /// numbers.
     ///
     /// # Errors
     /// As [`CallAgreement::judge`].
@@ -165,7 +167,8 @@ impl<'a> CallAgreement<'a> {
         Ok(())
     }
 
-    /// Adds up what this node counts, as `source` of another node needs it, and composes the message that tells it.
+    /// Adds up what this node counts, as `source` of another node needs it, and composes the
+    /// message that tells it.
     ///
     /// # Errors
     /// As [`CallAgreement::judge`].

@@ -11,9 +11,9 @@ use crate::error::{CallError, Error, MemoryError};
 use crate::memory::Extent;
 use crate::plan::SlotShape;
 
-/// Received rows, `[rows, hidden]`: expert-major (local expert, source rank, token), rank-major (source rank, token), in
-/// [spans](super::ExpertParallelBuilder::spans) as the [`index`](ExpertRows::index) says. Pad rows are zero, and on the host
-/// unused slots, too.
+/// Received rows, `[rows, hidden]`: expert-major (local expert, source rank, token), rank-major
+/// (source rank, token), in [spans](super::ExpertParallelBuilder::spans) as the
+/// [`index`](ExpertRows::index) says. Pad rows are zero, and on the host unused slots, too.
 ///
 /// Their memory is given back when this is dropped: on a device, to calls that are enqueued later.
 #[derive(Debug)]
@@ -70,15 +70,15 @@ impl ExpertRows {
         self.rows::<E>().map(<[E]>::to_vec)
     }
 
-    /// Host: where rows lie, if relays copied them in spans; else they lie in visible order. What goes with the rows, and
-    /// what is combined along their handle, lies as they do.
+    /// Host: where rows lie, if relays copied them in spans; else they lie in visible order. What
+    /// goes with the rows, and what is combined along their handle, lies as they do.
     pub fn index(&self) -> Option<&RowIndex> {
         self.host().ok()?.index.as_deref()
     }
 
-    /// Device: the rows, `[len, hidden]`; those beyond the segments are undefined. In fixed slots, a slot of
-    /// [`slots`](ExpertRows::slots) from each rank: `[ranks * slot_rows, hidden]`, in which the first `header_rows` of each
-    /// slot are its header.
+    /// Device: the rows, `[len, hidden]`; those beyond the segments are undefined. In fixed slots,
+    /// a slot of [`slots`](ExpertRows::slots) from each rank: `[ranks * slot_rows, hidden]`, in
+    /// which the first `header_rows` of each slot are its header.
     ///
     /// They are there for what is enqueued on the instance's stream after the dispatch.
     ///
@@ -95,7 +95,8 @@ impl ExpertRows {
     /// Device: routing weight of each row, `f32 [len]`; 0 for pad rows.
     ///
     /// # Errors
-    /// As [`ExpertRows::range`]; [`CallError::NotKept`] in fixed slots, whose headers have the weights.
+    /// As [`ExpertRows::range`]; [`CallError::NotKept`] in fixed slots, whose headers have the
+    /// weights.
     pub fn weights(&self) -> Result<Range, Error> {
         self.planned("row weights")?.weights()
     }
@@ -108,8 +109,9 @@ impl ExpertRows {
         Ok(self.planned("counts")?.counts().clone())
     }
 
-    /// Device, where copy engines relay: rows as they arrived, and for each visible row which of them it is, `i32 [len]`,
-    /// -1 for pads. A grouped matrix product that takes an index can read them as they are.
+    /// Device, where copy engines relay: rows as they arrived, and for each visible row which of
+    /// them it is, `i32 [len]`, -1 for pads. A grouped matrix product that takes an index can read
+    /// them as they are.
     pub fn arrivals(&self) -> Option<(&Range, &Range)> {
         match &self.0 {
             RowsAt::Planned(rows) => rows.index(),
@@ -125,7 +127,8 @@ impl ExpertRows {
         }
     }
 
-    /// In fp8: the values of each row, `[len, hidden]`, one every [`RecordShape::bytes`](crate::dtype::RecordShape::bytes).
+    /// In fp8: the values of each row, `[len, hidden]`, one every
+    /// [`RecordShape::bytes`](crate::dtype::RecordShape::bytes).
     ///
     /// # Errors
     /// As [`ExpertRows::rows`].
@@ -133,7 +136,8 @@ impl ExpertRows {
         Ok(self.host()?.payload()?)
     }
 
-    /// In fp8: the scales of each row, one every [`RecordShape::bytes`](crate::dtype::RecordShape::bytes).
+    /// In fp8: the scales of each row, one every
+    /// [`RecordShape::bytes`](crate::dtype::RecordShape::bytes).
     ///
     /// # Errors
     /// As [`ExpertRows::rows`].
@@ -157,7 +161,8 @@ impl ExpertRows {
     }
 }
 
-/// Output buffer of the experts: one row per received row and, where a gradient asks for it, one `f32` per row behind them.
+/// Output buffer of the experts: one row per received row and, where a gradient asks for it, one
+/// `f32` per row behind them.
 ///
 /// It lies where peers can read it, so combine copies nothing.
 #[derive(Debug)]
@@ -201,9 +206,9 @@ impl ExpertOutput {
         Ok(self.host_mut()?.weights_mut()?)
     }
 
-    /// The rows on a device, `[len, hidden]`, to write to. In fixed slots, `[ranks, max_tokens, hidden]`: row i of rank r is
-    /// what this rank's experts make of row i of the slot of r, weighted and added up; rows that a slot does not use may be
-    /// left as they are.
+    /// The rows on a device, `[len, hidden]`, to write to. In fixed slots,
+    /// `[ranks, max_tokens, hidden]`: row i of rank r is what this rank's experts make of row i of
+    /// the slot of r, weighted and added up; rows that a slot does not use may be left as they are.
     ///
     /// # Errors
     /// [`PlanError::WrongPlace`](crate::error::PlanError) for a buffer on the host.
@@ -230,7 +235,8 @@ impl ExpertOutput {
     }
 }
 
-/// Rows that a rank brings into a combine or a gradient: the output buffer of a handle, or any tensor, which is copied once.
+/// Rows that a rank brings into a combine or a gradient: the output buffer of a handle, or any
+/// tensor, which is copied once.
 #[derive(Debug)]
 pub enum CombineInput<'a> {
     /// The buffer of [`Handle::output`](super::Handle::output): nothing is copied.
@@ -266,8 +272,9 @@ impl<'a, T: Into<Tensor<'a>>> From<T> for CombineInput<'a> {
     }
 }
 
-/// Rows to be dispatched, `[tokens, hidden]`, in registered memory of the host: NICs read them where they lie, while those of
-/// any other memory are copied first. To ranks of the node it makes no difference.
+/// Rows to be dispatched, `[tokens, hidden]`, in registered memory of the host: NICs read them
+/// where they lie, while those of any other memory are copied first. To ranks of the node it makes
+/// no difference.
 ///
 /// ```
 /// # use sidelane::{World, gate::Routing};
@@ -300,7 +307,8 @@ impl TokenBuffer {
     /// The rows, `[len, hidden]`; of fp8, `[len, record]`.
     ///
     /// # Errors
-    /// [`MemoryError::Misaligned`] cannot happen for rows of whole elements; it is reported rather than assumed away.
+    /// [`MemoryError::Misaligned`] cannot happen for rows of whole elements; it is reported rather
+    /// than assumed away.
     pub fn rows<E: Element>(&self) -> Result<&[E], MemoryError> {
         self.extent.slice(0, elements::<E>(self.tokens, self.row_bytes))
     }

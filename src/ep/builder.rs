@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::device::planned::PlannerSettings;
+use super::device::planned::PlannedSettings;
 use super::device::slots::SlotExchange;
 use super::{CallExecutor, ExpertParallel, Feature};
 use crate::device::Stream;
@@ -30,7 +30,8 @@ pub(super) struct Spec {
     pub record: Option<RecordShape>,
     pub spans: bool,
     pub strategy: Strategy,
-    /// Every row goes to every rank; `top_k` is then the number of choices that go along, and 0 if none do.
+    /// Every row goes to every rank; `top_k` is then the number of choices that go along, and 0 if
+    /// none do.
     pub gathers: bool,
 }
 
@@ -86,23 +87,24 @@ pub struct ExpertParallelBuilder<'g> {
     device_heap: Option<u64>,
 }
 
-/// Dispatches of a planner that may be alive at once, if nothing is said.
-const MAX_IN_FLIGHT: u32 = 2;
+/// Dispatches that may be alive at once on a device, if nothing is said: with exact sizes, and with a budget.
+const MAX_IN_FLIGHT: [u32; 2] = [64, 2];
 /// Bytes of its device heap, likewise.
 const DEVICE_HEAP: u64 = 256 << 20;
 
 /// What serves the calls of an instance, with the settings that only it has.
 pub(super) enum Instance {
     Host,
-    Planned(PlannerSettings),
+    Planned(PlannedSettings),
     Slots(Arc<Stream>),
 }
 
 impl Instance {
-    fn executor(&self) -> CallExecutor {
+    fn executor(&self, mode: Mode) -> CallExecutor {
         match self {
             Instance::Host => CallExecutor::HostStepper,
-            Instance::Planned(_) => CallExecutor::Planner,
+            Instance::Planned(_) if mode.budget().is_some() => CallExecutor::Planner,
+            Instance::Planned(_) => CallExecutor::Enqueuer,
             Instance::Slots(_) => CallExecutor::ConstantProgram,
         }
     }
@@ -176,8 +178,9 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
-    /// Type of partial sums, where [`ExpertParallelBuilder::order`] makes them: each is rounded to it, whether it travels
-    /// or not. Default: `f32`, which rounds nothing. Does not apply to [`Order::Expert`].
+    /// Type of partial sums, where [`ExpertParallelBuilder::order`] makes them: each is rounded to
+    /// it, whether it travels or not. Default: `f32`, which rounds nothing. Does not apply to
+    /// [`Order::Expert`].
     pub fn wire(mut self, wire: Wire) -> Self {
         self.spec.wire = wire;
         self
@@ -189,8 +192,9 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
-    /// Dispatch sends rows in fp8, each a record of values and scales ([`RecordShape`]): `x` is then `[tokens, record]`, in
-    /// bytes, as [`ExpertParallel::quantise`] makes it. What comes back is rows of [`dtype`](Self::dtype). Default: off.
+    /// Dispatch sends rows in fp8, each a record of values and scales ([`RecordShape`]): `x` is
+    /// then `[tokens, record]`, in bytes, as [`ExpertParallel::quantise`] makes it. What comes back
+    /// is rows of [`dtype`](Self::dtype). Default: off.
     pub fn fp8(mut self, fp8: bool) -> Self {
         self.fp8 = fp8;
         self
@@ -202,22 +206,25 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
-    /// Each expert's segment, or rank-major the only one, starts at and is padded to a multiple of this many rows. Default: 1.
+    /// Each expert's segment, or rank-major the only one, starts at and is padded to a multiple of
+    /// this many rows. Default: 1.
     pub fn align(mut self, rows: u32) -> Self {
         self.spec.align = rows;
         self
     }
 
-    /// The most tokens a rank will pass in one call. With more than one node under [`Route::Pxn`] it sizes the control
-    /// window, by what may go with all their rows: about `16 x max_tokens x top_k` bytes for each rank that one rank relays
-    /// and as much for each of its own relays; rank-major, `top_k` times as much. In fixed slots on a device as many rows move to each rank in every call, so name
-    /// it there. Default: 4096.
+    /// The most tokens a rank will pass in one call. With more than one node under [`Route::Pxn`]
+    /// it sizes the control window, by what may go with all their rows: about
+    /// `16 x max_tokens x top_k` bytes for each rank that one rank relays and as much for each of
+    /// its own relays; rank-major, `top_k` times as much. In fixed slots on a device as many rows
+    /// move to each rank in every call, so name it there. Default: 4096.
     pub fn max_tokens(mut self, tokens: u32) -> Self {
         self.spec.max_tokens = tokens;
         self
     }
 
-    /// Combine multiplies each row with its routing weight. Default: off, weights are applied inside the experts.
+    /// Combine multiplies each row with its routing weight. Default: off, weights are applied
+    /// inside the experts.
     pub fn weighted(mut self, weighted: bool) -> Self {
         self.spec.weighted = weighted;
         self
@@ -229,9 +236,10 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
-    /// Relays hand rows on in spans, each one copy of rows that lie next to each other on both sides: what a copy engine can
-    /// do. So that these are few, rows cross in relay order ([`RelayOrder`](crate::plan::RelayOrder)), and lie in it at the
-    /// receiver: by source rank, but not by token. [`ExpertRows::index`](super::ExpertRows::index) says which is which. For
+    /// Relays hand rows on in spans, each one copy of rows that lie next to each other on both
+    /// sides: what a copy engine can do. So that these are few, rows cross in relay order
+    /// ([`RelayOrder`](crate::plan::RelayOrder)), and lie in it at the receiver: by source rank,
+    /// but not by token. [`ExpertRows::index`](super::ExpertRows::index) says which is which. For
     /// [`RowLayout::RankMajor`] over [`Route::Pxn`]. Default: off.
     pub fn spans(mut self, spans: bool) -> Self {
         self.spec.spans = spans;
@@ -240,49 +248,59 @@ impl<'g> ExpertParallelBuilder<'g> {
 
     /// How rows reach the ranks of their experts. Default: [`Strategy::Exchange`].
     ///
-    /// [`Strategy::Gather`] is another way out; what is seen, every sum and every gradient are the same to the bit. Combine is
-    /// reduce-scatter that leaves out the zeros, and what follows the handle of an earlier dispatch goes its way, too. While
-    /// a dispatch lasts, the pool holds all ranks' tokens beside this rank's rows. That there is no room for these, or more
-    /// of them than the budget, is known only when tokens have moved: the error is the same on every rank, and nothing of
-    /// the call is visible. Fixed slots and spans are another way by themselves, and are refused.
+    /// [`Strategy::Gather`] is another way out; what is seen, every sum and every gradient are the
+    /// same to the bit. Combine is reduce-scatter that leaves out the zeros, and what follows the
+    /// handle of an earlier dispatch goes its way, too. While a dispatch lasts, the pool holds all
+    /// ranks' tokens beside this rank's rows. That there is no room for these, or more of them than
+    /// the budget, is known only when tokens have moved: the error is the same on every rank, and
+    /// nothing of the call is visible. Fixed slots and spans are another way by themselves, and are
+    /// refused.
     pub fn strategy(mut self, strategy: Strategy) -> Self {
         self.spec.strategy = strategy;
         self
     }
 
-    /// Rows lie in memory of this stream's device, and calls go on the stream. Default: rows lie on the host.
+    /// Rows lie in memory of this stream's device, and calls go on the stream. Default: rows lie on
+    /// the host.
     ///
-    /// The mode chooses how calls are carried out ([`CallExecutor`]), and [`Feature`] says what that cannot do. Kernels must be
-    /// loaded early: set `CUDA_MODULE_LOADING=EAGER` before the program starts.
+    /// The mode chooses how calls are carried out ([`CallExecutor`]), and [`Feature`] says what
+    /// that cannot do. With a budget or slots kernels must be loaded early: set
+    /// `CUDA_MODULE_LOADING=EAGER` before the program starts.
+    ///
+    /// All threads of a rank make the calls of all instances, and launch other collectives, in one
+    /// order, the same at all ranks.
     pub fn on(mut self, stream: &Arc<Stream>) -> Self {
         self.stream = Some(Arc::clone(stream));
         self
     }
 
-    /// On a device, with exact sizes or a budget: dispatches that may be alive at once. Each has memory for all rows it may
-    /// send, and with a budget for those it receives. Default: 2.
+    /// On a device, with exact sizes or a budget: dispatches that may be alive at once. Of exact sizes each has memory for the
+    /// order of its rows, `2 x max_tokens x top_k x 4` bytes of the device. With a budget it has room for all rows that it may
+    /// send and receive. Default: 64, and 2 with a budget.
     pub fn max_in_flight(mut self, dispatches: u32) -> Self {
         self.max_in_flight = Some(dispatches);
         self
     }
 
-    /// On a device, with exact sizes: bytes of the device's memory in which dispatches receive and experts write. In a group of
-    /// several nodes whose NICs do not reach the device, as much memory of the host is pinned beside it, and beside what
-    /// dispatches in flight have; over `pxn` a dispatch takes room for its rows twice, and for what is staged. Default: 256 MiB.
+    /// On a device, with exact sizes: bytes of the device's memory in which dispatches receive and
+    /// experts write. In a group of several nodes whose NICs do not reach the device, as much
+    /// memory of the host is pinned beside it, and beside what dispatches in flight have; over
+    /// `pxn` a dispatch takes room for its rows twice, and for what is staged. Default: 256 MiB.
     pub fn device_heap(mut self, bytes: u64) -> Self {
         self.device_heap = Some(bytes);
         self
     }
 
-    /// Allocates what the instance needs and lays what wires are missing. On a device also waits until the stream is idle.
-    /// Collective.
+    /// Allocates what the instance needs and lays what wires are missing. On a device also waits
+    /// until the stream is idle. Collective.
     ///
     /// # Errors
-    /// [`PlanError`] if a setting cannot be used, [`PlanError::NotAvailable`] for one that its place does not have,
-    /// [`CallError::ConfigsDiffer`](crate::error::CallError::ConfigsDiffer) if ranks chose differently,
-    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank has no room for the control window.
-    /// [`DeviceError`](crate::error::DeviceError) where the device lacks something, kernels are loaded lazily, or one hardware
-    /// queue is all there is; [`LaneError::PeerLacks`](crate::error::LaneError) or
+    /// [`PlanError`] if a setting cannot be used, [`PlanError::NotAvailable`] for one that its
+    /// place does not have, [`CallError::ConfigsDiffer`](crate::error::CallError::ConfigsDiffer) if
+    /// ranks chose differently, [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank
+    /// has no room for the control window. [`DeviceError`](crate::error::DeviceError) where the
+    /// device lacks something, kernels are loaded lazily, or one hardware queue is all there is;
+    /// [`LaneError::PeerLacks`](crate::error::LaneError) or
     /// [`MemoryError::NotUsable`](crate::error::MemoryError) on the other ranks.
     pub fn build(mut self) -> Result<ExpertParallel, Error> {
         self.spec.record = self.fp8.then(|| RecordShape::new(self.spec.hidden as u32));
@@ -293,7 +311,8 @@ impl<'g> ExpertParallelBuilder<'g> {
             (Ok(()), Some(map)) => Some(map),
             (Ok(()), None) => ExpertMap::contiguous(self.experts, self.group.size()).ok(),
         };
-        // A rank with bad settings still takes part in the comparison: the others are told, not left waiting.
+        // A rank with bad settings still takes part in the comparison: the others are told, not
+        // left waiting.
         self.compare(map.as_ref())?;
         checked?;
         let ExpertParallelBuilder { group, mut spec, .. } = self;
@@ -313,9 +332,11 @@ impl<'g> ExpertParallelBuilder<'g> {
         match &self.stream {
             None => Instance::Host,
             Some(stream) if self.spec.mode.slots().is_some() => Instance::Slots(Arc::clone(stream)),
-            Some(stream) => Instance::Planned(PlannerSettings {
+            Some(stream) => Instance::Planned(PlannedSettings {
                 stream: Arc::clone(stream),
-                max_in_flight: self.max_in_flight.unwrap_or(MAX_IN_FLIGHT),
+                max_in_flight: self
+                    .max_in_flight
+                    .unwrap_or(MAX_IN_FLIGHT[usize::from(self.spec.mode.budget().is_some())]),
                 device_heap: self.device_heap.unwrap_or(DEVICE_HEAP),
             }),
         }
@@ -323,15 +344,19 @@ impl<'g> ExpertParallelBuilder<'g> {
 
     /// Refuses settings that what serves them does not have.
     fn check_instance(&self, instance: &Instance) -> Result<(), PlanError> {
-        Feature::check(&self.spec, instance.executor())?;
+        Feature::check(&self.spec, instance.executor(self.spec.mode))?;
         if matches!(instance, Instance::Slots(_)) {
             SlotExchange::check_settings(&self.spec)?;
         }
         let bad = |parameter, seen, expected| Err(PlanError::BadParameter { parameter, seen, expected });
         match (instance, self.max_in_flight, self.device_heap) {
             (Instance::Planned(_), ..) | (_, None, None) => Ok(()),
-            (_, Some(seen), _) => bad("max_in_flight", seen.into(), "not set, but for a planner on a device"),
-            (_, None, Some(seen)) => bad("device_heap", seen, "not set, but for a planner on a device"),
+            (_, Some(seen), _) => {
+                bad("max_in_flight", seen.into(), "not set, but for exact sizes or a budget on a device")
+            }
+            (_, None, Some(seen)) => {
+                bad("device_heap", seen, "not set, but for exact sizes or a budget on a device")
+            }
         }
     }
 

@@ -5,8 +5,9 @@
 //!   reduce_scatter   [rows of all ranks, C]     ->  [n of this rank, C]         sums over the ranks
 //! ```
 //!
-//! They are each other's gradient. Ranks may have different numbers of rows, none too. The sum of a row begins at +0 in
-//! `f32`, adds what the ranks have by ascending rank, and is rounded once: the same bits on every lane, route and topology.
+//! They are each other's gradient. Ranks may have different numbers of rows, none too. The sum of a
+//! row begins at +0 in `f32`, adds what the ranks have by ascending rank, and is rounded once: the
+//! same bits on every lane, route and topology.
 
 use super::buffers::RowsAt;
 use super::builder::Spec;
@@ -34,7 +35,8 @@ pub struct CollectiveBuilder<'g> {
     node_sums: Option<Wire>,
 }
 
-/// All-gather and reduce-scatter over a group. Calls are collective, and come in the same order on all ranks.
+/// All-gather and reduce-scatter over a group. Calls are collective, and come in the same order on
+/// all ranks.
 ///
 /// ```
 /// use sidelane::{Dtype, World, ep::Collective};
@@ -107,8 +109,8 @@ impl<'g> CollectiveBuilder<'g> {
         self
     }
 
-    /// In how many equal parts the rows of a rank come. Gathered rows lie by part and then by rank: so an all-gather along
-    /// the second dimension of `[E, n, C]` has `E` segments. Default: 1.
+    /// In how many equal parts the rows of a rank come. Gathered rows lie by part and then by rank:
+    /// so an all-gather along the second dimension of `[E, n, C]` has `E` segments. Default: 1.
     pub fn segments(mut self, segments: u32) -> Self {
         self.segments = segments;
         self
@@ -126,9 +128,9 @@ impl<'g> CollectiveBuilder<'g> {
         self
     }
 
-    /// Sums are made per node first, then over nodes by ascending node: over [`Route::Pxn`] only one partial sum per node
-    /// crosses, in this type, to which each is rounded whether it travels or not. The bits then depend on the nodes.
-    /// Default: off.
+    /// Sums are made per node first, then over nodes by ascending node: over [`Route::Pxn`] only
+    /// one partial sum per node crosses, in this type, to which each is rounded whether it travels
+    /// or not. The bits then depend on the nodes. Default: off.
     pub fn node_sums(mut self, wire: Wire) -> Self {
         self.node_sums = Some(wire);
         self
@@ -137,8 +139,10 @@ impl<'g> CollectiveBuilder<'g> {
     /// Allocates the control window and lays what wires are missing. Collective.
     ///
     /// # Errors
-    /// [`PlanError`] if a setting cannot be used, [`CallError::ConfigsDiffer`](crate::error::CallError) if ranks chose differently,
-    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank has no room for the control window.
+    /// [`PlanError`] if a setting cannot be used,
+    /// [`CallError::ConfigsDiffer`](crate::error::CallError) if ranks chose differently,
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank has no room for the control
+    /// window.
     pub fn build(self) -> Result<Collective, Error> {
         let checked = self.check();
         self.compare(checked.is_ok())?;
@@ -208,13 +212,15 @@ impl Collective {
         CollectiveBuilder { group, columns: 0, dtype, segments: 1, max_rows: 4096, route, node_sums: None }
     }
 
-    /// Everybody's rows, `[rows of all, columns]`, from this rank's, `[rows, columns]`. Ranks tell each other how many they
-    /// have: the shares. Collective.
+    /// Everybody's rows, `[rows of all, columns]`, from this rank's, `[rows, columns]`. Ranks tell
+    /// each other how many they have: the shares. Collective.
     ///
     /// # Errors
-    /// On every rank, before a byte moves: [`PlanError`] where the input is wrong ([`PeerRefused`](crate::error::CallError::PeerRefused) on the
-    /// others), [`CallError`](crate::error::CallError) where ranks make different calls, [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a
-    /// rank cannot hold the rows. [`LaneError`](crate::error::LaneError) and [`Cause`](crate::error::Cause) end the world.
+    /// On every rank, before a byte moves: [`PlanError`] where the input is wrong
+    /// ([`PeerRefused`](crate::error::CallError::PeerRefused) on the others),
+    /// [`CallError`](crate::error::CallError) where ranks make different calls,
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank cannot hold the rows.
+    /// [`LaneError`](crate::error::LaneError) and [`Cause`](crate::error::Cause) end the world.
     pub fn all_gather<'a>(&mut self, rows: impl Into<Tensor<'a>>) -> Result<(ExpertRows, Shares), Error> {
         let ep = &mut self.ep;
         let checked = rows.into().on_host("rows to gather").and_then(|rows| Self::check_rows(ep, rows));
@@ -263,12 +269,12 @@ impl Collective {
         Ok(rows as u32)
     }
 
-    /// Shares that all ranks know beforehand: `counts` are the rows of each rank, and must be the same on all. Nothing is
-    /// exchanged; ranks that disagree find out in the call that uses them.
+    /// Shares that all ranks know beforehand: `counts` are the rows of each rank, and must be the
+    /// same on all. Nothing is exchanged; ranks that disagree find out in the call that uses them.
     ///
     /// # Errors
-    /// [`PlanError::WrongShape`] if there is not a count per rank, [`PlanError::BadParameter`] for one that is too large or
-    /// does not make equal segments.
+    /// [`PlanError::WrongShape`] if there is not a count per rank, [`PlanError::BadParameter`] for
+    /// one that is too large or does not make equal segments.
     pub fn shares(&mut self, counts: &[u32]) -> Result<Shares, Error> {
         let Collective { ep, everyone } = self;
         let (what, seen, rows) = ("counts", counts.len(), ep.fixed.lanes.ranks() as usize);
@@ -309,7 +315,8 @@ impl Collective {
     /// Everybody's rows, where all know their shares: ranks need not tell each other. Collective.
     ///
     /// # Errors
-    /// As [`Collective::all_gather`], and [`CallError::ForeignHandle`](crate::error::CallError); [`CallError::Disagree`](crate::error::CallError) if ranks bring other shares.
+    /// As [`Collective::all_gather`], and [`CallError::ForeignHandle`](crate::error::CallError);
+    /// [`CallError::Disagree`](crate::error::CallError) if ranks bring other shares.
     pub fn all_gather_along<'a>(
         &mut self,
         rows: impl Into<Tensor<'a>>,
@@ -332,12 +339,14 @@ impl Collective {
         done
     }
 
-    /// Sums over all ranks of this rank's rows, `[rows, columns]`: from what each rank has for everybody,
-    /// `[rows of all, columns]`, laid out as an all-gather along these shares lays them. `rows` is the buffer of
-    /// [`Shares::output`], which is used in place, or a slice, which is copied once. Collective.
+    /// Sums over all ranks of this rank's rows, `[rows, columns]`: from what each rank has for
+    /// everybody, `[rows of all, columns]`, laid out as an all-gather along these shares lays them.
+    /// `rows` is the buffer of [`Shares::output`], which is used in place, or a slice, which is
+    /// copied once. Collective.
     ///
     /// # Errors
-    /// As [`Collective::all_gather_along`]; [`PlanError::NoArithmetic`] for rows that cannot be summed.
+    /// As [`Collective::all_gather_along`]; [`PlanError::NoArithmetic`] for rows that cannot be
+    /// summed.
     pub fn reduce_scatter<'a, E: Element>(
         &mut self,
         rows: impl Into<CombineInput<'a>>,

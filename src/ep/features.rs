@@ -3,7 +3,8 @@
 //! | place and mode | executor |
 //! |---|---|
 //! | host | the host stepper |
-//! | device; eager or budget | the planner |
+//! | device; eager | the enqueuer, in the caller's thread |
+//! | device; budget | the planner |
 //! | device; fixed slots | the constant program |
 
 use super::builder::Spec;
@@ -51,14 +52,17 @@ pub enum Feature {
     Gradients,
     /// [`ExpertParallel::set_expert_map`](crate::ExpertParallel::set_expert_map).
     ExpertMaps,
-    /// [`ExpertParallel::token_buffer`](crate::ExpertParallel::token_buffer): tokens that NICs read in place.
+    /// [`ExpertParallel::token_buffer`](crate::ExpertParallel::token_buffer): tokens that NICs read
+    /// in place.
     TokenBuffers,
-    /// Sizes that stay on the device ([`PendingDispatch::unfinished`](super::PendingDispatch::unfinished)), and calls
-    /// that are captured into a CUDA graph.
+    /// Sizes that stay on the device
+    /// ([`PendingDispatch::unfinished`](super::PendingDispatch::unfinished)), and calls that are
+    /// captured into a CUDA graph.
     Capture,
     /// [`ExpertParallel::release`](crate::ExpertParallel::release) in place of a combine.
     Release,
-    /// [`ExpertParallel::set_stream`](crate::ExpertParallel::set_stream): calls on another stream of the device.
+    /// [`ExpertParallel::set_stream`](crate::ExpertParallel::set_stream): calls on another stream
+    /// of the device.
     Streams,
     /// [`ExpertParallel::yardstick`](crate::ExpertParallel::yardstick): the floor of a call.
     Yardstick,
@@ -90,31 +94,31 @@ impl Feature {
         Feature::Yardstick,
     ];
 
-    /// Name, and whether host stepper, planner and constant program have it: the table.
-    const fn row(self) -> (&'static str, [bool; 3]) {
+    /// Name, and whether host stepper, enqueuer, planner and constant program have it: the table.
+    const fn row(self) -> (&'static str, [bool; 4]) {
         let (yes, no) = (true, false);
         match self {
-            Feature::ExpertMajor => ("expert-major rows", [yes, yes, no]),
-            Feature::RankMajor => ("rank-major rows", [yes, no, yes]),
-            Feature::Budget => ("a receive budget", [yes, yes, no]),
-            Feature::ScarceSlots => ("fewer slots than tokens", [yes, no, no]),
-            Feature::OrderRank => ("sums by rank", [yes, no, yes]),
-            Feature::OrderNode => ("sums by node", [yes, no, no]),
-            Feature::RoundedPartials => ("partial sums in bf16", [yes, no, no]),
-            Feature::Alignment => ("aligned segments", [yes, yes, no]),
-            Feature::Relays => ("relays (route pxn)", [yes, yes, no]),
-            Feature::Spans => ("relays that copy spans", [yes, no, no]),
-            Feature::AllGather => ("dispatch by all-gather", [yes, no, no]),
-            Feature::Fp8 => ("dispatch in fp8", [yes, no, no]),
-            Feature::WeightedCombine => ("weighted combine", [yes, no, no]),
-            Feature::CachedDispatch => ("cached dispatch", [yes, no, no]),
-            Feature::Gradients => ("gradients", [yes, no, no]),
-            Feature::ExpertMaps => ("another expert map", [yes, no, no]),
-            Feature::TokenBuffers => ("token buffers", [yes, no, no]),
-            Feature::Capture => ("sizes on the device, and capture", [no, yes, yes]),
-            Feature::Release => ("release without combine", [no, no, yes]),
-            Feature::Streams => ("calls on several streams", [no, no, yes]),
-            Feature::Yardstick => ("the yardstick", [yes, no, no]),
+            Feature::ExpertMajor => ("expert-major rows", [yes, yes, yes, no]),
+            Feature::RankMajor => ("rank-major rows", [yes, no, no, yes]),
+            Feature::Budget => ("a receive budget", [yes, no, yes, no]),
+            Feature::ScarceSlots => ("fewer slots than tokens", [yes, no, no, no]),
+            Feature::OrderRank => ("sums by rank", [yes, no, no, yes]),
+            Feature::OrderNode => ("sums by node", [yes, no, no, no]),
+            Feature::RoundedPartials => ("partial sums in bf16", [yes, no, no, no]),
+            Feature::Alignment => ("aligned segments", [yes, yes, yes, no]),
+            Feature::Relays => ("relays (route pxn)", [yes, yes, yes, no]),
+            Feature::Spans => ("relays that copy spans", [yes, no, no, no]),
+            Feature::AllGather => ("dispatch by all-gather", [yes, no, no, no]),
+            Feature::Fp8 => ("dispatch in fp8", [yes, no, no, no]),
+            Feature::WeightedCombine => ("weighted combine", [yes, no, no, no]),
+            Feature::CachedDispatch => ("cached dispatch", [yes, no, no, no]),
+            Feature::Gradients => ("gradients", [yes, no, no, no]),
+            Feature::ExpertMaps => ("another expert map", [yes, no, no, no]),
+            Feature::TokenBuffers => ("token buffers", [yes, no, no, no]),
+            Feature::Capture => ("sizes on the device, and capture", [no, no, yes, yes]),
+            Feature::Release => ("release without combine", [no, no, no, yes]),
+            Feature::Streams => ("calls on several streams", [no, no, no, yes]),
+            Feature::Yardstick => ("the yardstick", [yes, no, no, no]),
         }
     }
 

@@ -11,7 +11,8 @@ use crate::schedule::{Calls, Control, Setting, WindowId};
 use crate::topology::{Paths, Route};
 use crate::world::{Group, Shared, SymmetricRange};
 
-/// In how many parts a block goes to its relay: enough that the relay is busy while the rest is under way.
+/// In how many parts a block goes to its relay: enough that the relay is busy while the rest is
+/// under way.
 pub(super) const CHUNKS: u8 = 4;
 
 /// What is the same in every call, for the caller and for its relay.
@@ -29,7 +30,8 @@ pub(super) struct Fixed {
     pub far: WindowId,
     /// Rows that cross lie in memory of devices.
     pub on_devices: bool,
-    /// Rows that landing memory is laid out for, where that does not depend on how many come: metadata lies behind them.
+    /// Rows that landing memory is laid out for, where that does not depend on how many come:
+    /// metadata lies behind them.
     pub fixed_rows: Option<u32>,
 }
 
@@ -113,7 +115,8 @@ impl Fixed {
         self.spec.sizing(kind, self.partial_bytes())
     }
 
-    /// Whether engines hand rows on: each rank then has [`Arrivals`](crate::plan::Arrivals) behind its rows.
+    /// Whether engines hand rows on: each rank then has [`Arrivals`](crate::plan::Arrivals) behind
+    /// its rows.
     pub fn arrives(&self) -> bool {
         self.on_devices && self.spec.route == Route::Pxn
     }
@@ -128,7 +131,8 @@ impl Fixed {
         self.sizing(CallKind::Dispatch).landing(self.fixed_rows.unwrap_or(rows))
     }
 
-    /// Bytes in which `rows` rows can land with all that must lie behind them: `staged` rows to be handed on, or arrivals.
+    /// Bytes in which `rows` rows can land with all that must lie behind them: `staged` rows to be
+    /// handed on, or arrivals.
     pub fn extent_bytes(&self, kind: CallKind, rows: u32, staged: u32) -> u64 {
         let sizing = self.sizing(kind);
         if !self.arrives() {
@@ -137,8 +141,9 @@ impl Fixed {
         self.landing(rows).staging().saturating_add(u64::from(staged) * sizing.row_bytes)
     }
 
-    /// What this rank receives at most: as many rows as there are slots (of these `sizes`) or a budget; else, if every token of
-    /// every rank chooses as many of its experts as it can. And what it hands on, if all cross that can.
+    /// What this rank receives at most: as many rows as there are slots (of these `sizes`) or a
+    /// budget; else, if every token of every rank chooses as many of its experts as it can. And
+    /// what it hands on, if all cross that can.
     pub fn most_bytes(&self, kind: CallKind, sizes: &Sizes) -> u64 {
         let (spec, paths, rank) = (&self.spec, self.paths(), self.lanes.rank);
         if spec.mode.slots().is_some() {

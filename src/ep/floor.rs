@@ -9,8 +9,8 @@ use crate::world::{Group, SymmetricRange};
 
 /// The bare moves of a dispatch and of the combine that belongs to it, and the memory they go to.
 ///
-/// The memory can be lent to the real calls and taken back, so that both are measured in the very same place: in a virtual
-/// machine, one stretch of memory may be a quarter faster than the next.
+/// The memory can be lent to the real calls and taken back, so that both are measured in the very
+/// same place: in a virtual machine, one stretch of memory may be a quarter faster than the next.
 #[derive(Debug)]
 pub struct Yardstick {
     floor: Floor,
@@ -28,16 +28,17 @@ struct Lent<T> {
 }
 
 impl Yardstick {
-    /// Moves the rows of `x`, `[tokens, hidden]` as bytes, to where the dispatch had put them, at this rank and its peers.
-    /// A shorter input moves nothing, and neither does a yardstick whose rows are lent.
+    /// Moves the rows of `x`, `[tokens, hidden]` as bytes, to where the dispatch had put them, at
+    /// this rank and its peers. A shorter input moves nothing, and neither does a yardstick whose
+    /// rows are lent.
     pub fn dispatch(&mut self, x: &[u8], stores: Stores) {
         if self.rows.kept.is_some() {
             self.floor.dispatch(x, stores);
         }
     }
 
-    /// Sums the rows of all ranks' outputs into `out`, `[tokens, hidden]` as bytes. A shorter `out` is left as it is, and so
-    /// is any while the output is lent.
+    /// Sums the rows of all ranks' outputs into `out`, `[tokens, hidden]` as bytes. A shorter `out`
+    /// is left as it is, and so is any while the output is lent.
     pub fn combine(&mut self, dtype: Arithmetic, out: &mut [u8], stores: Stores) {
         if self.output.kept.is_some() {
             self.floor.combine(dtype, out, stores);
@@ -80,10 +81,11 @@ impl Yardstick {
 }
 
 impl ExpertParallel {
-    /// The bare moves of a call that sent `rows` along `handle`, the dispatch that made it or gradients of a combine, and
-    /// of a combine of `output`. Collective over `group`, which must be the group this was built on. Rows that came by a
-    /// relay are handed on again and again as they are now. On return from [`Yardstick::dispatch`] peers may still be
-    /// writing, so a barrier belongs behind it.
+    /// The bare moves of a call that sent `rows` along `handle`, the dispatch that made it or
+    /// gradients of a combine, and of a combine of `output`. Collective over `group`, which must be
+    /// the group this was built on. Rows that came by a relay are handed on again and again as they
+    /// are now. On return from [`Yardstick::dispatch`] peers may still be writing, so a barrier
+    /// belongs behind it.
     ///
     /// # Errors
     /// Whatever ends an exchange of addresses.

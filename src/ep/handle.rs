@@ -9,7 +9,8 @@ use super::{ExpertOutput, Report, RowIndex, Status};
 use crate::device::Range;
 use crate::error::Error;
 
-/// The placement of one dispatch. Combine, cached dispatch and the gradients follow it; several may be alive.
+/// The placement of one dispatch. Combine, cached dispatch and the gradients follow it; several may
+/// be alive.
 #[derive(Debug)]
 pub struct Handle(pub(super) HandleAt);
 
@@ -22,7 +23,8 @@ pub(super) enum HandleAt {
 }
 
 impl Handle {
-    /// Rows of each local expert; rank-major, rows that chose it. Empty where sizes stay on the device.
+    /// Rows of each local expert; rank-major, rows that chose it. Empty where sizes stay on the
+    /// device.
     pub fn tokens_per_expert(&self) -> &[i64] {
         match &self.0 {
             HandleAt::Host(handle) => &handle.inner().received.tokens_per_expert,
@@ -31,8 +33,8 @@ impl Handle {
         }
     }
 
-    /// Rows of each local expert, pads and unused slots counted: the segments of the row buffer. Rank-major there is one
-    /// segment, the whole. Empty where sizes stay on the device.
+    /// Rows of each local expert, pads and unused slots counted: the segments of the row buffer.
+    /// Rank-major there is one segment, the whole. Empty where sizes stay on the device.
     pub fn padded_tokens_per_expert(&self) -> &[i64] {
         match &self.0 {
             HandleAt::Host(handle) => &handle.inner().layout.padded_per_bin,
@@ -41,26 +43,28 @@ impl Handle {
         }
     }
 
-    /// Host: routing weight of each received row, `[rows]`; 0 for pad rows. Rank-major, of each row and choice,
-    /// `[rows, top_k]`; 0 where another rank has the choice. Empty on a device: see
+    /// Host: routing weight of each received row, `[rows]`; 0 for pad rows. Rank-major, of each row
+    /// and choice, `[rows, top_k]`; 0 where another rank has the choice. Empty on a device: see
     /// [`ExpertRows::weights`](super::ExpertRows::weights).
     pub fn row_weights(&self) -> &[f32] {
         self.host().map_or(&[], |handle| &handle.inner().received.weights)
     }
 
-    /// Host, rank-major: the local expert of each row and choice, `[rows, top_k]`; -1 where there is none. Empty otherwise.
+    /// Host, rank-major: the local expert of each row and choice, `[rows, top_k]`; -1 where there
+    /// is none. Empty otherwise.
     pub fn row_experts(&self) -> &[i32] {
         self.host().map_or(&[], |handle| &handle.inner().received.experts)
     }
 
-    /// Host: where rows lie if not in visible order, as [`ExpertRows::index`](super::ExpertRows::index): of the rows of every
-    /// call along this handle, and of what goes with them.
+    /// Host: where rows lie if not in visible order, as
+    /// [`ExpertRows::index`](super::ExpertRows::index): of the rows of every call along this
+    /// handle, and of what goes with them.
     pub fn index(&self) -> Option<&RowIndex> {
         self.host()?.inner().received.index.as_deref()
     }
 
-    /// Which of this rank's choices, `[tokens, top_k]`, were dropped for want of room: they count as -1. Empty where sizes
-    /// stay on the device.
+    /// Which of this rank's choices, `[tokens, top_k]`, were dropped for want of room: they count
+    /// as -1. Empty where sizes stay on the device.
     pub fn dropped(&self) -> &[bool] {
         match &self.0 {
             HandleAt::Host(handle) => &handle.inner().dropped,
@@ -69,8 +73,8 @@ impl Handle {
         }
     }
 
-    /// Rows that each rank needed, pads counted: more than its budget if rows were dropped; in fixed slots, all there are.
-    /// The same at every rank. Empty where sizes stay on the device.
+    /// Rows that each rank needed, pads counted: more than its budget if rows were dropped; in
+    /// fixed slots, all there are. The same at every rank. Empty where sizes stay on the device.
     pub fn required_rows(&self) -> &[u32] {
         match &self.0 {
             HandleAt::Host(handle) => &handle.inner().required,
@@ -97,8 +101,9 @@ impl Handle {
         }
     }
 
-    /// A buffer of the received rows' shape that combine takes without a copy: experts write into it. Its contents are
-    /// undefined. On the host, after a combine that was refused, this is the buffer of that combine, as it was.
+    /// A buffer of the received rows' shape that combine takes without a copy: experts write into
+    /// it. Its contents are undefined. On the host, after a combine that was refused, this is the
+    /// buffer of that combine, as it was.
     ///
     /// # Errors
     /// [`MemoryError::OutOfSpace`](crate::error::MemoryError).
@@ -110,8 +115,8 @@ impl Handle {
         }))
     }
 
-    /// Bytes that combines and gradients along this handle have copied, because their rows did not lie in the buffer of
-    /// [`Handle::output`].
+    /// Bytes that combines and gradients along this handle have copied, because their rows did not
+    /// lie in the buffer of [`Handle::output`].
     pub fn copied_bytes(&self) -> u64 {
         match &self.0 {
             HandleAt::Host(handle) => handle.inner().copied.load(),
@@ -120,8 +125,8 @@ impl Handle {
         }
     }
 
-    /// How the bytes of the dispatch went. On the host, [`Report::traffic`] is as planned and [`Report::moved`] as counted
-    /// while bytes moved. They agree to the byte:
+    /// How the bytes of the dispatch went. On the host, [`Report::traffic`] is as planned and
+    /// [`Report::moved`] as counted while bytes moved. They agree to the byte:
     ///
     /// ```text
     ///   moved.rail_bytes    =   put.rail * row_bytes
@@ -129,7 +134,7 @@ impl Handle {
     ///   relayed.rows        =   handed_on                     relayed.copies   =   copies
     /// ```
     ///
-    /// On a device with a planner this waits until the rows have landed.
+    /// On a device with a budget this waits until the rows have landed.
     ///
     /// # Errors
     /// The reason of the world's failure.
@@ -141,14 +146,16 @@ impl Handle {
         }
     }
 
-    /// How the last combine along this handle went, or the last gradient that returned rows: what this rank returned to other
-    /// nodes, and what it read. Nothing before the first.
+    /// How the last combine along this handle went, or the last gradient that returned rows: what
+    /// this rank returned to other nodes, and what it read. Nothing before the first.
     ///
-    /// On a device with a planner this waits until the rows are back, though not for their sums, and it is the last call
-    /// that answers: ask before another combine along the handle is enqueued.
+    /// On a device with a budget this waits until the rows are back, though not for their sums,
+    /// and it is the last call that answers: ask before another combine along the handle is
+    /// enqueued.
     ///
     /// # Errors
-    /// On a device with a planner: the refusal of that combine, on whatever rank; then its sums are zeros.
+    /// On a device, but for fixed slots: the refusal of that combine, on whatever rank; then its
+    /// sums are zeros.
     pub fn returned(&self) -> Result<Report, Error> {
         match &self.0 {
             HandleAt::Host(handle) => Ok(handle.returned()),
@@ -157,11 +164,12 @@ impl Handle {
         }
     }
 
-    /// Device: how the last call along this handle ended at this rank, a [`Status`] of 32 bits for kernels. It is written
-    /// before the stream goes on.
+    /// Device: how the last call along this handle ended at this rank, a [`Status`] of 32 bits for
+    /// kernels. It is written before the stream goes on.
     ///
     /// # Errors
-    /// [`PlanError::WrongPlace`](crate::error::PlanError) on the host, whose calls return their errors.
+    /// [`PlanError::WrongPlace`](crate::error::PlanError) on the host, whose calls return their
+    /// errors.
     pub fn status(&self) -> Result<Range, Error> {
         match &self.0 {
             HandleAt::Host(_) => Err(wrong_place("the status word", Side::Device)),
@@ -170,7 +178,8 @@ impl Handle {
         }
     }
 
-    /// The status word as the host sees it now; on a device it is final once the stream has passed the call.
+    /// The status word as the host sees it now; on a device it is final once the stream has passed
+    /// the call.
     pub fn status_now(&self) -> Status {
         match &self.0 {
             HandleAt::Host(_) => Status::OK,

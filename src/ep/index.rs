@@ -1,14 +1,15 @@
 //! Which row is which, where rows do not lie in visible order.
 
-/// Where rows lie that were handed on in [spans](super::ExpertParallelBuilder::spans), against the *visible* order of
-/// rank-major rows: (source rank, token).
+/// Where rows lie that were handed on in [spans](super::ExpertParallelBuilder::spans), against the
+/// *visible* order of rank-major rows: (source rank, token).
 ///
 /// ```text
 ///   visible order   | source 0: token 0 1 2 | source 1: token 0 2 3 |     row v lies at landing()[v]
 ///   rows as landed  | source 0: token 0 1 2 | source 1: token 3 0 2 |     row r is visible()[r]
 /// ```
 ///
-/// Rows of a source stay together, and pads and unused slots stay where they are; rows of this node lie in visible order.
+/// Rows of a source stay together, and pads and unused slots stay where they are; rows of this node
+/// lie in visible order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RowIndex {
     landing: Vec<u32>,
@@ -16,8 +17,8 @@ pub struct RowIndex {
 }
 
 impl RowIndex {
-    /// For each row in visible order, pads counted: where it lies. A gather by this index makes visible order; a grouped
-    /// matrix product that takes a row index needs none.
+    /// For each row in visible order, pads counted: where it lies. A gather by this index makes
+    /// visible order; a grouped matrix product that takes a row index needs none.
     pub fn landing(&self) -> &[u32] {
         &self.landing
     }
@@ -27,7 +28,8 @@ impl RowIndex {
         &self.visible
     }
 
-    /// From what rows say of themselves: row + 1 in visible order, 0 for one that stays where it is.
+    /// From what rows say of themselves: row + 1 in visible order, 0 for one that stays where it
+    /// is.
     pub(super) fn fill(&mut self, said: impl ExactSizeIterator<Item = u32>) {
         for table in [&mut self.landing, &mut self.visible] {
             table.clear();

@@ -6,14 +6,16 @@
 //!                     +--> Handle: the placement ------------------+   combine, cached dispatch, both backwards
 //! ```
 //!
-//! One [`ExpertParallel`] has its rows on the host or on a device ([`Place`]), by a setting of its builder. The calls, their
-//! handles, outputs, reports and errors are the same; what carries them out differs ([`CallExecutor`]), and so does, for now,
-//! what they can do ([`Feature`]).
+//! One [`ExpertParallel`] has its rows on the host or on a device ([`Place`]), by a setting of its
+//! builder. The calls, their handles, outputs, reports and errors are the same; what carries them
+//! out differs ([`CallExecutor`]), and so does, for now, what they can do ([`Feature`]).
 //!
-//! [`prepare`](ExpertParallel::prepare) makes the layout alone, before there are tokens; a cached dispatch then brings the rows.
+//! [`prepare`](ExpertParallel::prepare) makes the layout alone, before there are tokens; a cached
+//! dispatch then brings the rows.
 //!
-//! [`Collective`] is all-gather and reduce-scatter by the same programs, and [`TokenSlices`] uses them for a tensor-parallel
-//! group. A dispatch may itself go out by all-gather ([`Strategy::Gather`](crate::plan::Strategy)).
+//! [`Collective`] is all-gather and reduce-scatter by the same programs, and [`TokenSlices`] uses
+//! them for a tensor-parallel group. A dispatch may itself go out by all-gather
+//! ([`Strategy::Gather`](crate::plan::Strategy)).
 //!
 //! | forward | backward |
 //! |---|---|
@@ -22,8 +24,9 @@
 //! | weighted combine | the same, times the row weight; weight gradients `<y, g>` to `[T, K]` |
 //! | dropped choice, pad row | zero |
 //!
-//! All calls of one [`ExpertParallel`] are collective over its group and come in the same order on all ranks. A rank
-//! whose input is refused still enters the call, so that all ranks get an error and nothing moves anywhere.
+//! All calls of one [`ExpertParallel`] are collective over its group and come in the same order on
+//! all ranks. A rank whose input is refused still enters the call, so that all ranks get an error
+//! and nothing moves anywhere.
 
 mod agreement;
 mod buffers;

@@ -8,9 +8,11 @@ use crate::plan::{Layout, Notes};
 /// What came with the rows of one dispatch.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Received {
-    /// `[rows]`, or `[rows, top_k]` where a row stands for several choices: routing weights, 0 in pads.
+    /// `[rows]`, or `[rows, top_k]` where a row stands for several choices: routing weights, 0 in
+    /// pads.
     pub weights: Vec<f32>,
-    /// `[rows, top_k]` where a row stands for several choices: local experts, -1 where there is none. Empty otherwise.
+    /// `[rows, top_k]` where a row stands for several choices: local experts, -1 where there is
+    /// none. Empty otherwise.
     pub experts: Vec<i32>,
     /// Per local expert: rows that chose it.
     pub tokens_per_expert: Vec<i64>,

@@ -48,8 +48,9 @@ use crate::world::{Group, Shared};
 /// # Ok::<(), sidelane::Error>(())
 /// ```
 ///
-/// On a device, [`on`](ExpertParallelBuilder::on) names the stream of the calls. They are the same calls, with tensors of the
-/// device; each is enqueued, and its results are there for what the caller enqueues next:
+/// On a device, [`on`](ExpertParallelBuilder::on) names the stream of the calls. They are the same
+/// calls, with tensors of the device; each is enqueued, and its results are there for what the
+/// caller enqueues next:
 ///
 /// ```no_run
 /// # use std::sync::Arc;
@@ -70,12 +71,14 @@ use crate::world::{Group, Shared};
 /// # }
 /// ```
 ///
-/// What an instance cannot do in its place is one table, [`Feature`], and refused by name when it is built.
+/// What an instance cannot do in its place is one table, [`Feature`], and refused by name when it
+/// is built.
 ///
-/// An instance may be dropped when the host has enqueued its last call. Graphs that hold its calls must not be launched any
-/// more. In fixed slots over several nodes, see that the stream is done first, by [`synchronize`](Self::synchronize) or
-/// [`Stream::is_done`]. Until Sidelane sees that, a thread serves the stream and holds the world, so the world is not left in
-/// peace, and a process that exits then is lost to the others.
+/// An instance may be dropped when the host has enqueued its last call. Graphs that hold its calls
+/// must not be launched any more. In fixed slots over several nodes, see that the stream is done
+/// first, by [`synchronize`](Self::synchronize) or [`Stream::is_done`]. Until Sidelane sees that, a
+/// thread serves the stream and holds the world, so the world is not left in peace, and a process
+/// that exits then is lost to the others.
 pub struct ExpertParallel {
     at: InstanceAt,
     shared: Arc<Shared>,
@@ -133,7 +136,7 @@ impl ExpertParallel {
     pub fn executor(&self) -> CallExecutor {
         match &self.at {
             InstanceAt::Host(_) => CallExecutor::HostStepper,
-            InstanceAt::Planned(_) => CallExecutor::Planner,
+            InstanceAt::Planned(ep) => ep.executor(),
             InstanceAt::Slots { .. } => CallExecutor::ConstantProgram,
         }
     }
@@ -147,22 +150,22 @@ impl ExpertParallel {
         }
     }
 
-    /// Fixed slots on a device: enqueues the next calls on another stream of the device. The caller orders the streams by
-    /// events. [`synchronize`](ExpertParallel::synchronize) then waits for that stream.
+    /// Fixed slots on a device: enqueues the next calls on another stream of the device. The caller
+    /// orders the streams by events. [`synchronize`](ExpertParallel::synchronize) then waits for
+    /// that stream.
     ///
     /// # Errors
-    /// [`PlanError::BadParameter`] for a stream of another device; [`PlanError::NotAvailable`] for other instances.
-    pub fn set_stream(&mut self, stream: &Arc<Stream>) -> Result<(), PlanError> {
+    /// [`DeviceError::OtherDevice`](crate::error::DeviceError) for a stream of another device, and
+    /// [`DeviceError::OtherContext`](crate::error::DeviceError) for one of another context of the
+    /// device, such as that before a reset. [`PlanError::NotAvailable`] for other instances.
+    pub fn set_stream(&mut self, stream: &Arc<Stream>) -> Result<(), Error> {
         match &mut self.at {
-            InstanceAt::Slots { stream: of_calls, .. } if of_calls.device() == stream.device() => {
+            InstanceAt::Slots { stream: of_calls, .. } => {
+                stream.require_context(of_calls.context())?;
                 *of_calls = Arc::clone(stream);
                 Ok(())
             }
-            InstanceAt::Slots { .. } => {
-                let (parameter, expected) = ("device of the stream", "the device of the instance");
-                Err(PlanError::BadParameter { parameter, seen: stream.device().into(), expected })
-            }
-            _ => Feature::Streams.require(self.executor()),
+            _ => Ok(Feature::Streams.require(self.executor())?),
         }
     }
 
@@ -184,16 +187,18 @@ impl ExpertParallel {
         self.spec.top_k
     }
 
-    /// How a row is laid out that is dispatched in fp8; nothing where rows are dispatched as they are.
+    /// How a row is laid out that is dispatched in fp8; nothing where rows are dispatched as they
+    /// are.
     pub fn record(&self) -> Option<RecordShape> {
         self.spec.record
     }
 
-    /// Makes records of tokens, `[tokens, hidden]`, for a dispatch in fp8: values in e4m3, each 128 of them with a scale.
-    /// `records` is overwritten.
+    /// Makes records of tokens, `[tokens, hidden]`, for a dispatch in fp8: values in e4m3, each 128
+    /// of them with a scale. `records` is overwritten.
     ///
     /// # Errors
-    /// [`CallError::NotKept`] where rows are not dispatched in fp8; [`PlanError`] for tensors of another shape or type.
+    /// [`CallError::NotKept`] where rows are not dispatched in fp8; [`PlanError`] for tensors of
+    /// another shape or type.
     pub fn quantise<'a>(&self, tokens: impl Into<Tensor<'a>>, records: &mut Vec<u8>) -> Result<(), Error> {
         let shape = self.record().ok_or(CallError::NotKept { missing: "a row record (fp8)" })?;
         let (rows, dtype) = tokens.into().on_host("tokens")?;
@@ -233,19 +238,26 @@ impl ExpertParallel {
         }
     }
 
-    /// Sends every token to the ranks of its experts, and receives the rows of this rank's experts. Collective.
+    /// Sends every token to the ranks of its experts, and receives the rows of this rank's experts.
+    /// Collective.
     ///
     /// `x` is `[tokens, hidden]`, `choices` `[tokens, top_k]`; both may be empty.
     ///
     /// # Errors
     /// On every rank, before a byte moves: [`PlanError`] where the input is wrong
-    /// ([`PeerRefused`](crate::error::CallError) on the others), [`CallError`] where ranks make different calls,
-    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank cannot hold its rows. The world stays usable after
-    /// these. [`LaneError`](crate::error::LaneError), [`DeviceError`](crate::error::DeviceError) of a planner and
+    /// ([`PeerRefused`](crate::error::CallError) on the others), [`CallError`] where ranks make
+    /// different calls, [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank cannot
+    /// hold its rows. The world stays usable after these. [`LaneError`](crate::error::LaneError),
+    /// [`DeviceError`](crate::error::DeviceError) of exact sizes and budgets, and
     /// [`Cause`](crate::error::Cause) end it.
     ///
-    /// On a device two refusals are this rank's alone, and the call can be made again: [`CallError::TooManyInFlight`] where as many
-    /// dispatches are alive as there is memory for, and all refusals in fixed slots, where nobody agrees on anything.
+    /// On a device three refusals are this rank's alone. They come before anything is enqueued, and
+    /// the other ranks wait until this one makes the call again:
+    ///
+    /// - [`CallError::TooManyInFlight`], where as many dispatches are alive as there is memory for;
+    /// - [`PlanError::BadParameter`] for an eager dispatch on a stream that is being captured: a
+    ///   graph does not know the sizes of its launches;
+    /// - all refusals in fixed slots, where ranks agree on nothing.
     pub fn dispatch<'a>(
         &mut self,
         x: impl Into<Tensor<'a>>,
@@ -264,12 +276,18 @@ impl ExpertParallel {
         }
     }
 
-    /// First half of [`ExpertParallel::dispatch`]: announces memory and publishes counts, and does not wait. Until the
-    /// second half, what this rank does for other nodes is done in a thread of its own. On a device the dispatch is enqueued.
+    /// First half of [`ExpertParallel::dispatch`]: announces memory and publishes counts, and does
+    /// not wait. Until the second half, what this rank does for other nodes is done in a thread of
+    /// its own.
+    ///
+    /// On a device with exact sizes, choices go to the host and rows are packed; all else is the
+    /// second half's, so peers wait for that. Over [`Route::Pxn`](crate::topology::Route) it packs,
+    /// too: until then `x` stays as it is, also for what is enqueued in between. With a budget or
+    /// slots the dispatch is enqueued.
     ///
     /// # Errors
-    /// Those that end the world, and refusals that are this rank's alone. Bad input is reported by the second half, on all
-    /// ranks.
+    /// Those that end the world, and the refusals that are this rank's alone
+    /// ([`ExpertParallel::dispatch`]). Bad input is reported by the second half, on all ranks.
     pub fn start_dispatch<'a>(
         &'a mut self,
         x: impl Into<Tensor<'a>>,
@@ -281,8 +299,8 @@ impl ExpertParallel {
                 DispatchAt::Host(ep.start_dispatch(x.on_host("tokens"), choices.on_host(), true)?)
             }
             InstanceAt::Planned(ep) => {
-                let started = ep.dispatch(x, choices)?;
-                DispatchAt::Planned { started, unfinished: Unfinished::new(&self.shared), _ep: ep }
+                let started = ep.start_dispatch(x, choices)?;
+                DispatchAt::Planned { started, unfinished: Unfinished::new(&self.shared), ep }
             }
             InstanceAt::Slots { ep, stream } => {
                 let tokens = ep.start_dispatch(stream, x, choices)?;
@@ -309,10 +327,11 @@ impl ExpertParallel {
 
     /// The layout of a dispatch, and what goes with its rows; no row moves. Collective.
     ///
-    /// Rows follow by [`ExpertParallel::dispatch_cached`], as often as there are tokens for these choices, `[tokens, top_k]`:
-    /// the same rows as by [`ExpertParallel::dispatch`], and with the same bits. Meanwhile the handle says how many rows each
-    /// expert gets, with which weights; its report says what moved beside them. Memory for rows is taken by the calls that
-    /// bring them, which may find that there is none.
+    /// Rows follow by [`ExpertParallel::dispatch_cached`], as often as there are tokens for these
+    /// choices, `[tokens, top_k]`: the same rows as by [`ExpertParallel::dispatch`], and with the
+    /// same bits. Meanwhile the handle says how many rows each expert gets, with which weights; its
+    /// report says what moved beside them. Memory for rows is taken by the calls that bring them,
+    /// which may find that there is none.
     ///
     /// # Errors
     /// As [`ExpertParallel::dispatch`].
@@ -321,13 +340,15 @@ impl ExpertParallel {
         Ok(Handle(HandleAt::Host(handle)))
     }
 
-    /// Brings expert outputs back to their tokens and sums them: `[tokens, hidden]`, for a new `Vec` on the host. Collective.
+    /// Brings expert outputs back to their tokens and sums them: `[tokens, hidden]`, for a new
+    /// `Vec` on the host. Collective.
     ///
-    /// `y` is the buffer of [`Handle::output`], which is used in place, or any slice of rows, which is copied once.
+    /// `y` is the buffer of [`Handle::output`], which is used in place, or any slice of rows, which
+    /// is copied once.
     ///
     /// # Errors
-    /// As [`ExpertParallel::dispatch`], and [`CallError::ForeignHandle`]. After an error that leaves the world usable,
-    /// [`Handle::output`] gives the buffer back.
+    /// As [`ExpertParallel::dispatch`], and [`CallError::ForeignHandle`]. After an error that
+    /// leaves the world usable, [`Handle::output`] gives the buffer back.
     pub fn combine<'a, E: Element>(
         &mut self,
         y: impl Into<CombineInput<'a>>,
@@ -338,11 +359,13 @@ impl ExpertParallel {
         Ok(out)
     }
 
-    /// As [`ExpertParallel::combine`], into a tensor of the caller's. On a device the combine is enqueued, and `out` is there
-    /// for what is enqueued next; [`Handle::returned`] says how the call went on all ranks.
+    /// As [`ExpertParallel::combine`], into a tensor of the caller's. On a device the combine is
+    /// enqueued, and `out` is there for what is enqueued next; [`Handle::returned`] says how the
+    /// call went on all ranks.
     ///
     /// # Errors
-    /// As [`ExpertParallel::combine`]; on a device, of these, what this rank finds wrong.
+    /// As [`ExpertParallel::combine`]; on a device with a budget or slots, of these, what this rank
+    /// finds wrong.
     pub fn combine_into<'a, 'o>(
         &mut self,
         y: impl Into<CombineInput<'a>>,
@@ -364,12 +387,14 @@ impl ExpertParallel {
         }
     }
 
-    /// First half of [`ExpertParallel::combine`]: offers this rank's rows, and does not wait for the others'. Until the
-    /// second half, what this rank does for other nodes is done in a thread of its own.
+    /// First half of [`ExpertParallel::combine`]: offers this rank's rows, and does not wait for
+    /// the others'. Until the second half, what this rank does for other nodes is done in a thread
+    /// of its own. On a device with exact sizes the stream marks that rows may be read, and all else
+    /// is the second half's.
     ///
     /// # Errors
-    /// Those that end the world, and refusals that are this rank's alone. Bad input is reported by the second half, on all
-    /// ranks.
+    /// Those that end the world, and refusals that are this rank's alone. Bad input is reported by
+    /// the second half, on all ranks.
     pub fn start_combine<'a, 'b>(
         &'a mut self,
         y: impl Into<CombineInput<'b>>,
@@ -391,11 +416,12 @@ impl ExpertParallel {
         }))
     }
 
-    /// Fixed slots on a device, instead of a combine: what was received has been read, and nothing returns. Without a handle,
-    /// of the last dispatch. Collective.
+    /// Fixed slots on a device, instead of a combine: what was received has been read, and nothing
+    /// returns. Without a handle, of the last dispatch. Collective.
     ///
     /// # Errors
-    /// As [`ExpertParallel::combine_into`]; [`PlanError::NotAvailable`] for other instances, whose dispatches need no combine.
+    /// As [`ExpertParallel::combine_into`]; [`PlanError::NotAvailable`] for other instances, whose
+    /// dispatches need no combine.
     pub fn release(&mut self, handle: Option<&Handle>) -> Result<(), Error> {
         let (executor, foreign) = (self.executor(), handle.map(|handle| self.foreign(handle)));
         match (&mut self.at, handle.map(|handle| &handle.0)) {
@@ -408,9 +434,10 @@ impl ExpertParallel {
         }
     }
 
-    /// Gradient of [`ExpertParallel::dispatch`]: sums row gradients to their tokens (`[tokens, hidden]`), in the order of
-    /// combine; with `row_weight_gradients` (one per received row or, rank-major, per row and choice) also returns those,
-    /// `[tokens, top_k]`, zero for dropped choices. Collective.
+    /// Gradient of [`ExpertParallel::dispatch`]: sums row gradients to their tokens
+    /// (`[tokens, hidden]`), in the order of combine; with `row_weight_gradients` (one per received
+    /// row or, rank-major, per row and choice) also returns those, `[tokens, top_k]`, zero for
+    /// dropped choices. Collective.
     ///
     /// # Errors
     /// As [`ExpertParallel::combine`].
@@ -427,8 +454,8 @@ impl ExpertParallel {
         Ok((out, row_weight_gradients.map(|_| weights)))
     }
 
-    /// As [`ExpertParallel::dispatch_backward`], into tensors of the caller's. Without `row_weight_gradients`, `weights`
-    /// is empty.
+    /// As [`ExpertParallel::dispatch_backward`], into tensors of the caller's. Without
+    /// `row_weight_gradients`, `weights` is empty.
     ///
     /// # Errors
     /// As [`ExpertParallel::combine`].
@@ -445,13 +472,14 @@ impl ExpertParallel {
         self.host_mut(Feature::Gradients)?.dispatch_backward(rows, handle.on_host(), out)
     }
 
-    /// Gradient of [`ExpertParallel::combine`]: brings token gradients (`[tokens, hidden]`) to the rows that were
-    /// summed. If the combine was weighted, rows are multiplied with their weight, and the weight gradients `<y, g>`
-    /// return, `[tokens, top_k]`, zero for dropped choices. Collective.
+    /// Gradient of [`ExpertParallel::combine`]: brings token gradients (`[tokens, hidden]`) to the
+    /// rows that were summed. If the combine was weighted, rows are multiplied with their weight,
+    /// and the weight gradients `<y, g>` return, `[tokens, top_k]`, zero for dropped choices.
+    /// Collective.
     ///
     /// # Errors
-    /// As [`ExpertParallel::dispatch_cached`]; [`CallError::NotKept`] if a weighted combine of this handle has not been
-    /// made before.
+    /// As [`ExpertParallel::dispatch_cached`]; [`CallError::NotKept`] if a weighted combine of this
+    /// handle has not been made before.
     pub fn combine_backward<'a>(
         &mut self,
         gradients: impl Into<Tensor<'a>>,
@@ -462,20 +490,23 @@ impl ExpertParallel {
         Ok((ExpertRows(RowsAt::Host(rows)), weights))
     }
 
-    /// Moves experts to other ranks: the dispatches that follow go by this map. What the ranks hold of the experts
-    /// themselves is the caller's to move. Collective; no handle of the old map may be alive.
+    /// Moves experts to other ranks: the dispatches that follow go by this map. What the ranks hold
+    /// of the experts themselves is the caller's to move. Collective; no handle of the old map may
+    /// be alive.
     ///
     /// # Errors
-    /// On every rank, and the old map stays: [`PlanError::BadParameter`] if the map is of other ranks or experts, or has
-    /// not as many slots; [`CallError::HandlesAlive`]; [`CallError::Disagree`] if ranks bring different maps.
+    /// On every rank, and the old map stays: [`PlanError::BadParameter`] if the map is of other
+    /// ranks or experts, or has not as many slots; [`CallError::HandlesAlive`];
+    /// [`CallError::Disagree`] if ranks bring different maps.
     pub fn set_expert_map(&mut self, map: ExpertMap) -> Result<(), Error> {
         self.host_mut(Feature::ExpertMaps)?.set_expert_map(Ok(map))
     }
 
-    /// Enters a call that this rank cannot make, because it has nothing usable to bring, so that the other ranks hear of it
-    /// and do not wait. They get [`PeerRefused`](CallError::PeerRefused), nothing moves anywhere, and the next call works.
-    /// `handle` is that of calls along one, if there is any. Returns the error to report here: `error`, or the one that ended
-    /// the world meanwhile.
+    /// Enters a call that this rank cannot make, because it has nothing usable to bring, so that
+    /// the other ranks hear of it and do not wait. They get
+    /// [`PeerRefused`](CallError::PeerRefused), nothing moves anywhere, and the next call works.
+    /// `handle` is that of calls along one, if there is any. Returns the error to report here:
+    /// `error`, or the one that ended the world meanwhile.
     ///
     /// In fixed slots on a device nothing is entered: the call can be made again.
     pub fn refuse(&mut self, call: CallKind, handle: Option<&Handle>, error: Error) -> Error {
@@ -492,17 +523,21 @@ impl ExpertParallel {
         }
     }
 
-    /// Blocks until everything in the stream is done, however the world fares, and says how it went. For the end of a step or
-    /// of a test: on a device no other call blocks on the stream. On the host there is nothing to wait for.
+    /// Blocks until everything in the stream is done, however the world fares, and says how it
+    /// went. For the end of a step or of a test: on a device no other call waits until the stream is
+    /// idle. With exact sizes the second half of a dispatch waits until it has come to the call, and
+    /// so does that of a combine over several nodes. On the host there is nothing to wait for.
     ///
-    /// In fixed slots with words in memory of the device, a failed world's waits are ended by a stream of Sidelane's. If
-    /// blocked streams hold up all hardware queues, there is none, and this returns the cause with the stream still waiting: it
-    /// keeps Sidelane's memory, and tensors of the caller's own must stay.
+    /// In fixed slots with words in memory of the device, a failed world's waits are ended by a
+    /// stream of Sidelane's. If blocked streams hold up all hardware queues, there is none, and
+    /// this returns the cause with the stream still waiting: it keeps Sidelane's memory, and
+    /// tensors of the caller's own must stay.
     ///
     /// # Errors
-    /// [`LaneError::Deadline`](crate::error::LaneError) if a live rank is silent for too long, which ends the world. In fixed
-    /// slots it names the first peer of which nothing has come, as far as words can be read: where the device does not answer,
-    /// those of the host. If these say of nobody that it is late, it names this rank itself. Else as
+    /// [`LaneError::Deadline`](crate::error::LaneError) if a live rank is silent for too long,
+    /// which ends the world. In fixed slots it names the first peer of which nothing has come, as
+    /// far as words can be read: where the device does not answer, those of the host. If these say
+    /// of nobody that it is late, it names this rank itself. Else as
     /// [`check`](ExpertParallel::check).
     pub fn synchronize(&self) -> Result<(), Error> {
         match &self.at {
@@ -515,8 +550,9 @@ impl ExpertParallel {
     /// What is known to be wrong, without waiting.
     ///
     /// # Errors
-    /// [`Cause`](crate::error::Cause); in fixed slots on a device, [`DeviceError::Fault`](crate::error::DeviceError): what a
-    /// kernel has found. Sums are zeros then.
+    /// [`Cause`](crate::error::Cause); in fixed slots on a device,
+    /// [`DeviceError::Fault`](crate::error::DeviceError): what a kernel has found. Sums are zeros
+    /// then.
     pub fn check(&self) -> Result<(), Error> {
         match &self.at {
             InstanceAt::Slots { ep, .. } => ep.status(),
@@ -539,6 +575,15 @@ impl ExpertParallel {
         }
     }
 
+    /// The instance, if its calls are laid out on a device.
+    #[cfg(test)]
+    pub(super) fn planned(&mut self) -> Option<&mut PlannedExchange> {
+        match &mut self.at {
+            InstanceAt::Planned(ep) => Some(ep),
+            _ => None,
+        }
+    }
+
     /// The instance, if it is on the host.
     pub(super) fn host(&self, feature: Feature) -> Result<&HostExchange, Error> {
         feature.require(self.executor())?;
@@ -557,9 +602,10 @@ impl ExpertParallel {
         }
     }
 
-    /// Makes one call, and does this once all ranks have agreed on it: from then on it is not refused, and what is left of it
-    /// is to move rows. Not invoked for refused calls, nor for dispatches by all-gather. The gradient of a weighted
-    /// combine is two calls, and the first invokes it: so it is not for that.
+    /// Makes one call, and does this once all ranks have agreed on it: from then on it is not
+    /// refused, and what is left of it is to move rows. Not invoked for refused calls, nor for
+    /// dispatches by all-gather. The gradient of a weighted combine is two calls, and the first
+    /// invokes it: so it is not for that.
     pub(crate) fn on_agreed<R>(
         &mut self,
         agreed: impl FnOnce() + Send + Sync + 'static,

@@ -1,7 +1,7 @@
 //! Calls between their two halves.
 //!
-//! The other ranks wait for the second half of every call that was started. So a started call that is dropped before it is
-//! finished cancels the world, in either place.
+//! The other ranks wait for the second half of every call that was started. So a started call that
+//! is dropped before it is finished cancels the world, in either place.
 
 use std::sync::Arc;
 
@@ -16,8 +16,9 @@ use crate::device::Stream;
 use crate::error::{Cause, Error, PlanError};
 use crate::world::Shared;
 
-/// A dispatch that was started: on the host, counts are on their way; on a device, it is enqueued up to the rows' arrival.
-/// Finish it before the next call; dropping it cancels the world, because the other ranks cannot go on.
+/// A dispatch that was started: on the host, counts are on their way; on a device, choices are
+/// on their way to the host. Finish it before the next call; dropping it cancels the world, because
+/// the other ranks cannot go on.
 #[must_use = "the other ranks wait until this is finished"]
 #[derive(Debug)]
 pub struct PendingDispatch<'a>(pub(super) DispatchAt<'a>);
@@ -26,26 +27,27 @@ pub struct PendingDispatch<'a>(pub(super) DispatchAt<'a>);
 #[allow(clippy::large_enum_variant, reason = "calls on the host allocate nothing")]
 pub(super) enum DispatchAt<'a> {
     Host(HostDispatch<'a>),
-    Planned { started: PlannedDispatch, unfinished: Unfinished, _ep: &'a mut PlannedExchange },
+    Planned { started: PlannedDispatch, unfinished: Unfinished, ep: &'a mut PlannedExchange },
     Slots { tokens: u32, unfinished: Unfinished, ep: &'a mut SlotExchange, stream: &'a Stream },
 }
 
 impl PendingDispatch<'_> {
-    /// Second half. The host waits for the counts of all ranks, places, moves the rows, and waits for those that come here. A
-    /// planner waits for the counts alone: rows are there for what is enqueued next. In fixed slots nothing waits.
+    /// Second half. The host waits for the counts of all ranks, places, moves the rows, and waits
+    /// for those that come here. A device waits for the counts alone: rows are there for what is
+    /// enqueued next. In fixed slots nothing waits.
     ///
     /// # Errors
-    /// As [`ExpertParallel::dispatch`](crate::ExpertParallel::dispatch). On a device, after those that leave the world usable,
-    /// the stream goes on with no rows, and the status word says why.
+    /// As [`ExpertParallel::dispatch`](crate::ExpertParallel::dispatch). On a device, after those
+    /// that leave the world usable, the stream goes on with no rows, and the status word says why.
     pub fn finish(self) -> Result<(ExpertRows, Handle), Error> {
         match self.0 {
             DispatchAt::Host(started) => {
                 let (rows, handle) = started.finish()?;
                 Ok((ExpertRows(RowsAt::Host(rows)), Handle(HandleAt::Host(handle))))
             }
-            DispatchAt::Planned { started, unfinished, _ep } => {
+            DispatchAt::Planned { started, unfinished, ep } => {
                 unfinished.end();
-                let (rows, handle) = started.finish()?;
+                let (rows, handle) = ep.finish_dispatch(started)?;
                 Ok((ExpertRows(RowsAt::Planned(Box::new(rows))), Handle(HandleAt::Planned(handle))))
             }
             DispatchAt::Slots { tokens, unfinished, ep, stream } => {
@@ -56,18 +58,19 @@ impl PendingDispatch<'_> {
         }
     }
 
-    /// Second half with sizes that stay on the device: nothing waits. With a budget, the number of rows stands in
-    /// [`ExpertRows::counts`], and [`Handle::status`] says whether they came. So the call can be captured into a graph.
+    /// Second half with sizes that stay on the device: nothing waits. With a budget, the number of
+    /// rows stands in [`ExpertRows::counts`], and [`Handle::status`] says whether they came. So the
+    /// call can be captured into a graph.
     ///
     /// # Errors
-    /// A refusal of this rank's input. [`PlanError::NotAvailable`] on the host, and [`PlanError::BadParameter`] for exact
-    /// sizes on a device, where rows have no place before their number is known: the call is then finished as far as the
-    /// other ranks see it.
+    /// A refusal of this rank's input. [`PlanError::NotAvailable`] on the host, and on a device for
+    /// exact sizes, where rows have no place before their number is known: the call is then
+    /// finished as far as the other ranks see it.
     pub fn unfinished(self) -> Result<(ExpertRows, Handle), Error> {
         match self.0 {
-            DispatchAt::Planned { started, unfinished, _ep } => {
+            DispatchAt::Planned { started, unfinished, ep } => {
                 unfinished.end();
-                let (rows, handle) = started.unfinished()?;
+                let (rows, handle) = ep.unfinished_dispatch(started)?;
                 Ok((ExpertRows(RowsAt::Planned(Box::new(rows))), Handle(HandleAt::Planned(handle))))
             }
             DispatchAt::Slots { .. } => self.finish(),
@@ -80,8 +83,8 @@ impl PendingDispatch<'_> {
     }
 }
 
-/// A combine that was started: peers may read this rank's rows. Finish it before the next call; dropping it cancels
-/// the world, because the other ranks cannot go on.
+/// A combine that was started: peers may read this rank's rows. Finish it before the next call;
+/// dropping it cancels the world, because the other ranks cannot go on.
 #[must_use = "the other ranks wait until this is finished"]
 #[derive(Debug)]
 pub struct PendingCombine<'a>(pub(super) CombineAt<'a>);
@@ -105,12 +108,14 @@ pub(super) enum CombineAt<'a> {
 }
 
 impl PendingCombine<'_> {
-    /// Second half, into `out`, `[tokens, hidden]`. The host waits until all ranks offer their rows, and sums. On a device the
-    /// sums are there for what is enqueued next, and [`Handle::returned`] says how the call went.
+    /// Second half, into `out`, `[tokens, hidden]`. The host waits until all ranks offer their
+    /// rows, and sums. On a device the sums are there for what is enqueued next, and
+    /// [`Handle::returned`] says how the call went.
     ///
     /// # Errors
-    /// As [`ExpertParallel::combine`](crate::ExpertParallel::combine). That `out` cannot be used is found too late to refuse
-    /// the call: the other ranks get their sums, this one gets none, and the rows are used up.
+    /// As [`ExpertParallel::combine`](crate::ExpertParallel::combine). That `out` cannot be used is
+    /// found too late to refuse the call: the other ranks get their sums, this one gets none, and
+    /// the rows are used up.
     pub fn finish<'o>(self, out: impl Into<TensorMut<'o>>) -> Result<(), Error> {
         let (out, what) = (out.into(), "combined tokens");
         match self.0 {
@@ -119,8 +124,8 @@ impl PendingCombine<'_> {
                 unfinished.end();
                 let HandleAt::Planned(handle) = &handle.0 else { return Err(PlanError::RefusedHere.into()) };
                 let out = out.on_device(what, ep.tokens_shape(handle.tokens()));
-                let summed = ep.finish_combine(handle, out.as_ref().ok().copied());
-                summed.and(refused.map_or(Ok(()), Err)).and(out.map(drop))
+                let summed = ep.finish_combine(handle, refused, out.as_ref().ok().copied());
+                summed.and(out.map(drop))
             }
             CombineAt::Slots { handle, unfinished, ep, stream } => {
                 unfinished.end();

@@ -36,7 +36,8 @@ impl<'a, T> Strided<'a, T> {
 }
 
 impl HostRows {
-    /// The e4m3 values of rows that came as records, `[rows, hidden]`. `None` if they came as they are.
+    /// The e4m3 values of rows that came as records, `[rows, hidden]`. `None` if they came as they
+    /// are.
     ///
     /// # Errors
     /// As [`ExpertRows::rows`].

@@ -1,7 +1,8 @@
-//! What a rank does for others: in the thread of its caller, of its planner, or in one of its own ([`offload`](super::offload)).
+//! What a rank does for others: in the thread of its caller, of its planner, or in one of its own
+//! ([`offload`](super::offload)).
 //!
-//! A relay performs the steps of its program ([`RelayCall`]). Whoever drives it brings what runs its operations
-//! ([`Run`]): the host stepper, or a planner's engine.
+//! A relay performs the steps of its program ([`RelayCall`]). Whoever drives it brings what runs
+//! its operations ([`Run`]): the host stepper, or a planner's engine.
 
 use std::sync::Arc;
 

@@ -13,7 +13,9 @@ pub enum CallExecutor {
     /// The caller's thread: rows in memory of the host.
     #[default]
     HostStepper,
-    /// A planner thread, which has copy engines move rows in memory of a device.
+    /// The caller's thread, which has copy engines move rows in memory of a device: exact sizes.
+    Enqueuer,
+    /// A planner thread, which has copy engines move rows in memory of a device: budgets.
     Planner,
     /// A program of constants on the caller's stream, for fixed slots in memory of a device.
     ConstantProgram,
@@ -21,13 +23,18 @@ pub enum CallExecutor {
 
 impl CallExecutor {
     /// All executors.
-    pub const ALL: [CallExecutor; 3] =
-        [CallExecutor::HostStepper, CallExecutor::Planner, CallExecutor::ConstantProgram];
+    pub const ALL: [CallExecutor; 4] = [
+        CallExecutor::HostStepper,
+        CallExecutor::Enqueuer,
+        CallExecutor::Planner,
+        CallExecutor::ConstantProgram,
+    ];
 
     /// Its name in reports.
     pub const fn name(self) -> &'static str {
         match self {
             CallExecutor::HostStepper => "host-stepper",
+            CallExecutor::Enqueuer => "enqueuer",
             CallExecutor::Planner => "planner",
             CallExecutor::ConstantProgram => "constant-program",
         }
@@ -36,7 +43,8 @@ impl CallExecutor {
 
 /// How the bytes of a dispatch or of a return went at this rank.
 ///
-/// The host counts what it moved, a device what its stream was asked to do; the other fields are zero.
+/// The host counts what it moved, a device what its stream was asked to do; the other fields are
+/// zero.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Report {
@@ -52,8 +60,8 @@ pub struct Report {
     pub traffic: Traffic,
     /// Device: what the stream was asked to do.
     pub enqueued: Enqueued,
-    /// GPU kernels that ran before rows were packed or after they had landed. In between, SMs make what
-    /// [`Enqueued::copies_by_sms`] counts, and nothing else.
+    /// GPU kernels that ran before rows were packed or after they had landed. In between, SMs make
+    /// what [`Enqueued::copies_by_sms`] counts, and nothing else.
     pub kernels: Vec<&'static str>,
     /// Device: other ranks on this rank's own device.
     pub same_device: u32,
@@ -61,8 +69,8 @@ pub struct Report {
     /// [`Enqueued::out_bytes`] and [`Enqueued::in_bytes`] count them.
     #[serde(serialize_with = "detour")]
     pub detour: Option<Detour>,
-    /// Device: how NICs know the device's memory, where they read and write inter-node rows there. Then
-    /// [`Enqueued::straight_bytes`] counts them.
+    /// Device: how NICs know the device's memory, where they read and write inter-node rows there.
+    /// Then [`Enqueued::straight_bytes`] counts them.
     #[serde(serialize_with = "registration")]
     pub registration: Option<Registration>,
 }

@@ -1,11 +1,13 @@
-//! Token slicing: the ranks of a tensor-parallel group have the same tokens, and each sends only its part of them.
+//! Token slicing: the ranks of a tensor-parallel group have the same tokens, and each sends only
+//! its part of them.
 //!
 //! ```text
 //!   [E, C, M]  --drop_tokens-->  [E, C/TP, M]  --exchange, experts, exchange-->  [E, C/TP, M]  --gather_tokens-->  [E, C, M]
 //! ```
 //!
-//! As DeepSpeed does it before and after the exchange of an expert-parallel group (`drop_tokens`, `gather_tokens`): what
-//! crosses there is 1/TP of it, and the rest goes between neighbours. Each is the other's gradient.
+//! As DeepSpeed does it before and after the exchange of an expert-parallel group (`drop_tokens`,
+//! `gather_tokens`): what crosses there is 1/TP of it, and the rest goes between neighbours. Each
+//! is the other's gradient.
 
 use super::host::check_tensor;
 use super::{Collective, ExpertRows, Shares};
@@ -37,11 +39,13 @@ pub struct TokenSlices {
 }
 
 impl TokenSlices {
-    /// For a buffer `[experts, capacity, columns]`, which all ranks of the group have alike. Collective.
+    /// For a buffer `[experts, capacity, columns]`, which all ranks of the group have alike.
+    /// Collective.
     ///
     /// # Errors
-    /// On every rank: [`PlanError::BadParameter`] if the capacity is not a multiple of the size of the group, or a row not
-    /// one of 16 bytes; [`CallError::ConfigsDiffer`](crate::error::CallError) if ranks have other shapes.
+    /// On every rank: [`PlanError::BadParameter`] if the capacity is not a multiple of the size of
+    /// the group, or a row not one of 16 bytes;
+    /// [`CallError::ConfigsDiffer`](crate::error::CallError) if ranks have other shapes.
     pub fn new(group: &Group, [experts, capacity, columns]: [u32; 3], dtype: Dtype) -> Result<Self, Error> {
         let ranks = group.size();
         let rows = experts.saturating_mul(capacity / ranks);
@@ -56,7 +60,8 @@ impl TokenSlices {
         Ok(TokenSlices { gather, shares, slice, dtype, rank: group.rank() as usize, ranks: ranks as usize })
     }
 
-    /// This rank's slice, `[experts, capacity / ranks, columns]`, of the buffer. Not collective: nothing moves.
+    /// This rank's slice, `[experts, capacity / ranks, columns]`, of the buffer. Not collective:
+    /// nothing moves.
     ///
     /// # Errors
     /// [`PlanError::WrongShape`], [`PlanError::WrongDtype`].

@@ -7,9 +7,9 @@
 //!   combine_into(y, handle, out)                      &mut [E]                 TensorMut::device(&range, dtype)
 //! ```
 //!
-//! An instance works in one [`Place`], which its builder chooses. The place is a value and not a type, because Python and C
-//! choose it at run time. A tensor of the other place is refused like any other bad input: with
-//! [`PlanError::WrongPlace`], on all ranks, before anything moves.
+//! An instance works in one [`Place`], which its builder chooses. The place is a value and not a
+//! type, because Python and C choose it at run time. A tensor of the other place is refused like
+//! any other bad input: with [`PlanError::WrongPlace`], on all ranks, before anything moves.
 
 use super::builder::Spec;
 use crate::device::Range;

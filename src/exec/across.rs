@@ -8,7 +8,8 @@ use crate::plan::RowRun;
 use crate::schedule::{Control, Flag, Level, Place, SpanCopy, WindowId};
 
 impl Engine {
-    /// From memory of this node to the twin of another, by the outbox; as much at once as that holds.
+    /// From memory of this node to the twin of another, by the outbox; as much at once as that
+    /// holds.
     pub(super) fn put_across(
         &mut self,
         to: u32,
@@ -65,7 +66,8 @@ impl Engine {
         rows && self.ground.words.is_some()
     }
 
-    /// Has the stream await the word behind rows whose flag the host has seen: that flag may have overtaken them.
+    /// Has the stream await the word behind rows whose flag the host has seen: that flag may have
+    /// overtaken them.
     pub(super) fn see(&mut self, (from, flag): (u32, Flag), value: u64) -> Result<(), Error> {
         let at = Control::flag(from, flag, self.ranks());
         if let Some(words) = &self.ground.words {
@@ -75,8 +77,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Rows of a run that lie packed from byte `at` of this rank's memory on, and the zeros behind them, to the memory of
-    /// another node.
+    /// Rows of a run that lie packed from byte `at` of this rank's memory on, and the zeros behind
+    /// them, to the memory of another node.
     pub(super) fn rows_straight(
         &mut self,
         (to, window, base): (u32, WindowId, u64),
@@ -96,8 +98,9 @@ impl Engine {
         }
     }
 
-    /// Room in the outbox for `len` bytes, or as many as there are, in whole pieces of `grain`: first byte in the twin, and
-    /// length. Waits until all that is in there is gone if there is none.
+    /// Room in the outbox for `len` bytes, or as many as there are, in whole pieces of `grain`:
+    /// first byte in the twin, and length. Waits until all that is in there is gone if there is
+    /// none.
     fn room(&mut self, len: u64, grain: u64, packed: Option<Packed<'_>>) -> Result<(u64, u64), Error> {
         let (start, size) = self.ground.twin.as_ref().ok_or(NO_TWIN)?.1;
         if size < grain {
@@ -122,8 +125,8 @@ impl Engine {
         Ok(())
     }
 
-    /// The same, of what a card reads on the device: when the stream has left the last mark, all that was to come before is
-    /// there.
+    /// The same, of what a card reads on the device: when the stream has left the last mark, all
+    /// that was to come before is there.
     pub(super) fn leave_later(&mut self, step: Step) {
         self.outbox.queue.push_back(Leaving { behind: self.marks, step });
     }
@@ -140,7 +143,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Puts and signals all that is to cross, as soon as it is in the outbox, which is empty afterwards.
+    /// Puts and signals all that is to cross, as soon as it is in the outbox, which is empty
+    /// afterwards.
     pub(super) fn drain(&mut self, packed: Option<Packed<'_>>) -> Result<(), Error> {
         self.cut()?;
         while let Some(Leaving { behind, step }) = self.outbox.queue.pop_front() {

@@ -1,4 +1,5 @@
-//! Timelines as Chrome trace JSON, which opens in <https://ui.perfetto.dev> and in `chrome://tracing`.
+//! Timelines as Chrome trace JSON, which opens in <https://ui.perfetto.dev> and in
+//! `chrome://tracing`.
 //!
 //! ```text
 //!   process "rank 1 (node 0)"
@@ -10,8 +11,8 @@
 //!     thread "track 1"           |put rows 1||signal landed 1|-------+
 //! ```
 //!
-//! Readers take an identifier of 0 for the idle process, and one of a thread for the same thread wherever it comes up:
-//! processes count from 1, and no two threads of a trace share a number.
+//! Readers take an identifier of 0 for the idle process, and one of a thread for the same thread
+//! wherever it comes up: processes count from 1, and no two threads of a trace share a number.
 
 use std::collections::{BTreeSet, HashMap};
 use std::io::{self, Write};
@@ -22,9 +23,10 @@ use super::{Event, Kind, Timeline};
 use crate::schedule::Flag;
 use crate::topology::NodeMap;
 
-/// Writes the timelines of all ranks of a group (`ranks[r]`, placed by `nodes`) as one trace: a process per rank, a
-/// thread for its calls, one per stream of its overlaps and one per track, and arrows from the signals of a call to the waits in it. Tracks are numbered
-/// as in the schedule: those of a rank's own program, then those of its relay.
+/// Writes the timelines of all ranks of a group (`ranks[r]`, placed by `nodes`) as one trace: a
+/// process per rank, a thread for its calls, one per stream of its overlaps and one per track, and
+/// arrows from the signals of a call to the waits in it. Tracks are numbered as in the schedule:
+/// those of a rank's own program, then those of its relay.
 ///
 /// # Errors
 /// Whatever the writer reports.
@@ -164,8 +166,8 @@ struct Arrow<'a> {
     wait: (u32, &'a Event),
 }
 
-/// All pairs. In one call a word is raised at most once for each part, so call, word and part name the signal; what ran
-/// outside calls, or waited for an earlier one, has no arrow.
+/// All pairs. In one call a word is raised at most once for each part, so call, word and part name
+/// the signal; what ran outside calls, or waited for an earlier one, has no arrow.
 fn arrows(ranks: &[Timeline]) -> Vec<Arrow<'_>> {
     let signals: HashMap<_, _> = in_calls(ranks, Kind::Signal)
         .map(|(call, rank, event)| ((call, event.flag, event.part, event.of, event.peer), (rank, event)))

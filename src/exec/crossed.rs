@@ -1,4 +1,5 @@
-//! What a stream program has a proxy put on rails: lowered once, the same in every call but for the number of the call.
+//! What a stream program has a proxy put on rails: lowered once, the same in every call but for the
+//! number of the call.
 
 use super::Enqueued;
 use super::outbox::Step;
@@ -40,7 +41,8 @@ impl Crossed {
         Crossed { steps }
     }
 
-    /// Puts and signals all of it in a call of this number. Returns when nothing is read here any more.
+    /// Puts and signals all of it in a call of this number. Returns when nothing is read here any
+    /// more.
     ///
     /// # Errors
     /// Of the rails, if a partner takes nothing; the world's cause of death.

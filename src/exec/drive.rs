@@ -1,7 +1,7 @@
 //! Drives a call: a loop over the steps of its program.
 //!
-//! Executors differ in what a step is to them. The host moves bytes, an offloaded relay does so in a thread of its own.
-//! None knows the order of steps: that is the program's.
+//! Executors differ in what a step is to them. The host moves bytes, an offloaded relay does so in
+//! a thread of its own. None knows the order of steps: that is the program's.
 
 use crate::error::{CallError, CallKind, Error};
 use crate::schedule::call::{Action, CallMachine, CallProgram, Part, Role, StageId, Work};

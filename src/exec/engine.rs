@@ -1,16 +1,26 @@
-//! The planner's stepper: rows go by copy engines, and what stands behind them by memory operations of the same stream.
+//! The stepper of devices: rows go by copy engines, and what stands behind them by memory
+//! operations of the same stream.
 //!
-//! It reads the same programs as the host stepper, in the same launch order. Where that moves bytes and raises a flag, this
-//! one enqueues; waits are the host's, because then they have deadlines and end when the world dies:
+//! It reads the same programs as the host stepper, in the same launch order. Where that moves bytes
+//! and raises a flag, this one enqueues. Who awaits the words that streams write depends on who
+//! drives it:
 //!
 //! ```text
+//!                          planner thread                     caller's thread (runs ahead)
 //!   Put, PutRows           a copy for each span or run, collected
-//!   Signal landed, read    a write of the stream, collected          both enqueued before the next wait, and at the end:
-//!                                                                    copies in one batch, then the writes
-//!   Signal entry           the host's store: nothing is enqueued before it
-//!   Wait landed, read      the host looks at words that streams write
-//!   Wait entry             the host's wait
+//!   Signal landed, read    a write of the stream, collected   both enqueued before the next wait, and at the end:
+//!          ready                                              copies in one batch, then the writes
+//!   Signal entry, posted   the host's store: what is collected is enqueued before it
+//!   Wait read              the host looks at the word
+//!   Wait landed, ready     the host looks at the word         the stream waits
+//!   Wait entry, posted     the host's wait
 //!
+//! A planner's stream waits for the caller's alone, so all other waits are the planner's: they have deadlines, and end when
+//! the world dies. A caller's thread returns before rows have landed, so its stream awaits them. Whatever a stream awaits is
+//! enqueued already by then: the entry of a local peer comes behind its "ready", and [`Posted`](Flag::Posted) before
+//! "landed". So no stream ever waits for a thread that has yet to call the driver.
+//!
+
 //!   to another node        a batch of copies to the outbox for each signal, and a mark behind it; before the next wait the
 //!                          host puts on the rails what stands before each mark that it has seen, and signals
 //!     straight             no copies: the card reads rows where they lie packed, behind the mark that they do; it writes a
@@ -21,18 +31,20 @@
 //! packed. They cannot add: a sum is refused.
 //!
 //! **What crosses** keeps its order, so no signal overtakes a put, and goes when all copies between neighbours have been
-//! enqueued: those are under way while this thread serves the rails. It waits for its own stream, which waits for the
-//! caller's packing alone, and for credits, which the partners' cards give: for no planner. Rails are attended to meanwhile.
+//! enqueued: those are under way while this thread serves the rails. It waits for its own stream, which waits for what is
+//! enqueued already, and for credits, which the partners' cards give: for no other thread. Rails are attended to meanwhile.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Enqueued;
 use super::outbox::{Outbox, Step};
-use crate::device::{Context, CopyBatch, MemoryOperations, PinnedMemory, Range, Span, Stream, Version, Word};
+use crate::device::{
+    Context, CopyBatch, Event, MemoryOperations, PinnedMemory, Range, Span, Stream, Version, Word,
+};
 use crate::error::{DeviceError, Error};
 use crate::lane::Port;
-use crate::schedule::{Control, Flag, Index, Item, Op, Operand, Operands, Place, SpanCopy, WindowId};
+use crate::schedule::{Control, Flag, Index, Item, Line, Op, Operand, Operands, Place, SpanCopy, WindowId};
 use crate::topology::Route;
 
 /// What lies where, as one rank's device reaches it.
@@ -42,10 +54,11 @@ pub struct Ground {
     pub ranks: Vec<Option<Near>>,
     /// Zeros of this rank: as many as the longest pad has.
     pub zeros: Range,
-    /// The host's twin of this rank's memory, where there are other nodes, and the piece of it from which rows leave: first
-    /// byte and length.
+    /// The host's twin of this rank's memory, where there are other nodes, and the piece of it from
+    /// which rows leave: first byte and length.
     pub twin: Option<(Range, (u64, u64))>,
-    /// This rank's words in memory of its device, a line for each flag, where rails reach that: what crosses goes straight.
+    /// This rank's words in memory of its device, a line for each flag, where rails reach that:
+    /// what crosses goes straight.
     pub words: Option<Range>,
 }
 
@@ -58,6 +71,17 @@ pub struct Near {
     pub words: PinnedMemory,
     /// Whether its device is this rank's.
     pub same_device: bool,
+}
+
+/// A word that the stream awaits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Awaited {
+    /// Of whom it speaks.
+    pub from: u32,
+    /// Its kind.
+    pub flag: Flag,
+    /// The value.
+    pub value: u64,
 }
 
 /// Where one call's rows and notes lie.
@@ -82,6 +106,12 @@ pub struct Engine {
     pub(super) batched: bool,
     /// Engines make the copies of batches also within one device.
     hinted: bool,
+    /// The stream awaits what peers' streams write here; else the host does.
+    ahead: bool,
+    /// Collected: waits, the copies behind them, and what tells of these.
+    waits: MemoryOperations,
+    /// What these waits are for, since the last mark.
+    awaited: Vec<Awaited>,
     copies: CopyBatch,
     operations: MemoryOperations,
     /// Copies to the outbox, collected.
@@ -99,14 +129,18 @@ const LOOKS: u32 = 4096;
 pub(super) const NO_TWIN: DeviceError = DeviceError::NoEngine { operation: "cross to other nodes" };
 
 impl Engine {
-    /// An executor on this stream. Its lists grow with the first calls, and never again.
-    pub fn new(context: &Arc<Context>, port: Arc<Port>, ground: Ground, stream: Stream) -> Self {
+    /// An executor on this stream, whose host may run `ahead` of it. Its lists grow with the first
+    /// calls, and never again.
+    pub fn new(context: &Arc<Context>, port: Arc<Port>, ground: Ground, stream: Stream, ahead: bool) -> Self {
         Engine {
             port,
             ground,
             batched: stream.takes_batches(),
             stream,
             hinted: context.driver().version() >= Version::OVERLAP_HINT,
+            ahead,
+            waits: MemoryOperations::with_capacity(context, 0),
+            awaited: Vec::new(),
             copies: CopyBatch::with_capacity(context, 0),
             operations: MemoryOperations::with_capacity(context, 0),
             leaving: CopyBatch::with_capacity(context, 0),
@@ -124,7 +158,8 @@ impl Engine {
     /// Runs operations in order; what they move may still be under way afterwards.
     ///
     /// # Errors
-    /// Whatever device and lanes report; the call is then incomplete and its world is to be cancelled.
+    /// Whatever device and lanes report; the call is then incomplete and its world is to be
+    /// cancelled.
     pub fn run(
         &mut self,
         items: &[Item],
@@ -147,7 +182,7 @@ impl Engine {
                 self.leave(Step::Signal { to, of, flag, value, tag }, packed)?;
                 self.cut()
             }
-            Op::Signal { to, of, flag: flag @ (Flag::Landed | Flag::Read), level } => {
+            Op::Signal { to, of, flag: flag @ (Flag::Landed | Flag::Read | Flag::Ready), level } => {
                 let at = Control::flag(of, flag, self.ranks());
                 let word = Self::at(&self.ground, to)?.words.range().word::<u64>(at)?;
                 Ok(self.operations.write(word, operands.value(level))?)
@@ -155,6 +190,11 @@ impl Engine {
             Op::Signal { to, of, flag, level } => {
                 self.flush(packed)?;
                 self.port.signal(to, (of, flag), operands.value(level), operands.tag(to, flag, level))
+            }
+            Op::Wait { from, flag: flag @ (Flag::Landed | Flag::Ready), level }
+                if self.ahead && op.line(self.port.lanes().paths()) == Line::Stream =>
+            {
+                self.stream_waits((from, flag), operands.value(level), packed)
             }
             Op::Wait { from, flag: flag @ (Flag::Landed | Flag::Read), level } if self.by_word(from) => {
                 self.flush(packed)?;
@@ -172,6 +212,25 @@ impl Engine {
         }
     }
 
+    /// Has the stream wait for a word that the stream of rank `from` writes here.
+    fn stream_waits(
+        &mut self,
+        (from, flag): (u32, Flag),
+        value: u64,
+        packed: Option<Packed<'_>>,
+    ) -> Result<(), Error> {
+        // Consecutive waits are one list.
+        if !self.copies.is_empty() || !self.operations.is_empty() {
+            self.flush(packed)?;
+        }
+        let lanes = self.port.lanes();
+        let at = Control::flag(from, flag, lanes.ranks());
+        let word = Self::at(&self.ground, lanes.rank)?.words.range().word::<u64>(at)?;
+        self.waits.wait(word, value)?;
+        self.awaited.push(Awaited { from, flag, value });
+        Ok(())
+    }
+
     fn near(&self, rank: u32) -> Option<&Near> {
         self.ground.ranks.get(rank as usize)?.as_ref()
     }
@@ -181,7 +240,8 @@ impl Engine {
         ground.ranks.get(rank as usize).and_then(Option::as_ref).ok_or(nowhere)
     }
 
-    /// Whether a stream says that rows of a rank have landed: its own, or that of a relay of this node.
+    /// Whether a stream says that rows of a rank have landed: its own, or that of a relay of this
+    /// node.
     fn by_word(&self, from: u32) -> bool {
         self.near(from).is_some() || self.port.lanes().route == Route::Pxn
     }
@@ -289,7 +349,8 @@ impl Engine {
         self.drain(packed)
     }
 
-    /// Counts a copy between this rank and another, or itself; `within`: from one device's memory to another's.
+    /// Counts a copy between this rank and another, or itself; `within`: from one device's memory
+    /// to another's.
     fn count(&mut self, peer: u32, len: u64, within: bool) {
         let same_device = self.near(peer).is_some_and(|near| near.same_device);
         let by_engine = self.batched && self.hinted;
@@ -299,7 +360,8 @@ impl Engine {
         self.enqueued.own_bytes += if peer == self.port.lanes().rank { len } else { 0 };
     }
 
-    /// What is collected from now on comes after a word of the host's memory is 1, which is taken back.
+    /// What is collected from now on comes after a word of the host's memory is 1, which is taken
+    /// back.
     ///
     /// # Errors
     /// [`DeviceError`].
@@ -312,6 +374,33 @@ impl Engine {
             self.operations.write(Self::mark(&self.ground, &self.port)?, self.marks)?;
         }
         self.enqueue()
+    }
+
+    /// What is collected from now on comes after a mark of another stream.
+    ///
+    /// # Errors
+    /// [`DeviceError`].
+    pub fn follow(&mut self, mark: &Event) -> Result<(), DeviceError> {
+        self.enqueue()?;
+        self.stream.wait_event(mark)?;
+        self.awaited.clear();
+        self.marks += 1;
+        self.operations.write(Self::mark(&self.ground, &self.port)?, self.marks)?;
+        self.enqueue()
+    }
+
+    /// What the stream awaits since it followed another one, and the mark that it left there.
+    pub fn awaited(&self) -> (u64, &[Awaited]) {
+        (self.marks, &self.awaited)
+    }
+
+    /// Enqueues what is collected, and has another stream wait for all of it.
+    ///
+    /// # Errors
+    /// [`DeviceError`].
+    pub fn precede(&mut self, other: &Stream, mark: &Event) -> Result<(), DeviceError> {
+        self.enqueue()?;
+        other.join(&self.stream, mark)
     }
 
     /// Collects one copy.
@@ -366,13 +455,22 @@ impl Engine {
         })
     }
 
-    /// Copies first, as one batch where the driver has them; then what tells of them.
+    /// Waits first; then copies, as one batch where the driver has them; then what tells of them.
     fn enqueue(&mut self) -> Result<(), DeviceError> {
+        Self::operate(&self.stream, &mut self.waits, &mut self.enqueued)?;
         Self::copy_all(&self.stream, self.batched, &mut self.copies, &mut self.enqueued)?;
-        if !self.operations.is_empty() {
-            self.stream.operate(&mut self.operations)?;
-            self.enqueued.memory_operations += self.operations.len() as u64;
-            self.operations.clear();
+        Self::operate(&self.stream, &mut self.operations, &mut self.enqueued)
+    }
+
+    fn operate(
+        stream: &Stream,
+        list: &mut MemoryOperations,
+        enqueued: &mut Enqueued,
+    ) -> Result<(), DeviceError> {
+        if !list.is_empty() {
+            stream.operate(list)?;
+            enqueued.memory_operations += list.len() as u64;
+            list.clear();
         }
         Ok(())
     }

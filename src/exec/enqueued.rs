@@ -1,4 +1,4 @@
-//! What a planner's stepper counts.
+//! What the stepper of devices counts.
 
 /// What a stream was asked to do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -18,7 +18,8 @@ pub struct Enqueued {
     pub copies_by_sms: u64,
     /// Memory operations: writes and waits.
     pub memory_operations: u64,
-    /// Bytes that left the device by memory of the host, on the way to other nodes; not among `bytes`.
+    /// Bytes that left the device by memory of the host, on the way to other nodes; not among
+    /// `bytes`.
     pub out_bytes: u64,
     /// Bytes that came in by memory of the host, zeros included; not among `bytes`.
     pub in_bytes: u64,
@@ -26,7 +27,8 @@ pub struct Enqueued {
     pub rail_puts: u64,
     /// Their bytes, headers and messages among them.
     pub rail_bytes: u64,
-    /// Of the puts, those of rows that cards read from memory of a device and wrote to that of another.
+    /// Of the puts, those of rows that cards read from memory of a device and wrote to that of
+    /// another.
     pub straight_puts: u64,
     /// Their bytes.
     pub straight_bytes: u64,

@@ -1,7 +1,8 @@
 //! The host stepper: one thread, launch order, one operation after another.
 //!
-//! Launch order puts a rank's own puts and signals before its waits, so stepping in it cannot deadlock: it is the
-//! case of a single queue, which `prove` checks for every schedule. While a wait lasts, the rails are received.
+//! Launch order puts a rank's own puts and signals before its waits, so stepping in it cannot
+//! deadlock: it is the case of a single queue, which `prove` checks for every schedule. While a
+//! wait lasts, the rails are received.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -24,7 +25,8 @@ pub struct Moved {
     pub control_bytes: u64,
     /// Rows copied, zeros included.
     pub rows: u64,
-    /// Copies by which rows were moved: one for each row that was gathered, one for each span. Zeros are not copied.
+    /// Copies by which rows were moved: one for each row that was gathered, one for each span.
+    /// Zeros are not copied.
     pub copies: u64,
     /// Signals raised.
     pub signals: u64,
@@ -92,7 +94,8 @@ impl Host {
         port.settle()
     }
 
-    /// Runs one operation. Inlined, so that nothing is left of the choice between them where the operation is a constant.
+    /// Runs one operation. Inlined, so that nothing is left of the choice between them where the
+    /// operation is a constant.
     ///
     /// # Errors
     /// As [`Host::run`].

@@ -1,11 +1,12 @@
 //! Stream programs, lowered: each becomes copies and memory operations of a CUDA stream.
 //!
-//! What a static program moves is known before its first call, so it is lowered once and enqueued as often as one likes:
+//! What a static program moves is known before its first call, so it is lowered once and enqueued
+//! as often as one likes:
 //!
 //! ```text
 //!   program   Put Put Put | Signal Signal Signal | Wait Wait Wait Reset Reset Reset
 //!   stream    one batch     one list               one list
-//!             ------- send -------                 ----------- receive -----------
+//!             ------ start -------                 ------------ finish -----------
 //! ```
 //!
 //! Copies of a batch run in any order, so a flag is never one of them. While a stream is captured
@@ -17,10 +18,12 @@ use std::sync::Arc;
 use super::Enqueued;
 use crate::device::{Context, CopyBatch, MemoryOperations, Range, Stream, Version};
 use crate::error::{DeviceError, Error, LaneError};
+use crate::schedule::call::Part;
 use crate::schedule::stream::{PeerCopy, Piece, StreamProgram, WordOp};
 use crate::schedule::{Place, WindowId};
 
-/// Where the windows of a group lie, as one rank's device reaches them. Ranks are positions in the group.
+/// Where the windows of a group lie, as one rank's device reaches them. Ranks are positions in the
+/// group.
 pub trait PeerWindows {
     /// The window of slots of a rank, if it is of this node.
     fn slots(&self, rank: u32) -> Option<&Range>;
@@ -36,8 +39,8 @@ pub trait PeerWindows {
         None
     }
 
-    /// Flags of this rank that speak of `of` and that a card writes, in memory of the device; else all are with
-    /// [`flags`](Self::flags).
+    /// Flags of this rank that speak of `of` and that a card writes, in memory of the device; else
+    /// all are with [`flags`](Self::flags).
     fn flags_of_card(&self, _of: u32) -> Option<&Range> {
         None
     }
@@ -46,8 +49,9 @@ pub trait PeerWindows {
 /// A program, lowered for one device.
 #[derive(Debug)]
 pub struct Lowered {
-    start: Vec<Step>,
-    finish: Vec<Step>,
+    steps: Vec<Step>,
+    /// The first of the second half.
+    half: usize,
     /// Of the stream, without how its copies were enqueued.
     counts: Enqueued,
     /// Engines make the copies of batches also within one device.
@@ -85,29 +89,28 @@ impl Lowered {
         windows: &dyn PeerWindows,
     ) -> Result<Self, Error> {
         let mut lowering = Lowering { context, me, windows, counts: Enqueued::default() };
-        let start = lowering.steps(&program.start())?;
-        let finish = lowering.steps(&program.finish())?;
+        let mut steps = lowering.steps(&program.pieces(Part::Start))?;
+        let half = steps.len();
+        steps.extend(lowering.steps(&program.pieces(Part::Finish))?);
         let hinted = context.driver().version() >= Version::OVERLAP_HINT;
-        Ok(Lowered { start, finish, counts: lowering.counts, hinted })
+        Ok(Lowered { steps, half, counts: lowering.counts, hinted })
     }
 
-    /// Enqueues the copies, and the signals behind them.
+    /// Enqueues one half, or both. The first is copies, and the signals behind them. The second
+    /// waits for all peers, and sets the words back.
     ///
     /// # Errors
     /// [`DeviceError`]; what was enqueued before stays so.
-    pub fn send(&mut self, stream: &Stream) -> Result<(), DeviceError> {
-        self.start.iter_mut().try_for_each(|step| step.enqueue(stream))
+    pub fn enqueue(&mut self, part: Part, stream: &Stream) -> Result<(), DeviceError> {
+        let steps = match part {
+            Part::Whole => &mut self.steps[..],
+            Part::Start => &mut self.steps[..self.half],
+            Part::Finish => &mut self.steps[self.half..],
+        };
+        steps.iter_mut().try_for_each(|step| step.enqueue(stream))
     }
 
-    /// Enqueues the waits for all peers, and sets the words back.
-    ///
-    /// # Errors
-    /// As [`Lowered::send`].
-    pub fn receive(&mut self, stream: &Stream) -> Result<(), DeviceError> {
-        self.finish.iter_mut().try_for_each(|step| step.enqueue(stream))
-    }
-
-    /// What both together asked of their stream the last time; before the first time, what they ask
+    /// What both halves asked of their stream the last time; before the first time, what they ask
     /// of a stream that takes batches.
     pub fn counts(&self) -> Enqueued {
         self.with_copies(self.counts)
@@ -117,7 +120,7 @@ impl Lowered {
     /// by engines or by SMs.
     pub(crate) fn with_copies(&self, mut counts: Enqueued) -> Enqueued {
         (counts.batches, counts.single_copies, counts.copies_by_sms) = (0, 0, 0);
-        for step in self.start.iter().chain(&self.finish) {
+        for step in &self.steps {
             let Step::Copies(copies) = step else { continue };
             let count = copies.list.len() as u64;
             match copies.singly {

@@ -1,5 +1,5 @@
-//! What a planner's stepper has yet to put on rails: rows that copy engines bring to the host's memory, and what comes
-//! between and behind them, in order.
+//! What a planner's stepper has yet to put on rails: rows that copy engines bring to the host's
+//! memory, and what comes between and behind them, in order.
 
 use std::collections::VecDeque;
 

@@ -6,7 +6,8 @@
 //!   executor      |put rows 1|s| |wait 1|              |wait 1||- reduce -|       Recorder::record, by the executor
 //! ```
 //!
-//! Times are of the machine's monotonic clock, which all its processes share: timelines of its ranks fit together.
+//! Times are of the machine's monotonic clock, which all its processes share: timelines of its
+//! ranks fit together.
 
 use std::fmt;
 use std::sync::{LazyLock, Mutex, PoisonError};
@@ -160,7 +161,8 @@ pub struct Timeline {
     pub events: Vec<Event>,
 }
 
-/// Collects the timeline of one rank, up to a bound: what comes later is not kept, so that a long run costs no memory.
+/// Collects the timeline of one rank, up to a bound: what comes later is not kept, so that a long
+/// run costs no memory.
 #[derive(Debug)]
 pub struct Recorder {
     timeline: Mutex<Timeline>,
@@ -223,8 +225,9 @@ impl Recorder {
 
 /// Begin and duration of what has just ended, in nanoseconds.
 ///
-/// An `Instant` is of the monotonic clock but does not say which time it is, so both are read together once: the pair that
-/// was read most quickly of several, since a thread may lose its core between the two.
+/// An `Instant` is of the monotonic clock but does not say which time it is, so both are read
+/// together once: the pair that was read most quickly of several, since a thread may lose its core
+/// between the two.
 fn since(start: Instant) -> (u64, u64) {
     static ANCHOR: LazyLock<(Instant, u64)> = LazyLock::new(|| {
         let pairs = (0..16).map(|_| {

@@ -98,14 +98,14 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
         "2 + 2 ranks, between nodes by memory of the host",
         "2 + 2 ranks, the same in a graph",
         "two exchanges in turns",
-        "planned, eager, 8 ranks",
-        "planned, budget, 8 ranks",
-        "planned, 4 ranks in a graph",
+        "exact sizes, 8 ranks",
+        "a budget, 8 ranks",
+        "a budget, 4 ranks in a graph",
     ] {
         assert_eq!(state(&exchange, what), "right", "{what}");
     }
     let processes = rows(&report, "processes");
-    for what in ["2 ranks", "4 ranks", "planned, eager, 4 ranks", "planned, budget, 4 ranks"] {
+    for what in ["2 ranks", "4 ranks", "exact sizes, 4 ranks", "a budget, 4 ranks"] {
         assert_eq!(state(&processes, what), "right", "{what}");
     }
 

@@ -2,9 +2,10 @@
 //! executor does not have.
 
 use half::bf16;
+use sidelane::device::Range;
 use sidelane::dtype::Wire;
 use sidelane::ep::{
-    CallExecutor, Choices, ExpertParallelBuilder, ExpertRows, Feature, Handle, Tensor, TensorMut,
+    CallExecutor, Choices, ExpertParallelBuilder, ExpertRows, Feature, Handle, Place, Tensor, TensorMut,
 };
 use sidelane::error::{CallError, PlanError};
 use sidelane::gate::Routing;
@@ -35,7 +36,7 @@ fn is_refused(me: u32, error: &Error) {
     }
 }
 
-/// A rank on the host and, with a planner, on a device.
+/// A rank on the host and, with exact sizes, on a device.
 fn both(test: &str, body: impl Fn(&Group, &mut Rank<bf16>) + Sync) {
     each_with_kernels(&format!("places::{test}"), &[&[]], || {
         on_ranks(&NODES, &small(), |world| {
@@ -66,13 +67,11 @@ fn host_tensor_on_a_device_is_refused_on_all_ranks() {
         let made = vec![bf16::ONE; rows.len() as usize * 16];
         let out = rank.out.part(tensors[0].len());
         let y = if bad { Tensor::from(&made) } else { Tensor::device(&on_device, Dtype::Bf16) };
-        let called = rank.planned.combine_into(y, &handle, target::<bf16>(&out));
-        assert_eq!(called.is_err(), bad);
+        is_refused(me, &rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap_err());
         is_refused(me, &handle.returned().unwrap_err());
         let mut sums = vec![bf16::ONE; mine.x.len()];
         let into = if bad { TensorMut::from(&mut sums) } else { target::<bf16>(&out) };
-        let called = rank.planned.combine_into(handle.output().unwrap(), &handle, into);
-        assert_eq!(called.is_err(), bad);
+        is_refused(me, &rank.planned.combine_into(handle.output().unwrap(), &handle, into).unwrap_err());
         is_refused(me, &handle.returned().unwrap_err());
         assert_eq!(rank.out.read::<u16>(&rank.stream, &out), [0; 80], "sums of a refused combine are zeros");
     });
@@ -168,8 +167,8 @@ fn handle_of_another_instance_on_a_device_is_refused() {
             let refused = rank.planned.combine_into(y, &of_slots, target::<bf16>(&out)).unwrap_err();
             assert!(matches!(refused, Error::Call(CallError::ForeignHandle { .. })), "{refused}");
         } else {
-            rank.planned.combine_into(y, &second, target::<bf16>(&out)).unwrap();
-            let refused = second.returned().unwrap_err();
+            let refused = rank.planned.combine_into(y, &second, target::<bf16>(&out)).unwrap_err();
+            assert_eq!(second.returned().unwrap_err(), refused);
             assert!(matches!(refused, Error::Call(CallError::PeerRefused { peer: 1, .. })), "{refused}");
         }
         drop((own, second));
@@ -177,12 +176,19 @@ fn handle_of_another_instance_on_a_device_is_refused() {
     });
 }
 
+/// What carries calls out on devices.
+const DEVICE_EXECUTORS: [CallExecutor; 3] =
+    [CallExecutor::Enqueuer, CallExecutor::Planner, CallExecutor::ConstantProgram];
+
 /// Settings that an executor serves; on a device once there is a stream.
 fn builder(group: &Group, executor: CallExecutor) -> ExpertParallelBuilder<'_> {
     let builder = ExpertParallel::builder(group).unwrap().experts(4).top_k(2).hidden(16);
     let builder = builder.max_tokens(MAX_TOKENS);
     match executor {
         CallExecutor::ConstantProgram => builder.layout(RowLayout::RankMajor).mode(slots(MAX_TOKENS)),
+        CallExecutor::Planner => {
+            builder.mode(Mode::Budget { rows: 8 * MAX_TOKENS, overflow: Overflow::Error })
+        }
         _ => builder,
     }
 }
@@ -197,7 +203,7 @@ fn ranks_of_different_places_are_told_so_at_build() {
     each_with_kernels(test, &[&[]], || {
         on_ranks(&NODES, &small(), |world| {
             let group = world.all().unwrap();
-            for executor in [CallExecutor::Planner, CallExecutor::ConstantProgram] {
+            for executor in DEVICE_EXECUTORS {
                 let builder = builder(&group, executor);
                 let on_device = builder.clone().on(&stream(world.rank()));
                 let chosen = if world.rank() == BAD { builder } else { on_device };
@@ -235,12 +241,14 @@ fn asked<'g>(feature: Feature, builder: ExpertParallelBuilder<'g>) -> Option<Exp
 /// Nothing where the settings do not go together in any place.
 fn named(feature: Feature, executor: CallExecutor) -> Option<Feature> {
     match (executor, feature) {
-        (CallExecutor::Planner, Feature::Spans) => Some(Feature::RankMajor),
-        (CallExecutor::Planner, Feature::RoundedPartials) => Some(Feature::OrderRank),
+        (CallExecutor::Enqueuer | CallExecutor::Planner, Feature::Spans) => Some(Feature::RankMajor),
+        (CallExecutor::Enqueuer | CallExecutor::Planner, Feature::RoundedPartials) => {
+            Some(Feature::OrderRank)
+        }
         (CallExecutor::ConstantProgram, Feature::Spans) => Some(Feature::Relays),
         (CallExecutor::ConstantProgram, Feature::AllGather | Feature::WeightedCombine) => None,
         // Another executor serves them.
-        (CallExecutor::Planner, Feature::ScarceSlots) => None,
+        (CallExecutor::Enqueuer | CallExecutor::Planner, Feature::ScarceSlots) => None,
         _ => Some(feature),
     }
 }
@@ -251,7 +259,7 @@ fn settings_that_a_device_lacks_are_refused_on_all_ranks() {
     each_with_kernels(test, &[&[]], || {
         on_ranks(&NODES, &small(), |world| {
             let (group, stream) = (world.all().unwrap(), stream(world.rank()));
-            for executor in [CallExecutor::Planner, CallExecutor::ConstantProgram] {
+            for executor in DEVICE_EXECUTORS {
                 let mut refusals = 0;
                 for feature in Feature::ALL.into_iter().filter(|feature| !feature.is_served_by(executor)) {
                     let Some(asked) = asked(feature, builder(&group, executor).on(&stream)) else { continue };
@@ -272,6 +280,7 @@ fn called(
     feature: Feature,
     ep: &mut ExpertParallel,
     group: &Group,
+    tensors: &[Range; 3],
     (rows, handle): (ExpertRows, &Handle),
 ) -> Option<Error> {
     let (x, routing) = (vec![bf16::ONE; 16], Routing::new(2, vec![0, 1], vec![1.0; 2]).unwrap());
@@ -288,9 +297,18 @@ fn called(
         }
         Feature::ExpertMaps => ep.set_expert_map(ExpertMap::contiguous(4, ep.size()).unwrap()).unwrap_err(),
         Feature::TokenBuffers => ep.token_buffer(1).map(drop).unwrap_err(),
-        Feature::Capture => ep.start_dispatch(&x, &routing).unwrap().unfinished().map(drop).unwrap_err(),
+        Feature::Capture => {
+            let started = match ep.place() {
+                Place::Host => ep.start_dispatch(&x, &routing),
+                _ => {
+                    let (x, choices) = call::<bf16>(tensors);
+                    ep.start_dispatch(x, choices)
+                }
+            };
+            started.unwrap().unfinished().map(drop).unwrap_err()
+        }
         Feature::Release => ep.release(Some(handle)).unwrap_err(),
-        Feature::Streams => ep.set_stream(&stream(ep.rank())).unwrap_err().into(),
+        Feature::Streams => ep.set_stream(&stream(ep.rank())).unwrap_err(),
         Feature::Yardstick => {
             ep.yardstick(group, rows, handle.output().unwrap(), handle).map(drop).unwrap_err()
         }
@@ -310,7 +328,7 @@ fn calls_that_an_executor_lacks_are_refused_by_name() {
                 memory().fill(&stream, &mine.ids),
                 memory().fill(&stream, &mine.weights),
             ];
-            for (executor, calls) in CallExecutor::ALL.into_iter().zip([3, 7, 5]) {
+            for (executor, calls) in CallExecutor::ALL.into_iter().zip([3, 8, 7, 5]) {
                 let (builder, on_host) = (builder(&group, executor), executor == CallExecutor::HostStepper);
                 let builder = if on_host { builder } else { builder.on(&stream) };
                 let mut ep = builder.build().unwrap();
@@ -321,7 +339,7 @@ fn calls_that_an_executor_lacks_are_refused_by_name() {
                     let dispatched =
                         if on_host { ep.dispatch(&mine.x, &routing) } else { ep.dispatch(x, choices) };
                     let (rows, handle) = dispatched.unwrap();
-                    if let Some(refused) = called(feature, &mut ep, &group, (rows, &handle)) {
+                    if let Some(refused) = called(feature, &mut ep, &group, &tensors, (rows, &handle)) {
                         let place = if on_host { "the host" } else { "a device" };
                         let (feature, executor) = (feature.name(), executor.name());
                         assert_eq!(refused, PlanError::NotAvailable { feature, place, executor }.into());

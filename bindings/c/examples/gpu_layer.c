@@ -1,5 +1,5 @@
 // One MoE layer on a GPU, in f32 and in whole numbers, so that every result is known exactly: with
-// exact sizes, which a planner thread lays out; then in fixed slots, which the stream carries out
+// exact sizes, which the caller's thread lays out; then in fixed slots, which the stream carries out
 // alone.
 //
 //   x [T, H] --dispatch--> rows of my experts --times (e + 1)--> output --combine--> [T, H]   exact sizes
@@ -61,7 +61,7 @@ static void exact(sidelane_group_t *group, sidelane_stream_t *stream, CUstream c
     sidelane_ep_info_t info = {.size = sizeof info};
     CHECK(sidelane_ep_info(ep, &info));
     REQUIRE(info.cuda_stream == cuda && info.place == SIDELANE_PLACE_DEVICE && info.device == info.rank);
-    REQUIRE(strcmp(info.executor, "planner") == 0);
+    REQUIRE(strcmp(info.executor, "enqueuer") == 0);
     experts_of_a_rank = info.local_experts;
 
     for (int round = 0; round < 3; round++) {

@@ -608,8 +608,8 @@ typedef struct {
     uint32_t fp8;
     // 1: relays hand on in few large copies (rank-major over pxn).
     uint32_t spans;
-    // Device, exact sizes or a budget: dispatches that may be alive at once. Each has memory for
-    // all rows it may send. Default: 2.
+    // Device, exact sizes or a budget: dispatches that may be alive at once. With a budget each has
+    // memory for all rows it may send. Default: 64, and 2 with a budget.
     uint32_t max_in_flight;
     // Rows lie on the device of this stream, and calls go on the stream. NULL: rows lie on the
     // host.
@@ -662,7 +662,7 @@ typedef struct {
     uint32_t place;
     // Device: its number.
     uint32_t device;
-    // What carries its calls out: "host-stepper", "planner" or "constant-program".
+    // What carries its calls out: "host-stepper", "enqueuer", "planner" or "constant-program".
     char executor[24];
 } sidelane_ep_info_t;
 
@@ -749,14 +749,14 @@ typedef struct {
     uint64_t rows;
     // Bytes of a row.
     uint64_t row_bytes;
-    // Planner: routing weight of each row, [rows]; 0 for pads.
+    // Exact sizes and budgets: routing weight of each row, [rows]; 0 for pads.
     const float *weights;
-    // Planner: rows of each local expert, then the same with pads, [2, local experts].
+    // The same: rows of each local expert, then these with pads, [2, local experts].
     const int64_t *counts;
-    // Planner: rows as they arrived, where engines relay (SIDELANE_ROUTE_PXN across nodes); else
+    // The same: rows as they arrived, where engines relay (SIDELANE_ROUTE_PXN across nodes); else
     // NULL.
     const void *arrived;
-    // Planner: for each row which of `arrived` it is, -1 for pads, [rows]; NULL as `arrived` is.
+    // The same: for each row which of `arrived` it is, -1 for pads, [rows]; NULL as `arrived` is.
     const int32_t *index;
     // Fixed slots on a device: bytes of a slot; 0 elsewhere.
     uint64_t slot_bytes;
@@ -1195,7 +1195,8 @@ sidelane_status_t sidelane_ep_check(sidelane_ep_t *ep);
 // With a stream in the options, rows lie on its device. The mode chooses what carries the calls
 // out:
 //
-//   SIDELANE_MODE_EAGER, _BUDGET   a planner thread: expert-major rows, sums by expert
+//   SIDELANE_MODE_EAGER            the caller's thread enqueues: expert-major rows, sums by expert
+//   SIDELANE_MODE_BUDGET           a planner thread does: the same rows and sums
 //   SIDELANE_MODE_SLOTS            a constant program: rank-major rows, sums by rank, `mode_rows`
 //                                  equal to `max_tokens`
 //
@@ -1234,7 +1235,7 @@ sidelane_status_t sidelane_ep_quantise(sidelane_ep_t *ep,
 sidelane_status_t sidelane_ep_tokens(sidelane_ep_t *ep, uint32_t count, sidelane_tokens_t **tokens);
 
 // Closes the layer. Rows, outputs and handles that are open stay as they are. On a device it waits
-// until the planner has served what was enqueued. Graphs that hold its calls must have drained,
+// until a planner has served what was enqueued. Graphs that hold its calls must have drained,
 // and are not launched again. Its memory is free as soon as the stream is idle in a later build or
 // close. NULL is nothing.
 sidelane_status_t sidelane_ep_close(sidelane_ep_t *ep);
@@ -1244,9 +1245,9 @@ sidelane_status_t sidelane_ep_close(sidelane_ep_t *ep);
 // `x` is [tokens, hidden], of records with fp8 [tokens, record_bytes]. Both results are the
 // caller's to close.
 //
-// On a device the call is enqueued, and the rows are there for what is enqueued next. A planner
-// waits for the counts of all ranks, which give the sizes; in fixed slots nobody waits, and a call
-// that is refused is not enqueued and can be made again.
+// On a device the call is enqueued, and the rows are there for what is enqueued next. It waits for
+// the counts of all ranks, which give the sizes; in fixed slots nobody waits, and a call that is
+// refused is not enqueued and can be made again.
 //
 // The caller's word: pointers are NULL or valid; tensors and arrays are as large as they say, and
 // nobody writes to them meanwhile.
@@ -1389,7 +1390,7 @@ sidelane_status_t sidelane_ep_dispatch_start(sidelane_ep_t *ep,
                                              sidelane_pending_dispatch_t **pending);
 
 // Second half of a dispatch. The host waits for the counts of all ranks, moves the rows, and waits
-// for those that come here. A planner waits for the counts alone, and in fixed slots nobody waits:
+// for those that come here. A device waits for the counts alone, and in fixed slots nobody waits:
 // rows are there for what is enqueued next. Collective. `pending` is used up.
 //
 // The caller's word: `rows` and `handle` are NULL or valid.

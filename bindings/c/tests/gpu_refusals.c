@@ -91,7 +91,7 @@ static void builds(void) {
     REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_CALL, "whether rows lie on a device");
     options = good();
     options.layout = SIDELANE_LAYOUT_RANK_MAJOR;
-    REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_PLAN, "(planner): rank-major rows");
+    REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_PLAN, "(enqueuer): rank-major rows");
     options = good();
     options.stream = NULL;
     REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_PLAN, "max_in_flight");
@@ -154,7 +154,7 @@ static void dispatches(void) {
     a_round_works();
     // Exact sizes are not known without waiting.
     CHECK(sidelane_ep_dispatch_start(ep, &tx, &routing, &dispatching));
-    REFUSED(sidelane_dispatch_unfinished(dispatching, &rows, &handle), SIDELANE_ERROR_PLAN, "a budget");
+    REFUSED(sidelane_dispatch_unfinished(dispatching, &rows, &handle), SIDELANE_ERROR_PLAN, "(enqueuer): sizes on the device");
     a_round_works();
     // One call is pending at a time, and no more dispatches are in flight than was said.
     sidelane_pending_dispatch_t *second;
@@ -167,18 +167,18 @@ static void dispatches(void) {
     a_round_works();
 }
 
-// What a planner does not have is refused by name at every rank, whatever else is wrong.
+// What exact sizes do not have is refused by name at every rank, whatever else is wrong.
 static void calls_that_are_not_there(void) {
     sidelane_handle_t *handle, *prepared;
     sidelane_output_t *output;
     sidelane_rows_t *rows;
     REFUSED_ON_BOTH(sidelane_ep_prepare(ep, rank == 1 ? NULL : &routing, &prepared), SIDELANE_ERROR_ARGUMENT,
-                    "routing is NULL", SIDELANE_ERROR_PLAN, "(planner): cached dispatch");
+                    "routing is NULL", SIDELANE_ERROR_PLAN, "(enqueuer): cached dispatch");
     REFUSED(sidelane_ep_set_stream(ep, stream), SIDELANE_ERROR_PLAN, "calls on several streams");
     dispatched(&handle, &output);
     REFUSED(sidelane_ep_release(ep, handle), SIDELANE_ERROR_PLAN, "release without combine");
     REFUSED_ON_BOTH(sidelane_ep_combine_backward(ep, rank == 1 ? NULL : &tx, handle, &rows, NULL), SIDELANE_ERROR_ARGUMENT,
-                    "gradients is NULL", SIDELANE_ERROR_PLAN, "(planner): gradients");
+                    "gradients is NULL", SIDELANE_ERROR_PLAN, "(enqueuer): gradients");
     CHECK(sidelane_ep_combine(ep, output, NULL, handle, &out));
     CHECK(sidelane_handle_returned(handle, NULL));
     CHECK(sidelane_handle_close(handle));
@@ -208,7 +208,7 @@ static void combines(void) {
             inside.rows = layout.rows;
             REFUSED(sidelane_ep_combine(ep, NULL, &inside, handle, &out), SIDELANE_ERROR_ARGUMENT, "overlap");
         } else {
-            CHECK(sidelane_ep_combine(ep, output, NULL, handle, &out));
+            REFUSED(sidelane_ep_combine(ep, output, NULL, handle, &out), SIDELANE_ERROR_CALL, "rank 1");
             REFUSED(sidelane_handle_returned(handle, NULL), SIDELANE_ERROR_CALL, "rank 1");
         }
         // An output that comes with another wrong argument stays open.
@@ -233,7 +233,7 @@ static void combines(void) {
         REFUSED(sidelane_ep_combine(ep, output, NULL, handle, &out), SIDELANE_ERROR_HANDLE, "was closed");
         CHECK(sidelane_output_close(output));
     } else {
-        CHECK(sidelane_ep_combine(ep, output, NULL, handle, &out));
+        REFUSED(sidelane_ep_combine(ep, output, NULL, handle, &out), SIDELANE_ERROR_CALL, "rank 1");
         REFUSED(sidelane_handle_returned(handle, NULL), SIDELANE_ERROR_CALL, "rank 1");
         CHECK(sidelane_handle_close(handle));
     }

@@ -1,10 +1,11 @@
 //! What ends the waits of streams when the world dies.
 //!
-//! Nobody can take back a wait that is enqueued, and the driver does not know what it waits for. So when the world dies,
-//! a thread writes to every word that this rank waits for, again and again, since a late signal or a reset may undo it, until
-//! no stream can be waiting any more. Streams drain, and what they carry on with is worth nothing; the *status* word says so,
-//! to the host and to kernels. What the host does not reach, words in memory of a device, somebody else writes, as often. An
-//! exchange that is dropped while a stream may wait leaves the guard behind.
+//! Nobody can take back a wait that is enqueued, and the driver does not know what it waits for. So
+//! when the world dies, a thread writes to every word that this rank waits for, again and again,
+//! since a late signal or a reset may undo it, until no stream can be waiting any more. Streams
+//! drain, and what they carry on with is worth nothing; the *status* word says so, to the host and
+//! to kernels. What the host does not reach, words in memory of a device, somebody else writes, as
+//! often. An exchange that is dropped while a stream may wait leaves the guard behind.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,6 +34,8 @@ pub(super) struct Words {
     memory: PinnedMemory,
     /// Where the words lie that this rank waits for.
     awaited: Vec<usize>,
+    /// Value past every one that is waited for there.
+    poison: u64,
     /// Where it is said that the world is dead; the first is asked for.
     status: Vec<usize>,
     dead: u64,
@@ -42,11 +45,12 @@ pub(super) struct Words {
 }
 
 impl Guard {
-    /// Watches over the world for the words at these places. When it dies, the status words become `dead`.
+    /// Watches over the world for the words at these places. When it dies, they become the poison,
+    /// and the status words `dead`.
     pub fn new(
         health: &Arc<Health>,
         memory: &PinnedMemory,
-        awaited: Vec<usize>,
+        (awaited, poison): (Vec<usize>, u64),
         (status, dead): (Vec<usize>, u64),
         beyond: Option<Beyond>,
     ) -> Result<Self, DeviceError> {
@@ -55,7 +59,7 @@ impl Guard {
             memory.word(place)?;
         }
         let in_use = AtomicBool::new(true);
-        let words = Arc::new(Words { memory: memory.clone(), awaited, status, dead, beyond, in_use });
+        let words = Arc::new(Words { memory: memory.clone(), awaited, poison, status, dead, beyond, in_use });
         let (watched, dead) = (Arc::downgrade(&words), Arc::downgrade(health));
         health.on_failure(move |_| {
             if let (Some(words), Some(health)) = (watched.upgrade(), dead.upgrade()) {
@@ -93,7 +97,8 @@ impl Drop for Guard {
 }
 
 impl Words {
-    /// Ends waits in a thread of its own, as soon as the world is dead and as long as there may be any.
+    /// Ends waits in a thread of its own, as soon as the world is dead and as long as there may be
+    /// any.
     fn drain(self: Arc<Self>, health: Arc<Health>) {
         let (words, alive) = (Arc::clone(&self), Arc::clone(&health));
         let drain = move || {
@@ -121,11 +126,12 @@ impl Words {
     fn release(&self) {
         self.status.iter().for_each(|&place| self.set(place, self.dead));
         for &place in &self.awaited {
-            self.set(place, POISON);
+            self.set(place, self.poison);
         }
     }
 
-    /// Whether anybody but the guard and whoever shares its words has a claim on them: a stream may be under way.
+    /// Whether anybody but the guard and whoever shares its words has a claim on them: a stream may
+    /// be under way.
     pub fn is_claimed(&self) -> bool {
         self.memory.is_claimed()
     }

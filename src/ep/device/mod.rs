@@ -1,8 +1,9 @@
-//! Instances on a device: rows in memory of a GPU, calls on a CUDA stream, and no kernel between packed and landed rows.
+//! Instances on a device: rows in memory of a GPU, calls on a CUDA stream, and no kernel between
+//! packed and landed rows.
 //!
 //! | module | what it is |
 //! |---|---|
-//! | `planned` | exact sizes or a budget: a planner thread lays out each call and has copy engines move the rows |
+//! | `planned` | exact sizes or a budget: the caller's thread, or a planner's, lays out each call and has copy engines move rows |
 //! | `slots` | fixed slots: every address is a constant, so the stream carries a call out alone |
 //! | `passage` | how rows cross between nodes: from device to device, or by pinned memory of the host |
 //! | `guard` | what ends the waits of streams when the world fails |

@@ -1,5 +1,5 @@
-//! How rows of an exchange on streams cross between nodes: from device to device where the cards of all ranks reach these, else by the
-//! host's twin.
+//! How rows of an exchange on streams cross between nodes: from device to device where the cards of
+//! all ranks reach these, else by the host's twin.
 
 use std::sync::Arc;
 
@@ -36,8 +36,8 @@ impl Passage {
     /// Decides for all members alike, and makes it. Collective.
     ///
     /// # Errors
-    /// [`MemoryError`], [`DeviceError`](crate::error::DeviceError), or what a lane says, if the host's part cannot be had,
-    /// pinned or registered.
+    /// [`MemoryError`], [`DeviceError`](crate::error::DeviceError), or what a lane says, if the
+    /// host's part cannot be had, pinned or registered.
     pub fn find(
         group: &Group,
         context: &Arc<Context>,

@@ -2,8 +2,8 @@
 
 use crate::error::{CallError, Error, MemoryError};
 
-/// How the last call of a dispatch or its combines ended at this rank. Not 0: nothing moved, and sums are zeros. A combine of a
-/// dispatch that was refused ends as that did.
+/// How the last call of a dispatch or its combines ended at this rank. Not 0: nothing moved, and
+/// sums are zeros. A combine of a dispatch that was refused ends as that did.
 ///
 /// | value | |
 /// |---|---|
@@ -14,7 +14,8 @@ use crate::error::{CallError, Error, MemoryError};
 /// | 4 | ranks make different calls |
 /// | 65536 | the world is dead |
 ///
-/// In fixed slots, each other value than 0 and 65536 is a [`Fault`](crate::error::Fault) that a kernel has found.
+/// In fixed slots, each other value than 0 and 65536 is a [`Fault`](crate::error::Fault) that a
+/// kernel has found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Status(pub u32);
 

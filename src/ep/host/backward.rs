@@ -46,7 +46,8 @@ impl HostExchange {
         handle.tokens() as usize * self.fixed.spec.top_k as usize
     }
 
-    /// Gradient of a combine. A weighted one takes two calls: the cached dispatch, then the return of weight gradients.
+    /// Gradient of a combine. A weighted one takes two calls: the cached dispatch, then the return
+    /// of weight gradients.
     pub fn combine_backward(
         &mut self,
         gradients: Source<'_>,
@@ -65,8 +66,8 @@ impl HostExchange {
         Ok((rows, Some(weights)))
     }
 
-    /// Multiplies gradient rows with their weights, after `<y, g>` has been taken of each; leaves these behind the rows
-    /// of the kept output.
+    /// Multiplies gradient rows with their weights, after `<y, g>` has been taken of each; leaves
+    /// these behind the rows of the kept output.
     fn weight_gradients(
         &mut self,
         gradients: &mut HostRows,

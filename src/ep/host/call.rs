@@ -23,7 +23,8 @@ use crate::rows::{Arithmetic, Stores};
 use crate::schedule::call::{Part, RankPrograms, Role, StageId, Work};
 use crate::schedule::{CallerTables, Operands, Parts, Refusal, RelayTables, Sum, Tag, WindowId};
 
-/// A call amid its steps: the instance it is made on, what it owns, and what the caller lends it for this half.
+/// A call amid its steps: the instance it is made on, what it owns, and what the caller lends it
+/// for this half.
 pub(super) struct HostCall<'e, 'l> {
     pub fixed: &'e mut Arc<Fixed>,
     pub programs: &'e Arc<RankPrograms>,
@@ -221,7 +222,8 @@ impl HostCall<'_, '_> {
         self.flight.stores = fixed.stores(sorted.entries() as u64 * row_bytes);
     }
 
-    /// Says what this rank has for every bin, and for every rank that relays. Where slots are fixed, nobody asks.
+    /// Says what this rank has for every bin, and for every rank that relays. Where slots are
+    /// fixed, nobody asks.
     fn publish(&mut self) -> Result<(), MemoryError> {
         let Fixed { port, control, bins, spec, .. } = &**self.fixed;
         let Workspace { crossing, sorted, numbers, calls, .. } = &mut *self.space;
@@ -291,7 +293,8 @@ impl HostCall<'_, '_> {
         }
     }
 
-    /// The chunk that this rank offers: the caller's buffer, which the handle keeps safe, or a copy of rows elsewhere.
+    /// The chunk that this rank offers: the caller's buffer, which the handle keeps safe, or a copy
+    /// of rows elsewhere.
     fn chunk(&self, elsewhere: Option<HostInput<'_>>) -> Result<Extent, Error> {
         let (spec, Some(handle)) = (&self.fixed.spec, self.lent.handle) else {
             return Err(PlanError::RefusedHere.into());
@@ -330,7 +333,8 @@ impl HostCall<'_, '_> {
         Ok(output.extent)
     }
 
-    /// One extent for the rows that relays return. Behind them the sums wait that this rank returns to others.
+    /// One extent for the rows that relays return. Behind them the sums wait that this rank returns
+    /// to others.
     fn staging(&self, inner: &Inner) -> Result<Extent, MemoryError> {
         let (fixed, paths) = (&**self.fixed, self.fixed.paths());
         let setting = fixed.agreement(self.space.calls, self.flight.kind()).setting;
@@ -365,7 +369,8 @@ impl HostCall<'_, '_> {
         inner.layout.fill(&frame, (sorted, crossing), top_k, counts, sizes);
         inner.offer = frame.sizing.offer(inner.layout.landed);
         if let (Some(landing), false) = (&mut self.flight.landing, self.flight.keeps_room) {
-            // Before other calls hear that this one goes on: they find the room that it does not need.
+            // Before other calls hear that this one goes on: they find the room that it does not
+            // need.
             let sizing = fixed.sizing(self.flight.tag.kind);
             landing.trim(sizing.extent_bytes(inner.layout.landed, inner.layout.staged));
         }

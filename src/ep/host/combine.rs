@@ -1,8 +1,8 @@
 //! Combine: rows back to their tokens, summed.
 //!
-//! A *return* is what combine and the gradient of dispatch have in common: every rank offers a chunk (rows, and one
-//! `f32` per row behind them); readers of the same node pull from it, the parts for other nodes are put into staging
-//! there; then each rank sums in its own order.
+//! A *return* is what combine and the gradient of dispatch have in common: every rank offers a
+//! chunk (rows, and one `f32` per row behind them); readers of the same node pull from it, the
+//! parts for other nodes are put into staging there; then each rank sums in its own order.
 
 use super::Target;
 use super::buffers::{HostInput, check_tensor};
@@ -77,7 +77,8 @@ impl HostExchange {
         let sent = (self.spec().hidden, self.spec().dtype);
         let tokens = handle.as_ref().map_or(0, |handle| handle.tokens());
         let (bytes, checked) = match out {
-            // Without a handle nobody knows how many tokens there are, and the call is refused anyway.
+            // Without a handle nobody knows how many tokens there are, and the call is refused
+            // anyway.
             Ok((bytes, _)) if handle.is_err() => (Some(bytes), Ok(())),
             Ok((bytes, dtype)) => {
                 let checked = check_tensor(what, (&*bytes, dtype), tokens, sent);

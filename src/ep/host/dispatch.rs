@@ -20,8 +20,8 @@ pub(in crate::ep) struct HostDispatch<'a> {
 }
 
 impl HostExchange {
-    /// First half of a dispatch. `away`: the caller leaves before the second half, so a relay gets a thread of its own.
-    /// Input that cannot be used is refused by the second half, on all ranks.
+    /// First half of a dispatch. `away`: the caller leaves before the second half, so a relay gets
+    /// a thread of its own. Input that cannot be used is refused by the second half, on all ranks.
     pub fn start_dispatch<'a>(
         &'a mut self,
         x: Source<'a>,

@@ -1,7 +1,8 @@
 //! State of one call from its first step to its last, and the tensors that the caller lends it.
 //!
-//! An instance has three parts. What never changes is its [`Fixed`](super::fixed::Fixed) state and its programs; what calls
-//! use again, one after the other, is its [`Workspace`](super::workspace::Workspace); the rest is a `Flight`.
+//! An instance has three parts. What never changes is its [`Fixed`](super::fixed::Fixed) state and
+//! its programs; what calls use again, one after the other, is its
+//! [`Workspace`](super::workspace::Workspace); the rest is a `Flight`.
 
 use super::buffers::HostInput;
 use super::exchange::HostExchange;
@@ -52,7 +53,8 @@ pub(in crate::ep) struct Flight {
     pub weighted: bool,
     /// Return: the chunk stays in the handle.
     pub keeps_chunk: bool,
-    /// The relay's part of this call; absent while another thread has it, and where there is one node.
+    /// The relay's part of this call; absent while another thread has it, and where there is one
+    /// node.
     pub task: Option<RelayTask>,
     /// How rows are stored.
     pub stores: Stores,
@@ -133,13 +135,15 @@ pub(in crate::ep) struct Lent<'l> {
     pub rows: Option<HostInput<'l>>,
     /// Return: one weight per row.
     pub row_weights: Option<&'l [f32]>,
-    /// Return: the tensors that come in. Absent, this rank sums nothing: its caller has no place for it.
+    /// Return: the tensors that come in. Absent, this rank sums nothing: its caller has no place
+    /// for it.
     pub output: Option<Io<'l>>,
     /// The new expert map.
     pub map: Option<ExpertMap>,
 }
 
-/// A call that was started, and that the other ranks wait for: dropped before it is finished, it ends the world.
+/// A call that was started, and that the other ranks wait for: dropped before it is finished, it
+/// ends the world.
 #[derive(Debug)]
 pub(in crate::ep) struct UnfinishedCall<'a> {
     ep: &'a mut HostExchange,

@@ -1,4 +1,5 @@
-//! Dispatch by all-gather: every token to every rank with its choices, then each rank's own rows to their places.
+//! Dispatch by all-gather: every token to every rank with its choices, then each rank's own rows to
+//! their places.
 //!
 //! ```text
 //!   all-gather   x, choices, weights  ==>  | rows of rank 0 | rows of rank 1 | ... |  choices of all
@@ -6,10 +7,11 @@
 //!   regroup      gathered rows  -->  rows of my experts
 //! ```
 //!
-//! The all-gather is a dispatch by an engine of its own, which is built so that every row goes to every rank. As all ranks
-//! know all choices, each finds the layout of an exchange by itself, that of its relays included; so whatever follows the
-//! handle is what follows an exchange, and needs no other code. In particular combine: it is the reduce-scatter of what each
-//! rank made, with the zeros left out of ranks that made nothing of a token.
+//! The all-gather is a dispatch by an engine of its own, which is built so that every row goes to
+//! every rank. As all ranks know all choices, each finds the layout of an exchange by itself, that
+//! of its relays included; so whatever follows the handle is what follows an exchange, and needs no
+//! other code. In particular combine: it is the reduce-scatter of what each rank made, with the
+//! zeros left out of ranks that made nothing of a token.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -30,7 +32,7 @@ use crate::plan::{
     Block, Everyone, ExpertMap, Frame, Known, Mode, Order, Regroup, RowLayout, Strategy, Traffic,
 };
 use crate::schedule::call::{CallMachine, Part, RankPrograms, Role, StageId, Work};
-use crate::schedule::{Index, Operand, Operands, Place, WindowId};
+use crate::schedule::{Operand, Operands};
 use crate::world::Group;
 
 /// What a dispatch by all-gather needs beside the instance that it is for.
@@ -81,11 +83,12 @@ impl Gather {
         })
     }
 
-    /// What follows the gathering dispatch of an instance: its rows, and their layout as an exchange would have made it.
+    /// What follows the gathering dispatch of an instance: its rows, and their layout as an
+    /// exchange would have made it.
     ///
     /// # Errors
-    /// The same on every rank: [`CallError`](crate::error::CallError), [`MemoryError`](crate::error::MemoryError). Those that
-    /// end the world.
+    /// The same on every rank: [`CallError`](crate::error::CallError),
+    /// [`MemoryError`](crate::error::MemoryError). Those that end the world.
     pub fn regroup(
         &mut self,
         fixed: &Fixed,
@@ -119,7 +122,8 @@ impl Gather {
         Ok(())
     }
 
-    /// Sorts everybody's choices. They were checked where they come from, so what is wrong with them now came on the way.
+    /// Sorts everybody's choices. They were checked where they come from, so what is wrong with
+    /// them now came on the way.
     fn sort(&mut self, fixed: &Fixed, words: &[u32]) -> Result<(), Cause> {
         let top_k = fixed.spec.top_k as usize;
         let notes = words.chunks_exact(1 + 2 * top_k);
@@ -150,8 +154,8 @@ impl Gather {
         })
     }
 
-    /// Whether every rank may have its rows, and has room for them behind what it gathered, `behind` bytes. All ranks find
-    /// the same. Returns the bytes of this rank's rows.
+    /// Whether every rank may have its rows, and has room for them behind what it gathered,
+    /// `behind` bytes. All ranks find the same. Returns the bytes of this rank's rows.
     fn admit(&self, fixed: &Fixed, kind: CallKind, behind: u64) -> Result<u64, Error> {
         let (sizing, sizes) = (fixed.sizing(kind), self.everyone.sizes());
         let agreement = fixed.agreement(self.engine.space.calls, kind);
@@ -217,24 +221,6 @@ impl Gather {
         inner.moves.traffic =
             Traffic { wanted, remote_ranks, remote_nodes, home_row_bytes, regrouped, ..traffic };
     }
-
-    /// The operation of [`StageId::Regroup`]: this rank's rows, from where they were gathered to their places.
-    fn operand(&self, fixed: &Fixed, kind: CallKind, (from, to): (u64, u64)) -> Operand {
-        let row_bytes = fixed.sizing(kind).row_bytes;
-        if row_bytes == 0 {
-            return Operand::Empty;
-        }
-        Operand::Rows {
-            first: 0,
-            count: self.regroup.runs.len() as u32,
-            from: Place::Window { owner: fixed.lanes.rank, window: WindowId::POOL },
-            from_offset: from,
-            index: Index::Listed,
-            to: WindowId::POOL,
-            base: to,
-            row_bytes,
-        }
-    }
 }
 
 /// A rank that has gathered the tokens of all, amid what follows.
@@ -259,7 +245,8 @@ impl Executor for Regrouping<'_> {
         let (from, row_bytes) = (self.extent.offset(), self.fixed.sizing(self.kind).row_bytes);
         let Regroup { runs, rows, .. } = &self.gather.regroup;
         let items = self.programs.stages.items(stage, part);
-        let table = &[self.gather.operand(self.fixed, self.kind, (from, from + self.behind))];
+        let (me, places) = (self.fixed.lanes.rank, (from, from + self.behind));
+        let table = &[Operand::regroup(me, runs.len() as u32, row_bytes, places)];
         let operands = Operands { table, runs, rows, ..Operands::default() };
         let stores = self.fixed.stores(rows.len() as u64 * row_bytes);
         let host = &mut self.space.host;

@@ -94,7 +94,8 @@ impl std::fmt::Debug for Kept {
 }
 
 impl Inner {
-    /// The terms of this placement, with chunks at `bases`; multiplied with the routing weights if `weighted`.
+    /// The terms of this placement, with chunks at `bases`; multiplied with the routing weights if
+    /// `weighted`.
     pub fn sum<'a>(&'a self, bases: &'a [u64], weighted: bool) -> Sum<'a> {
         let layout = &self.layout;
         let (terms, starts, choices) = layout.summands();
@@ -115,8 +116,8 @@ impl Inner {
         }
     }
 
-    /// Takes the buffer that belongs to this handle into its keeping, so that whatever refuses a call loses nothing;
-    /// [`HostHandle::output`] gives it out again. Anything else is returned.
+    /// Takes the buffer that belongs to this handle into its keeping, so that whatever refuses a
+    /// call loses nothing; [`HostHandle::output`] gives it out again. Anything else is returned.
     pub fn keep_safe<'a>(&self, y: HostInput<'a>) -> Option<HostInput<'a>> {
         match y {
             HostInput::Output(output) if output.instance == self.instance && output.number == self.number => {
@@ -142,7 +143,8 @@ impl Inner {
         self.returned.store(Moved::default());
     }
 
-    /// Reads the metadata that came with the rows, and keeps the routing weights where combines are weighted.
+    /// Reads the metadata that came with the rows, and keeps the routing weights where combines are
+    /// weighted.
     pub fn receive(&mut self, fixed: &Fixed, words: &[u32], weights: &[f32]) {
         let spec = &fixed.spec;
         self.weights.clear();

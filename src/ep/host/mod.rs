@@ -5,8 +5,8 @@
 //!   finish   all counts are here: check that all ranks make the same call, place, put rows, wait for mine
 //! ```
 //!
-//! A relay, where there are other nodes, does its part in between: inline, or in a thread of its own while the caller is
-//! away between the two halves.
+//! A relay, where there are other nodes, does its part in between: inline, or in a thread of its
+//! own while the caller is away between the two halves.
 
 mod backward;
 mod buffers;

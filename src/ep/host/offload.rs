@@ -1,4 +1,5 @@
-//! Where a relay of the host works: with its caller or, while the caller is away, in a thread of its own.
+//! Where a relay of the host works: with its caller or, while the caller is away, in a thread of
+//! its own.
 //!
 //! ```text
 //!   dispatch()                caller: entry | relay: agreement | caller: place, own rows | relay: rows | caller: waits
@@ -6,8 +7,8 @@
 //!                             thread:         relay: agreement, rows
 //! ```
 //!
-//! The two know each other through flags alone, so nothing has to be locked: a [`RelayTask`] goes to the thread, and
-//! comes back when it is done.
+//! The two know each other through flags alone, so nothing has to be locked: a [`RelayTask`] goes
+//! to the thread, and comes back when it is done.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};

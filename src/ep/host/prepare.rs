@@ -1,11 +1,13 @@
-//! Layouts before rows: what a routing asks for, known to all ranks while the tokens may not be there yet.
+//! Layouts before rows: what a routing asks for, known to all ranks while the tokens may not be
+//! there yet.
 //!
 //! ```text
 //!   dispatch    counts | placement | weights and ids, rows        =  prepare, then a cached dispatch
 //!   prepare     counts | placement | weights and ids
 //! ```
 //!
-//! It is a dispatch whose rows have no bytes: the same programs, judgements and refusals, whose slots for rows stay empty.
+//! It is a dispatch whose rows have no bytes: the same programs, judgements and refusals, whose
+//! slots for rows stay empty.
 
 use super::exchange::HostExchange;
 use super::handle::HostHandle;

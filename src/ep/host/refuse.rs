@@ -1,4 +1,5 @@
-//! Entering a call to refuse it, for callers that cannot bring what the call needs while the other ranks are in it.
+//! Entering a call to refuse it, for callers that cannot bring what the call needs while the other
+//! ranks are in it.
 
 use super::exchange::HostExchange;
 use super::flight::Flight;

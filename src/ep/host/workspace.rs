@@ -96,7 +96,8 @@ impl Workspace {
         HostHandle::new(inner, Arc::clone(pool), Arc::clone(&self.spare), Arc::clone(&self.lane_use))
     }
 
-    /// Gives a chunk that peers were offered in the running call back to the pool, once they have read it.
+    /// Gives a chunk that peers were offered in the running call back to the pool, once they have
+    /// read it.
     pub fn retire(&self, chunk: Extent, pool: &Pool) {
         pool.retire(chunk, &self.licence, self.calls.value());
     }

@@ -1,17 +1,19 @@
 //! Calls that go well.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::panic::{catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use half::{bf16, f16};
-use sidelane::device::{Stream, Version};
+use sidelane::device::{Kernels, PinnedMemory, Priority, Regroup, Stream, Version};
 use sidelane::exec::Enqueued;
 use sidelane::plan::{ExpertMap, Mode, Overflow};
+use sidelane::topology::Route;
 use sidelane::{Element, World};
 use stand_in_cuda::StandIn;
 
 use super::rank::{Case, Input, Rank};
 use super::{on_devices, on_drivers, on_settings};
-use crate::devices::stream;
+use crate::devices::{Memory, context, stream};
 use crate::support::{To, on_ranks, small, tokens};
 
 /// Runs something on each rank of a world, on a device of its own.
@@ -23,10 +25,26 @@ fn on_each_of<E: Element + Into<f32>>(case: &Case, body: impl Fn(&mut Rank<E>, u
 where
     f32: To<E>,
 {
-    on_ranks(&case.nodes, &small(), |world: World| {
-        let group = world.all().unwrap();
-        body(&mut Rank::new(&group, case), group.rank().into());
-    });
+    let ranks = || {
+        on_ranks(&case.nodes, &small(), |world: World| {
+            let group = world.all().unwrap();
+            body(&mut Rank::new(&group, case), group.rank().into());
+        });
+    };
+    caused(case, ranks);
+}
+
+/// Runs something, and sees that of exact sizes no stream was given a wait whose cause was not enqueued yet: whatever calls
+/// of the driver wait for, it needs no other call.
+fn caused(case: &Case, body: impl FnOnce()) {
+    // The driver stays until it has been asked.
+    let _driver = stream(0);
+    let without = || StandIn::loaded().unwrap().counters().waits_without_cause;
+    let before = without();
+    body();
+    if case.mode == Mode::Eager {
+        assert_eq!(without() - before, 0, "waits without a cause");
+    }
 }
 
 /// A number of tokens for each seed, among them none.
@@ -82,6 +100,89 @@ fn two_ranks_go_on_for_hundreds_of_rounds_on_two_queues() {
 }
 
 #[test]
+fn one_hardware_queue_is_enough_for_exact_sizes() {
+    on_devices("planned::calls::one_hardware_queue_is_enough_for_exact_sizes", 1, 4, || {
+        let small = |nodes: &[u32], route| {
+            let case = Case::across(nodes, 3, 2);
+            Case { hidden: 8, max_tokens: 6, route, ..case }
+        };
+        rounds(&small(&[0; 3], Route::Direct), 100, 4);
+        rounds(&small(&[0, 0, 1], Route::Pxn), 50, 5);
+        // All ranks share one device, and so one queue.
+        let case = small(&[0; 3], Route::Direct);
+        caused(&case, || {
+            on_ranks(&case.nodes, &crate::support::small(), |world: World| {
+                let group = world.all().unwrap();
+                let mut rank = Rank::<bf16>::on_stream(&group, &case, stream(0), |builder| builder);
+                for round in 0..50 {
+                    let seed = 64 * round + u64::from(group.rank());
+                    rank.round(&tokens(seed, some(&case, seed), case.hidden, case.top_k, 3));
+                }
+            });
+        });
+    });
+}
+
+/// What the rest of a program may do beside: it takes memory and gives it back, loads kernels and launches them for the first
+/// time. Each of these calls waits for the device, and keeps all other threads' calls out meanwhile.
+fn disturb(device: u32, over: &AtomicBool) {
+    let context = context(device);
+    while !over.load(Ordering::Relaxed) {
+        let stream = Stream::new(&context, Priority::Usual).unwrap();
+        let kernels = Kernels::load(&context).unwrap();
+        let memory = Memory::new(&context, 64);
+        let index = memory.fill(&stream, &[0_i32; 4]);
+        let words = PinnedMemory::new(&context, 8).unwrap();
+        let [from, out] =
+            [Memory::new(&context, 64), Memory::new(&context, 64)].map(|memory| memory.part(64));
+        kernels
+            .regroup(
+                &stream,
+                &Regroup {
+                    row_bytes: 16,
+                    sources: 4,
+                    rows: 4,
+                    from: from.span(0, 64).unwrap(),
+                    index: index.span(0, 16).unwrap(),
+                    out: out.span(0, 64).unwrap(),
+                    status: words.range().word(0).unwrap(),
+                },
+            )
+            .unwrap();
+    }
+}
+
+#[test]
+fn exact_sizes_go_on_while_other_threads_free_load_and_launch() {
+    let locks = ("SIDELANE_STAND_IN_LOCKS", "1");
+    let full = ("SIDELANE_STAND_IN_LAUNCH_QUEUE", "24");
+    let lazy = ("CUDA_MODULE_LOADING", "LAZY");
+    let copies = ("SIDELANE_STAND_IN_COPY_QUEUES", "1");
+    for (queues, settings) in
+        [(1, [locks, full, lazy]), (8, [locks, full, lazy]), (32, [locks, copies, lazy])]
+    {
+        on_settings(
+            "planned::calls::exact_sizes_go_on_while_other_threads_free_load_and_launch",
+            &[&settings],
+            (queues, 11),
+            || {
+                let case = Case { hidden: 8, max_tokens: 6, ..Case::new(3, 4, 2) };
+                let over = AtomicBool::new(false);
+                std::thread::scope(|scope| {
+                    let over = &over;
+                    let noise: Vec<_> =
+                        (0..2).map(|device| scope.spawn(move || disturb(device, over))).collect();
+                    let done = catch_unwind(|| rounds(&case, 40, 6));
+                    over.store(true, Ordering::Relaxed);
+                    noise.into_iter().for_each(|thread| thread.join().unwrap());
+                    done.unwrap_or_else(|panic| resume_unwind(panic));
+                });
+            },
+        );
+    }
+}
+
+#[test]
 fn eight_ranks_go_on_for_many_rounds() {
     on_devices("planned::calls::eight_ranks_go_on_for_many_rounds", 8, 5, || {
         rounds(&Case { hidden: 8, max_tokens: 6, align: 4, ..Case::new(8, 8, 3) }, 25, 5);
@@ -124,6 +225,44 @@ fn dispatches_are_alive_side_by_side() {
                 }
             });
         }
+    });
+}
+
+#[test]
+fn host_runs_ahead_of_a_stream_that_waits() {
+    on_devices("planned::calls::host_runs_ahead_of_a_stream_that_waits", 8, 13, || {
+        let case = Case::new(3, 5, 3);
+        on_ranks(&case.nodes, &small(), |world: World| {
+            let group = world.all().unwrap();
+            let me = u64::from(group.rank());
+            Rank::<bf16>::new(&group, &case).combined_ahead(&tokens(me, 9, 16, 3, 5));
+        });
+    });
+}
+
+#[test]
+fn combines_of_one_handle_have_memory_of_those_before_them() {
+    on_devices("planned::calls::combines_of_one_handle_have_memory_of_those_before_them", 8, 14, || {
+        let case = Case::new(3, 5, 3);
+        on_ranks(&case.nodes, &small(), |world: World| {
+            let group = world.all().unwrap();
+            let me = u64::from(group.rank());
+            // Rows of one dispatch, and two or three outputs of as many.
+            let mut rank = Rank::<bf16>::with(&group, &case, |builder| builder.device_heap(12 << 10));
+            rank.combined_often(&tokens(me, 9, 16, 3, 5), 100);
+        });
+    });
+}
+
+#[test]
+fn many_handles_of_exact_sizes_share_one_staging() {
+    on_devices("planned::calls::many_handles_of_exact_sizes_share_one_staging", 8, 12, || {
+        let case = Case { max_in_flight: 16, ..Case::new(3, 5, 3) };
+        on_each(&case, |rank, me| {
+            let inputs: Vec<_> =
+                (0..16).map(|nth| tokens(10 * nth + me, some(&case, nth + me), 16, 3, 5)).collect();
+            rank.all_in_flight(&inputs);
+        });
     });
 }
 
@@ -245,8 +384,8 @@ fn engines_move_every_row_and_a_report_says_so() {
                 own_bytes: own * 36,
                 single_copies: 0,
                 copies_by_sms: if engines_alone { 0 } else { own_copies },
-                // Packed, taken back; landed; all done.
-                memory_operations: 4,
+                // A mark; that rows have landed, told and awaited.
+                memory_operations: 3,
                 ..Enqueued::default()
             };
             assert_eq!(report.enqueued, expected);

@@ -1,11 +1,13 @@
 //! Input that is refused, room that is not there, ranks that are lost: streams go on, and everybody
 //! is told why.
 
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use half::bf16;
+use sidelane::device::{Graph, PinnedMemory};
 use sidelane::ep::Status;
-use sidelane::error::{CallError, Cause, DeviceError, MemoryError, PlanError};
+use sidelane::error::{CallError, Cause, DeviceError, LaneError, MemoryError, PlanError};
 use sidelane::gate::Routing;
 use sidelane::plan::{Mode, Overflow};
 use sidelane::topology::Route;
@@ -13,7 +15,7 @@ use sidelane::{Error, Options};
 
 use super::on_devices;
 use super::rank::{Case, Input, Rank, call, target};
-use crate::devices::stream;
+use crate::devices::{Memory, stream};
 use crate::support::{on_ranks, small, tokens};
 
 /// Longer than anything takes that works.
@@ -22,6 +24,9 @@ const LONG: Duration = Duration::from_secs(60);
 fn input(me: u32) -> Input<bf16> {
     tokens(me.into(), 5, 16, 2, 4)
 }
+
+/// What the caller's thread enqueues, and what a planner does.
+const MODES: [Mode; 2] = [Mode::Eager, Mode::Budget { rows: 40, overflow: Overflow::Error }];
 
 /// Waits until a rank's stream has come through all that was enqueued.
 fn drained(rank: &Rank<bf16>) {
@@ -35,85 +40,196 @@ fn drained(rank: &Rank<bf16>) {
 #[test]
 fn missing_expert_is_refused_on_all_ranks_and_streams_go_on() {
     on_devices("planned::faults::missing_expert_is_refused_on_all_ranks_and_streams_go_on", 8, 1, || {
-        on_ranks(&[0, 0, 1], &small(), |world| {
-            let group = world.all().unwrap();
-            let mut rank = Rank::<bf16>::new(&group, &Case::across(&[0, 0, 1], 4, 2));
-            rank.round(&input(world.rank()));
-            for (id, fault) in [
-                (4, PlanError::ExpertOutOfRange { token: 2, k: 1, expert: 4, experts: 4 }),
-                (-2, PlanError::ExpertOutOfRange { token: 2, k: 1, expert: -2, experts: 4 }),
-            ] {
-                let mut bad = input(world.rank());
-                if world.rank() == 1 {
-                    bad.ids[5] = id;
-                }
-                let refused = rank.dispatch(&bad).map(drop).unwrap_err();
-                match world.rank() {
-                    1 => assert_eq!(refused, fault.into()),
-                    _ => assert!(
-                        matches!(refused, Error::Call(CallError::PeerRefused { peer: 1, .. })),
-                        "{refused}"
-                    ),
-                }
-                drained(&rank);
-                rank.round(&input(world.rank()));
+        MODES.into_iter().for_each(missing_expert);
+    });
+}
+
+fn missing_expert(mode: Mode) {
+    on_ranks(&[0, 0, 1], &small(), |world| {
+        let group = world.all().unwrap();
+        let mut rank = Rank::<bf16>::new(&group, &Case { mode, ..Case::across(&[0, 0, 1], 4, 2) });
+        rank.round(&input(world.rank()));
+        for (id, fault) in [
+            (4, PlanError::ExpertOutOfRange { token: 2, k: 1, expert: 4, experts: 4 }),
+            (-2, PlanError::ExpertOutOfRange { token: 2, k: 1, expert: -2, experts: 4 }),
+        ] {
+            let mut bad = input(world.rank());
+            if world.rank() == 1 {
+                bad.ids[5] = id;
             }
-        });
+            let refused = rank.dispatch(&bad).map(drop).unwrap_err();
+            match world.rank() {
+                1 => assert_eq!(refused, fault.into()),
+                _ => assert!(
+                    matches!(refused, Error::Call(CallError::PeerRefused { peer: 1, .. })),
+                    "{refused}"
+                ),
+            }
+            drained(&rank);
+            rank.round(&input(world.rank()));
+        }
     });
 }
 
 #[test]
 fn a_tensor_of_another_shape_is_refused_on_all_ranks() {
     on_devices("planned::faults::a_tensor_of_another_shape_is_refused_on_all_ranks", 8, 2, || {
+        MODES.into_iter().for_each(another_shape);
+    });
+}
+
+fn another_shape(mode: Mode) {
+    on_ranks(&[0; 2], &small(), |world| {
+        let group = world.all().unwrap();
+        let mut rank = Rank::<bf16>::new(&group, &Case { mode, ..Case::new(2, 4, 2) });
+        let mut bad = input(world.rank());
+        if world.rank() == 0 {
+            bad.x.truncate(4 * 16);
+        }
+        let refused = rank.dispatch(&bad).map(drop).unwrap_err();
+        match world.rank() {
+            0 => assert!(
+                matches!(refused, Error::Plan(PlanError::WrongShape { what: "tokens", seen: 64, .. })),
+                "{refused}"
+            ),
+            _ => {
+                assert!(matches!(refused, Error::Call(CallError::PeerRefused { peer: 0, .. })), "{refused}");
+            }
+        }
+        // A target of another shape refuses the combine: nobody gets sums.
+        let (_, handle) = rank.dispatch(&input(world.rank())).unwrap();
+        let columns = if world.rank() == 1 { 15 } else { 16 };
+        let out = rank.out.part(5 * columns * 2);
+        let y = handle.output().unwrap();
+        let called = rank.planned.combine_into(y, &handle, target::<bf16>(&out));
+        let refused = handle.returned().unwrap_err();
+        // A planner's caller hears of others when it asks.
+        let heard = mode == Mode::Eager || world.rank() == 1;
+        assert_eq!(called.err(), heard.then(|| refused.clone()));
+        match world.rank() {
+            1 => assert!(matches!(refused, Error::Plan(PlanError::WrongShape { .. })), "{refused}"),
+            _ => {
+                assert!(matches!(refused, Error::Call(CallError::PeerRefused { peer: 1, .. })), "{refused}");
+            }
+        }
+        drained(&rank);
+        if world.rank() == 0 {
+            let stream = rank.stream.clone();
+            assert_eq!(rank.rows.read::<u16>(&stream, &out), [0; 80], "sums of a refused combine are zeros");
+            assert_eq!(handle.status_now(), Status::PEER_REFUSED);
+        }
+        drop(handle);
+        rank.round(&input(world.rank()));
+    });
+}
+
+/// Each refusal is about its own call: kernels of the one before have yet to run.
+#[test]
+fn refused_combine_leaves_the_sums_of_another_alone() {
+    on_devices("planned::faults::refused_combine_leaves_the_sums_of_another_alone", 8, 25, || {
         on_ranks(&[0; 2], &small(), |world| {
             let group = world.all().unwrap();
             let mut rank = Rank::<bf16>::new(&group, &Case::new(2, 4, 2));
-            let mut bad = input(world.rank());
-            if world.rank() == 0 {
-                bad.x.truncate(4 * 16);
-            }
-            let refused = rank.dispatch(&bad).map(drop).unwrap_err();
-            match world.rank() {
-                0 => assert!(
-                    matches!(refused, Error::Plan(PlanError::WrongShape { what: "tokens", seen: 64, .. })),
-                    "{refused}"
-                ),
-                _ => {
-                    assert!(
-                        matches!(refused, Error::Call(CallError::PeerRefused { peer: 0, .. })),
-                        "{refused}"
-                    );
+            let mine = input(world.rank());
+            let stream = rank.stream.clone();
+            for refused_first in [false, true] {
+                let (rows, handle) = rank.dispatch(&mine).unwrap();
+                let landed = rows.range().unwrap();
+                let gate = PinnedMemory::new(stream.context(), 8).unwrap();
+                let (good, bad) = (Memory::new(stream.context(), 160), Memory::new(stream.context(), 160));
+                for out in [&good, &bad] {
+                    out.fill(&stream, &[0xcb_u8; 160]);
+                }
+                stream.wait(gate.range().word::<u32>(0).unwrap(), 1).unwrap();
+                let refuse = |rank: &mut Rank<bf16>| {
+                    let columns = if world.rank() == 1 { 15 } else { 16 };
+                    let out = bad.part(5 * columns * 2);
+                    let y = handle.output().unwrap();
+                    rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap_err();
+                };
+                if refused_first {
+                    refuse(&mut rank);
+                }
+                let (y, len) = (handle.output().unwrap(), landed.len());
+                stream.copy(y.range().unwrap().span(0, len).unwrap(), landed.span(0, len).unwrap()).unwrap();
+                rank.planned.combine_into(y, &handle, target::<bf16>(&good.part(160))).unwrap();
+                if !refused_first {
+                    refuse(&mut rank);
+                }
+                gate.word(0).unwrap().store(1, Ordering::Release);
+                let sums = good.read::<u16>(&stream, &good.part(160));
+                assert!(sums.iter().all(|&sum| sum != 0xcbcb) && sums.iter().any(|&sum| sum != 0));
+                if world.rank() == 0 {
+                    assert_eq!(bad.read::<u16>(&stream, &bad.part(160)), [0; 80], "of the refused one");
+                }
+                // Experts that change nothing: each token came back from two of them.
+                let twice = mine.x.iter().map(|x| bf16::from_f32(2.0 * x.to_f32()).to_bits());
+                if mine.ids.iter().all(|&id| id >= 0) {
+                    assert_eq!(sums, twice.collect::<Vec<_>>());
                 }
             }
-            // A target of another shape refuses the combine: nobody gets sums.
-            let (_, handle) = rank.dispatch(&input(world.rank())).unwrap();
-            let columns = if world.rank() == 1 { 15 } else { 16 };
-            let out = rank.out.part(5 * columns * 2);
-            let y = handle.output().unwrap();
-            let called = rank.planned.combine_into(y, &handle, target::<bf16>(&out));
-            let refused = handle.returned().unwrap_err();
-            assert_eq!(called.err(), (world.rank() == 1).then(|| refused.clone()));
-            match world.rank() {
-                1 => assert!(matches!(refused, Error::Plan(PlanError::WrongShape { .. })), "{refused}"),
-                _ => {
-                    assert!(
-                        matches!(refused, Error::Call(CallError::PeerRefused { peer: 1, .. })),
-                        "{refused}"
-                    );
-                }
-            }
-            drained(&rank);
-            if world.rank() == 0 {
-                let stream = rank.stream.clone();
+        });
+    });
+}
+
+#[test]
+fn captured_calls_of_exact_sizes_are_refused_here_alone() {
+    on_devices("planned::faults::captured_calls_of_exact_sizes_are_refused_here_alone", 8, 26, || {
+        on_ranks(&[0, 0, 1], &small(), |world| {
+            let group = world.all().unwrap();
+            let mut rank = Rank::<bf16>::new(&group, &Case::across(&[0, 0, 1], 4, 2));
+            let mine = input(world.rank());
+            let tensors = rank.put(&mine);
+            let (_, handle) = rank.dispatch(&mine).unwrap();
+            let (feature, executor) = ("sizes on the device, and capture", "enqueuer");
+            let expected: Error = PlanError::NotAvailable { feature, place: "a device", executor }.into();
+            let (stream, out) = (rank.stream.clone(), rank.out.part(160));
+            Graph::capture(&stream, || {
+                let (x, choices) = call::<bf16>(&tensors);
+                assert_eq!(rank.planned.dispatch(x, choices).map(drop).unwrap_err(), expected);
+                let y = handle.output()?;
                 assert_eq!(
-                    rank.rows.read::<u16>(&stream, &out),
-                    [0; 80],
-                    "sums of a refused combine are zeros"
+                    rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap_err(),
+                    expected
                 );
-                assert_eq!(handle.status_now(), Status::PEER_REFUSED);
-            }
+                Ok::<(), Error>(())
+            })
+            .unwrap();
             drop(handle);
-            rank.round(&input(world.rank()));
+            rank.round(&mine);
+        });
+    });
+}
+
+/// Hosts agree and go on; a stream that does not come to its call is named by those that wait for it.
+#[test]
+fn rank_whose_stream_hangs_is_named_after_the_deadline() {
+    on_devices("planned::faults::rank_whose_stream_hangs_is_named_after_the_deadline", 8, 27, || {
+        let mut options = small();
+        options.clocks.deadline = Duration::from_secs(2);
+        on_ranks(&[0; 3], &options, |world| {
+            let group = world.all().unwrap();
+            let mut rank = Rank::<bf16>::new(&group, &Case::new(3, 4, 2));
+            let (mine, stream) = (input(world.rank()), rank.stream.clone());
+            let (_, handle) = rank.dispatch(&mine).unwrap();
+            let gate = PinnedMemory::new(stream.context(), 8).unwrap();
+            if world.rank() == 1 {
+                stream.wait(gate.range().word::<u32>(0).unwrap(), 1).unwrap();
+            }
+            let out = rank.out.part(160);
+            let y = handle.output().unwrap();
+            rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap();
+            let since = Instant::now();
+            let cause = loop {
+                match world.health().check() {
+                    Err(cause) => break cause,
+                    Ok(()) => assert!(since.elapsed() < LONG, "nobody noticed"),
+                }
+                std::thread::yield_now();
+            };
+            assert!(matches!(cause, Cause::Stalled { rank: 1, by, .. } if by != 1), "{cause}");
+            gate.word(0).unwrap().store(1, Ordering::Release);
+            drained(&rank);
         });
     });
 }
@@ -169,13 +285,14 @@ fn more_dispatches_than_memory_for_them_are_not_made() {
 }
 
 #[test]
-fn device_with_one_hardware_queue_is_refused() {
-    on_devices("planned::faults::device_with_one_hardware_queue_is_refused", 1, 6, || {
+fn budget_on_a_device_with_one_hardware_queue_is_refused() {
+    on_devices("planned::faults::budget_on_a_device_with_one_hardware_queue_is_refused", 1, 6, || {
         on_ranks(&[0; 2], &small(), |world| {
             let group = world.all().unwrap();
             let stream = stream(world.rank());
             let case = Case::new(2, 4, 2);
-            let built = case.settings::<bf16>(&group).on(&stream).build();
+            let mode = Mode::Budget { rows: 20, overflow: Overflow::Error };
+            let built = case.settings::<bf16>(&group).mode(mode).on(&stream).build();
             let refused = built.map(drop).unwrap_err();
             let expected = DeviceError::SharedQueue { device: world.rank(), tried: 4 };
             assert_eq!(refused, expected.into());
@@ -208,13 +325,13 @@ const WAYS: [([u32; 3], Route); 4] =
 
 /// What ends a dispatch that one rank does not make.
 fn ended_by(
-    (nodes, route): ([u32; 3], Route),
+    ((nodes, route), mode): (([u32; 3], Route), Mode),
     options: &Options,
     body: impl Fn(&mut Rank<bf16>, bool) + Sync,
 ) {
     on_ranks(&nodes, options, |world| {
         let group = world.all().unwrap();
-        let mut rank = Rank::<bf16>::new(&group, &Case { route, ..Case::across(&nodes, 4, 2) });
+        let mut rank = Rank::<bf16>::new(&group, &Case { route, mode, ..Case::across(&nodes, 4, 2) });
         rank.round(&input(world.rank()));
         body(&mut rank, world.rank() == 1);
         if world.rank() == 1 {
@@ -231,15 +348,15 @@ fn ended_by(
 #[test]
 fn a_cancelled_world_ends_all_waits_of_streams() {
     on_devices("planned::faults::a_cancelled_world_ends_all_waits_of_streams", 8, 7, || {
-        WAYS.into_iter().for_each(cancelled);
+        MODES.into_iter().for_each(|mode| WAYS.into_iter().for_each(|way| cancelled(way, mode)));
     });
 }
 
-fn cancelled((nodes, route): ([u32; 3], Route)) {
+fn cancelled((nodes, route): ([u32; 3], Route), mode: Mode) {
     let all = std::sync::Barrier::new(nodes.len());
     on_ranks(&nodes, &small(), |world| {
         let group = world.all().unwrap();
-        let mut rank = Rank::<bf16>::new(&group, &Case { route, ..Case::across(&nodes, 4, 2) });
+        let mut rank = Rank::<bf16>::new(&group, &Case { route, mode, ..Case::across(&nodes, 4, 2) });
         rank.round(&input(world.rank()));
         // Nobody is still in the round when the world ends.
         all.wait();
@@ -306,18 +423,23 @@ fn dropped(in_combine: bool) {
 fn a_rank_that_makes_no_call_is_named_after_the_deadline() {
     on_devices("planned::faults::a_rank_that_makes_no_call_is_named_after_the_deadline", 8, 8, || {
         let mut options = small();
-        for way in WAYS {
+        let planned = (WAYS[0], MODES[1]);
+        for (way, mode) in WAYS.map(|way| (way, Mode::Eager)).into_iter().chain([planned]) {
             // Who waits for a relay waits an eighth longer than the relay does: as long as ranks
             // may begin apart.
             options.clocks.deadline = Duration::from_secs(if way.1 == Route::Pxn { 12 } else { 3 });
-            ended_by(way, &options, |rank, absent| {
+            ended_by((way, mode), &options, |rank, absent| {
                 if absent {
                     return;
                 }
                 let me = rank.planned.rank();
                 let refused = rank.dispatch(&input(me)).map(drop).unwrap_err();
-                let Error::World(Cause::Stalled { rank: 1, by, .. }) = refused else { panic!("{refused}") };
-                assert!(by != 1);
+                // Whoever notices it names the flag, too.
+                match refused {
+                    Error::World(Cause::Stalled { rank: 1, by, .. }) => assert!(by != 1),
+                    Error::Lane(LaneError::Deadline { peer: 1, .. }) => {}
+                    _ => panic!("{refused}"),
+                }
                 drained(rank);
             });
         }
@@ -331,20 +453,27 @@ fn calls_of_two_instances_in_two_orders_are_named_and_end() {
     on_devices("planned::faults::calls_of_two_instances_in_two_orders_are_named_and_end", 8, 23, || {
         let mut options = small();
         options.clocks.deadline = Duration::from_secs(3);
-        on_ranks(&[0, 0], &options, |world| {
-            let (group, case) = (world.all().unwrap(), Case::new(2, 4, 2));
-            let mut instances = [(); 2].map(|()| Rank::<bf16>::new(&group, &case));
-            for rank in &mut instances {
-                rank.round(&input(world.rank()));
-            }
-            if world.rank() == 1 {
-                instances.reverse();
-            }
-            let [first, second] = &mut instances;
-            let refused = first.dispatch(&input(world.rank())).map(drop).unwrap_err();
-            assert!(matches!(refused, Error::World(Cause::Stalled { .. })), "{refused}");
-            assert_eq!(second.dispatch(&input(world.rank())).map(drop).unwrap_err(), refused);
-            drained(first);
-        });
+        for mode in MODES {
+            on_ranks(&[0, 0], &options, |world| {
+                let (group, case) = (world.all().unwrap(), Case { mode, ..Case::new(2, 4, 2) });
+                let mut instances = [(); 2].map(|()| Rank::<bf16>::new(&group, &case));
+                for rank in &mut instances {
+                    rank.round(&input(world.rank()));
+                }
+                if world.rank() == 1 {
+                    instances.reverse();
+                }
+                let [first, second] = &mut instances;
+                let refused = first.dispatch(&input(world.rank())).map(drop).unwrap_err();
+                let stalled = |error: &Error| matches!(error, Error::World(Cause::Stalled { .. }));
+                assert!(
+                    stalled(&refused) || matches!(refused, Error::Lane(LaneError::Deadline { .. })),
+                    "{refused}"
+                );
+                let refused = second.dispatch(&input(world.rank())).map(drop).unwrap_err();
+                assert!(stalled(&refused), "{refused}");
+                drained(first);
+            });
+        }
     });
 }

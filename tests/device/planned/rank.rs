@@ -290,6 +290,38 @@ where
         assert_eq!(second.read::<u8>(&stream, &again), nothing, "sums of nothing");
     }
 
+    /// Two combines while the stream waits for this very thread, which opens the gate when both are enqueued.
+    pub fn combined_ahead(&mut self, input: &Input<E>) {
+        let stream = Arc::clone(&self.stream);
+        let expected = self.unchanged(input);
+        let (rows, handle) = self.dispatch(input).unwrap();
+        let second = Memory::new(stream.context(), self.out.part(0).len().max(1 << 12));
+        let len = (expected.len() * E::DTYPE.size()) as u64;
+        let gate = PinnedMemory::new(stream.context(), 8).unwrap();
+        stream.wait(gate.range().word::<u32>(0).unwrap(), 1).unwrap();
+        for out in [self.out.part(len), second.part(len)] {
+            let y = self.unchanged_on_device(&rows, &handle).unwrap();
+            self.planned.combine_into(y, &handle, target::<E>(&out)).unwrap();
+        }
+        gate.word(0).unwrap().store(1, Ordering::Release);
+        for (memory, what) in [(&self.out, "first sums"), (&second, "second sums")] {
+            assert_eq!(bits(&memory.read::<E>(&stream, &memory.part(len))), bits(&expected), "{what}");
+        }
+    }
+
+    /// As many combines of one dispatch as that, one behind the other.
+    pub fn combined_often(&mut self, input: &Input<E>, times: u32) {
+        let stream = Arc::clone(&self.stream);
+        let expected = self.unchanged(input);
+        let (rows, handle) = self.dispatch(input).unwrap();
+        let out = self.out.part((expected.len() * E::DTYPE.size()) as u64);
+        for _ in 0..times {
+            let y = self.unchanged_on_device(&rows, &handle).unwrap();
+            self.planned.combine_into(y, &handle, target::<E>(&out)).unwrap();
+        }
+        assert_eq!(bits(&self.out.read::<E>(&stream, &out)), bits(&expected), "sums");
+    }
+
     /// A dispatch, and a combine of outputs that lie in memory of the caller's.
     pub fn combined_from_elsewhere(&mut self, input: &Input<E>) {
         let stream = Arc::clone(&self.stream);

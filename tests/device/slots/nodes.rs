@@ -5,12 +5,13 @@
 use std::process::{Command, Output};
 
 use rustix::process::{Signal, getpid, kill_process};
+use sidelane::device::PinnedMemory;
 use sidelane::error::Cause;
 use sidelane::world::Detour;
 use sidelane::{Error, World};
 
 use super::faults::{cancelled, impatient, silent};
-use super::rank::{Case, Rank, Tensors, dispatch, on_nodes, options, until};
+use super::rank::{Case, Rank, Tensors, content, dispatch, on_nodes, options, until};
 use super::replays::replays;
 use super::{calls, on_each, on_stand_in};
 use crate::support::cases;
@@ -104,6 +105,34 @@ fn an_instance_may_go_before_its_last_call_is_done() {
             assert_eq!(world.health().check(), Ok(()));
         });
     });
+}
+
+#[test]
+fn kept_status_range_lets_the_proxy_of_a_dropped_instance_end() {
+    on_stand_in("slots::nodes::kept_status_range_lets_the_proxy_of_a_dropped_instance_end", || {
+        on_nodes(&TWO_AND_TWO, &options(), |world| {
+            let Rank { group, stream, mut ep, context, .. } = Rank::new(CASE, world);
+            let tensors = Tensors::of(&context, CASE, &CASE.input(3, group.rank()));
+            let (_, handle) = dispatch(&mut ep, &tensors).unwrap();
+            ep.release(Some(&handle)).unwrap();
+            until(|| stream.is_done().unwrap());
+            let status = handle.status().unwrap();
+            // A stream that reads it now claims no more than that.
+            let word = PinnedMemory::new(&context, 8).unwrap();
+            stream.copy(word.range().span(0, 4).unwrap(), status.span(0, 4).unwrap()).unwrap();
+            drop((ep, handle));
+            group.gather(&[]).unwrap();
+            until(|| !threads().iter().any(|name| name.starts_with("sidelane-slots")));
+            until(|| stream.is_done().unwrap());
+            assert_eq!(content(&word), [0; 8]);
+        });
+    });
+}
+
+/// Names of the threads of this process, as far as the kernel keeps them.
+fn threads() -> Vec<String> {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok()).collect()
 }
 
 /// Rounds of ranks that are processes, on 2 + 2 and 3 + 5, and those after which one is killed.

@@ -54,7 +54,8 @@ fn refused_dispatch_enqueues_nothing_and_can_be_repeated() {
             let refused = rank.ep.start_dispatch(&rows, choices).map(drop).unwrap_err();
             assert!(matches!(refused, Error::Plan(PlanError::WrongPlace { .. })), "{refused}");
             let elsewhere = rank.ep.set_stream(&stream(5)).unwrap_err();
-            assert!(matches!(elsewhere, PlanError::BadParameter { .. }), "{elsewhere}");
+            let other = DeviceError::OtherDevice { what: "stream", found: 5, expected: rank.me() };
+            assert_eq!(elsewhere, other.into());
 
             rank.layer(&tensors).unwrap();
             rank.ep.synchronize().unwrap();
@@ -62,6 +63,35 @@ fn refused_dispatch_enqueues_nothing_and_can_be_repeated() {
             assert_eq!(content(&tensors.out)[..expected.len()], expected);
         });
     });
+}
+
+#[test]
+fn stream_of_a_context_before_a_reset_is_refused() {
+    on_stand_in("slots::refusals::stream_of_a_context_before_a_reset_is_refused", || {
+        on_ranks(CASE.ranks, &options(), |world| {
+            let device = world.rank();
+            // To drop it would release the context of another, as its own is gone.
+            let before = std::mem::ManuallyDrop::new(stream(device));
+            end_context(device);
+            let mut rank = Rank::new(CASE, world);
+            let refused = rank.ep.set_stream(&before).unwrap_err();
+            assert_eq!(refused, DeviceError::OtherContext { device }.into());
+            // Of the context that the device has now.
+            rank.ep.set_stream(&stream(device)).unwrap();
+        });
+    });
+}
+
+/// Releases the context of a device although somebody has it, as a reset does.
+fn end_context(device: u32) {
+    type Release = unsafe extern "C" fn(i32) -> u32;
+    let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
+    // SAFETY: the driver's library, and a function of the driver with this type.
+    let driver = unsafe { libloading::Library::new(library) }.unwrap();
+    // SAFETY: as above.
+    let release = unsafe { driver.get::<Release>("cuDevicePrimaryCtxRelease_v2") }.unwrap();
+    // SAFETY: nothing of the context is used from now on.
+    assert_eq!(unsafe { release(device as i32) }, 0);
 }
 
 #[test]

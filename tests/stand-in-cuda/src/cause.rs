@@ -113,8 +113,9 @@ pub fn enqueued(stream: usize, engine: &Engine, operations: &[MemoryOperation]) 
                 WORDS.lock().unwrap().all.entry(word).or_default().write(stream, value);
             }
             MemoryOperation::Wait { at, value, width, until } => {
-                let (word, seen) = (place(at), memory_operation::read(engine, at, width).ok());
-                let mut words = WORDS.lock().unwrap();
+                let (word, mut words) = (place(at), WORDS.lock().unwrap());
+                // Read under the lock: of a write that counts as done the value is there.
+                let seen = memory_operation::read(engine, at, width).ok();
                 let caused = words.all.entry(word).or_default().wait(stream, (until, value, width), seen);
                 if !caused && !words.is_written_elsewhere(word) {
                     add(&COUNTERS.waits_without_cause, 1);

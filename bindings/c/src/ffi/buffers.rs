@@ -32,14 +32,14 @@ pub struct RowsInfo {
     pub rows: u64,
     /// Bytes of a row.
     pub row_bytes: u64,
-    /// Planner: routing weight of each row, [rows]; 0 for pads.
+    /// Exact sizes and budgets: routing weight of each row, [rows]; 0 for pads.
     pub weights: *const f32,
-    /// Planner: rows of each local expert, then the same with pads, [2, local experts].
+    /// The same: rows of each local expert, then these with pads, [2, local experts].
     pub counts: *const i64,
-    /// Planner: rows as they arrived, where engines relay (SIDELANE_ROUTE_PXN across nodes); else
+    /// The same: rows as they arrived, where engines relay (SIDELANE_ROUTE_PXN across nodes); else
     /// NULL.
     pub arrived: *const c_void,
-    /// Planner: for each row which of `arrived` it is, -1 for pads, [rows]; NULL as `arrived` is.
+    /// The same: for each row which of `arrived` it is, -1 for pads, [rows]; NULL as `arrived` is.
     pub index: *const i32,
     /// Fixed slots on a device: bytes of a slot; 0 elsewhere.
     pub slot_bytes: u64,

@@ -18,9 +18,9 @@ use crate::{Status, refuse};
 /// `x` is [tokens, hidden], of records with fp8 [tokens, record_bytes]. Both results are the
 /// caller's to close.
 ///
-/// On a device the call is enqueued, and the rows are there for what is enqueued next. A planner
-/// waits for the counts of all ranks, which give the sizes; in fixed slots nobody waits, and a call
-/// that is refused is not enqueued and can be made again.
+/// On a device the call is enqueued, and the rows are there for what is enqueued next. It waits for
+/// the counts of all ranks, which give the sizes; in fixed slots nobody waits, and a call that is
+/// refused is not enqueued and can be made again.
 ///
 /// The caller's word: pointers are NULL or valid; tensors and arrays are as large as they say, and
 /// nobody writes to them meanwhile.

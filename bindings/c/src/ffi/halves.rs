@@ -105,7 +105,7 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_start(
 }
 
 /// Second half of a dispatch. The host waits for the counts of all ranks, moves the rows, and waits
-/// for those that come here. A planner waits for the counts alone, and in fixed slots nobody waits:
+/// for those that come here. A device waits for the counts alone, and in fixed slots nobody waits:
 /// rows are there for what is enqueued next. Collective. `pending` is used up.
 ///
 /// The caller's word: `rows` and `handle` are NULL or valid.

@@ -75,8 +75,8 @@ pub struct EpOptions {
     pub fp8: u32,
     /// 1: relays hand on in few large copies (rank-major over pxn).
     pub spans: u32,
-    /// Device, exact sizes or a budget: dispatches that may be alive at once. Each has memory for
-    /// all rows it may send. Default: 2.
+    /// Device, exact sizes or a budget: dispatches that may be alive at once. With a budget each has
+    /// memory for all rows it may send. Default: 64, and 2 with a budget.
     pub max_in_flight: u32,
     /// Rows lie on the device of this stream, and calls go on the stream. NULL: rows lie on the
     /// host.
@@ -120,7 +120,7 @@ pub struct EpInfo {
     pub place: u32,
     /// Device: its number.
     pub device: u32,
-    /// What carries its calls out: "host-stepper", "planner" or "constant-program".
+    /// What carries its calls out: "host-stepper", "enqueuer", "planner" or "constant-program".
     pub executor: [c_char; 24],
 }
 versioned!(EpInfo, "sidelane_ep_info_t", executor: [c_char; 24], 56);
@@ -174,7 +174,8 @@ impl EpOptions {
 /// With a stream in the options, rows lie on its device. The mode chooses what carries the calls
 /// out:
 ///
-///   SIDELANE_MODE_EAGER, _BUDGET   a planner thread: expert-major rows, sums by expert
+///   SIDELANE_MODE_EAGER            the caller's thread enqueues: expert-major rows, sums by expert
+///   SIDELANE_MODE_BUDGET           a planner thread does: the same rows and sums
 ///   SIDELANE_MODE_SLOTS            a constant program: rank-major rows, sums by rank, `mode_rows`
 ///                                  equal to `max_tokens`
 ///
@@ -315,7 +316,7 @@ pub unsafe extern "C" fn sidelane_ep_tokens(ep: *mut Ep, count: u32, tokens: *mu
 }
 
 /// Closes the layer. Rows, outputs and handles that are open stay as they are. On a device it waits
-/// until the planner has served what was enqueued. Graphs that hold its calls must have drained,
+/// until a planner has served what was enqueued. Graphs that hold its calls must have drained,
 /// and are not launched again. Its memory is free as soon as the stream is idle in a later build or
 /// close. NULL is nothing.
 #[unsafe(no_mangle)]

@@ -3,6 +3,7 @@
 use serde::Serialize;
 use sidelane::plan::RowLayout;
 use sidelane::schedule::EngineWork;
+use sidelane::schedule::call::SlotCall;
 use sidelane::schedule::stream::{Slots, StreamProgram};
 use sidelane::topology::Route;
 
@@ -68,13 +69,10 @@ pub fn all(task: &Task) -> Result<Vec<Way>, EnginesError> {
     if task.nodes.nodes() == 1 {
         let slots =
             Slots::new(ranks, task.slot_bytes(), u64::from(task.conditions.tokens) * task.home_bytes)?;
-        for (call, program) in [
-            ("dispatch", StreamProgram::dispatch as fn(Slots, u32) -> _),
-            ("combine", StreamProgram::combine),
-        ] {
-            let work = |me| Ok(EngineWork::of_stream(&program(slots, me)?, me));
+        for (name, call) in [("dispatch", SlotCall::Dispatch), ("combine", SlotCall::Combine)] {
+            let work = |me| Ok(EngineWork::of_stream(&StreamProgram::new(call, slots, me)?, me));
             let work: Vec<EngineWork> = (0..ranks).map(work).collect::<Result<_, EnginesError>>()?;
-            ways.push(Way::new(format!("slots: {call}"), &work, &task.conditions));
+            ways.push(Way::new(format!("slots: {name}"), &work, &task.conditions));
         }
     }
     for layout in RowLayout::ALL {

@@ -9,6 +9,7 @@ use std::time::Duration;
 use sidelane::device::{Context, PinnedMemory, Range, Stream, Version};
 use sidelane::error::DeviceError;
 use sidelane::exec::{Lowered, PeerWindows};
+use sidelane::schedule::call::{Part, SlotCall};
 use sidelane::schedule::stream::{Slots, StreamProgram};
 
 use super::driver::stream;
@@ -79,7 +80,7 @@ impl Dispatch {
                 let slot = windows.own[rank as usize].part(slots.send(to), bytes)?;
                 memory::write(staging, &slot, &content_of(rank, to, bytes))?;
             }
-            let program = StreamProgram::dispatch(slots, rank)?;
+            let program = StreamProgram::new(SlotCall::Dispatch, slots, rank)?;
             programs.push(Lowered::lower(context, &program, rank, &windows.seen_by(rank))?);
         }
         Ok(Dispatch { slots, bytes, windows, programs })
@@ -88,10 +89,10 @@ impl Dispatch {
     /// Enqueues all of it: copies, signals, waits, words set back.
     pub fn enqueue(&mut self, streams: &[Stream]) -> Result<(), DeviceError> {
         for (program, stream) in self.programs.iter_mut().zip(streams) {
-            program.send(stream)?;
+            program.enqueue(Part::Start, stream)?;
         }
         for (program, stream) in self.programs.iter_mut().zip(streams) {
-            program.receive(stream)?;
+            program.enqueue(Part::Finish, stream)?;
         }
         Ok(())
     }

@@ -1,25 +1,25 @@
-//! A dispatch where engines relay: what the planner does beside.
+//! A dispatch where engines relay: what the enqueuer does beside.
 //!
 //! ```text
 //!   caller's stream    ids, weights -> host | bell |   wait   | regroup: rows packed | packed |   wait    | regroup: visible rows
-//!   planner              ... counts, placement: list, ring      | enqueue ..                index, ring
+//!   enqueuer             ... counts, placement: list, ring      | enqueue ..                index, ring
 //!   its stream                          list -> device            wait packed | runs to arrivals, blocks out | runs handed on
 //! ```
 //!
-//! Which tokens cross, and in which order, only the planner knows: so it says how rows are packed. They lie by bin for
+//! Which tokens cross, and in which order, only the enqueuer knows: so it says how rows are packed. They lie by bin for
 //! neighbours, then block by block, each token once. What has arrived the caller's stream puts into visible order, by an index
-//! that every planner finds from what all have said already: the counts of its neighbours, and the headers of their blocks.
+//! that every enqueuer finds from what all have said already: the counts of its neighbours, and the headers of their blocks.
 
 use super::REFUSED;
 use std::sync::Arc;
 
-use super::planner::{Header, Planner};
+use super::enqueuer::{Caller, Enqueuer, Header};
 use super::shape::Bell;
 use crate::error::{CallKind, Error};
 use crate::plan::{Chunk, Segment};
 use crate::schedule::WindowId;
 
-impl Planner {
+impl Enqueuer {
     /// Tells the caller's stream how to pack: which token's row is where; of a call that is refused, none.
     pub fn list(&mut self, seat: u32, tokens: u32, placed: bool) -> Result<(), Error> {
         let shape = self.common.shape;
@@ -32,8 +32,11 @@ impl Planner {
         let words = bytemuck::cast_slice(&self.arrivals.packed);
         self.common.host.write_words(shape.host_order(seat).0 as usize, words)?;
         self.send(shape.host_order(seat), shape.order(seat), entries as u64 * 4)?;
-        self.engine.settle()?;
-        Ok(self.common.ring(seat, Bell::Listed)?)
+        if let Caller::Words = self.caller {
+            self.engine.settle()?;
+            self.common.ring(seat, Bell::Listed)?;
+        }
+        Ok(())
     }
 
     /// What goes with the rows for neighbours lies as they do.
@@ -66,7 +69,7 @@ impl Planner {
         let (paths, me, control, parity) =
             (fixed.paths(), fixed.lanes.rank, &fixed.control, self.calls.parity());
         let (bins, own) = (&fixed.bins, fixed.bins.of(me));
-        let Planner { arrivals, numbers, scratch, .. } = self;
+        let Enqueuer { arrivals, numbers, scratch, .. } = self;
         let (counts, sizes) = (&numbers.counts, &numbers.sizes);
         let (landed, Header { segments, listed, weights, pads, counted }) =
             (&mut scratch.landed, &mut scratch.header);

@@ -1,11 +1,13 @@
-//! One call, as the planner serves it: what each step of its program is to copy engines.
+//! One call, as the enqueuer serves it: what each step of its program is to copy engines.
 //!
-//! The order of steps stands in [`schedule::call`](crate::schedule::call), and nowhere here. The planner plays its relay,
+//! The order of steps stands in [`schedule::call`](crate::schedule::call), and nowhere here. The enqueuer plays its relay,
 //! too, in the same thread.
 
 use super::dispatch::Landing;
-use super::planner::Planner;
+use super::enqueuer::Enqueuer;
+use super::shape::Bell;
 use super::space::Extent;
+use crate::device::Range;
 use crate::ep::relay::{RelayCall, RelayTask};
 use crate::error::{CallError, CallKind, Error};
 use crate::exec::{Executor, Packed, Until, drive};
@@ -14,12 +16,16 @@ use crate::schedule::call::{CallMachine, Part, RankPrograms, Relays, Role, Stage
 use crate::schedule::{Operands, Parts, Tag};
 
 /// A call amid its steps.
-pub(super) struct PlannerCall<'p> {
-    pub planner: &'p mut Planner,
+pub(super) struct DeviceCall<'p> {
+    pub enqueuer: &'p mut Enqueuer,
     pub programs: &'p RankPrograms,
     pub seat: u32,
     /// Dispatch: tokens that the caller's stream announced.
     pub tokens: u32,
+    /// Dispatch, where rows are packed when it is known how: the tokens.
+    pub x: Option<Range>,
+    /// The caller's stream has come to this call: what was given back before is free.
+    pub reached: bool,
     /// Combine: where outputs begin.
     pub base: u64,
     /// The tag of this rank's entry.
@@ -34,14 +40,16 @@ pub(super) struct PlannerCall<'p> {
     pub task: Option<RelayTask>,
 }
 
-impl<'p> PlannerCall<'p> {
+impl<'p> DeviceCall<'p> {
     /// A call of this kind by the caller of a seat.
-    pub fn new(planner: &'p mut Planner, programs: &'p RankPrograms, kind: CallKind, seat: u32) -> Self {
-        PlannerCall {
-            planner,
+    pub fn new(enqueuer: &'p mut Enqueuer, programs: &'p RankPrograms, kind: CallKind, seat: u32) -> Self {
+        DeviceCall {
+            enqueuer,
             programs,
             seat,
             tokens: 0,
+            x: None,
+            reached: false,
             base: 0,
             tag: Tag { kind, options: seat, ..Tag::default() },
             refused: None,
@@ -51,17 +59,15 @@ impl<'p> PlannerCall<'p> {
         }
     }
 
-    /// Enters the call, and drives it to its end; returns why it was refused, if it was.
+    /// Drives the call that was entered; returns why it was refused, if it was.
     ///
     /// # Errors
     /// Those that end the world.
-    pub fn drive(&mut self) -> Result<Option<Error>, Error> {
-        self.planner.common.fixed.shared.hub.health().check()?;
-        self.planner.calls.enter();
+    pub fn drive(&mut self, machine: &mut CallMachine, until: Until) -> Result<Option<Error>, Error> {
         let program = self.programs.own(self.tag.kind, Relays::Inline);
-        let driven = drive(&mut CallMachine::default(), program, self, Until::End)?;
+        let driven = drive(machine, program, self, until)?;
         if let Some(task) = self.task.take() {
-            self.planner.kept[self.seat as usize].forward = task.forward;
+            self.enqueuer.kept[self.seat as usize].forward = task.forward;
         }
         Ok(driven)
     }
@@ -72,12 +78,12 @@ impl<'p> PlannerCall<'p> {
             None => tag,
             Some(error) => tag.refusing(error),
         };
-        self.planner.tables.clear();
-        self.planner.tables.tags.fill(self.tag);
+        self.enqueuer.tables.clear();
+        self.enqueuer.tables.tags.fill(self.tag);
     }
 
     fn stage(&mut self, stage: StageId, part: Part) -> Result<(), Error> {
-        let Planner { engine, tables, kept, common, calls, scratch, .. } = &mut *self.planner;
+        let Enqueuer { engine, tables, kept, common, calls, scratch, .. } = &mut *self.enqueuer;
         let items = self.programs.stages.items(stage, part);
         let layout: &Layout = &kept[self.seat as usize].layout;
         let rows = stage == StageId::Rows;
@@ -97,7 +103,7 @@ impl<'p> PlannerCall<'p> {
 
     /// Has the relay perform a step.
     fn relay(&mut self, step: impl FnOnce(&mut RelayCall<'_, '_>) -> Result<(), Error>) -> Result<(), Error> {
-        let Planner { relay, engine, kept, calls, numbers, .. } = &mut *self.planner;
+        let Enqueuer { relay, engine, kept, calls, numbers, .. } = &mut *self.enqueuer;
         let Some(relay) = relay else { return Ok(()) };
         let kind = self.tag.kind;
         let task = self.task.get_or_insert_with(|| {
@@ -110,16 +116,15 @@ impl<'p> PlannerCall<'p> {
     }
 }
 
-impl Executor for PlannerCall<'_> {
+impl Executor for DeviceCall<'_> {
     fn run(&mut self, role: Role, stage: StageId, part: Part) -> Result<(), Error> {
         if role == Role::Relay {
             return self.relay(|relay| relay.run(role, stage, part));
         }
         self.stage(stage, part)?;
-        if stage == StageId::Release {
-            let Planner { common, engine, .. } = &mut *self.planner;
+        if stage == StageId::Release && self.reached {
+            let common = &self.enqueuer.common;
             common.space.reach(common.served.load(std::sync::atomic::Ordering::Relaxed) + 1);
-            engine.take_enqueued();
         }
         Ok(())
     }
@@ -129,16 +134,21 @@ impl Executor for PlannerCall<'_> {
             return self.relay(|relay| relay.compute(role, work));
         }
         match work {
+            Work::AwaitStream => {
+                let bell = if self.tag.kind.places() { Bell::Dispatch } else { Bell::Combine };
+                self.enqueuer.await_stream(self.seat, bell)?;
+                self.reached = true;
+            }
             Work::Sort => self.sort(),
             Work::Publish => self.publish()?,
             Work::Announce => self.announce(),
             Work::Judge => {
-                let Planner { common, calls, numbers, .. } = &mut *self.planner;
+                let Enqueuer { common, calls, numbers, .. } = &mut *self.enqueuer;
                 common.fixed.agreement(*calls, self.tag.kind).judge(numbers)?;
             }
             Work::Place => self.place()?,
             Work::Describe => {
-                let Planner { common, calls, kept, sorted, .. } = &*self.planner;
+                let Enqueuer { common, calls, kept, sorted, .. } = &*self.enqueuer;
                 common.fixed.describe_blocks(*calls, &kept[self.seat as usize].layout, sorted)?;
             }
             Work::FillRows => self.fill_rows()?,
@@ -146,7 +156,11 @@ impl Executor for PlannerCall<'_> {
             Work::Offer => self.offer(),
             Work::Bases => self.bases()?,
             Work::FillPull => self.fill_pull(),
-            Work::Retire => self.planner.calls.returned(),
+            Work::Retire => {
+                let Enqueuer { calls, common, .. } = &mut *self.enqueuer;
+                calls.returned();
+                common.progress.iter().for_each(|progress| progress.returned(calls.last_return()));
+            }
             // Nobody waits for the verdict, and the caller's stream finds rows and metadata where they landed.
             Work::TellAgreed | Work::Report | Work::Metadata => {}
             _ => return Err(CallError::unknown_step(self.tag.kind, &work).into()),
@@ -156,12 +170,12 @@ impl Executor for PlannerCall<'_> {
 
     fn agree(&mut self, _: Role) -> Result<(), Error> {
         let refused = self.refused.take();
-        let agreement = self.planner.common.fixed.agreement(self.planner.calls, self.tag.kind);
+        let agreement = self.enqueuer.common.fixed.agreement(self.enqueuer.calls, self.tag.kind);
         agreement.agree(self.tag, refused).inspect_err(|_| self.landing = None)
     }
 
     fn admit(&mut self, _: Role) -> Result<(), Error> {
-        let Planner { common, calls, numbers, .. } = &mut *self.planner;
+        let Enqueuer { common, calls, numbers, .. } = &mut *self.enqueuer;
         let verdict = common.fixed.agreement(*calls, self.tag.kind).check_space(self.tag, numbers);
         // Memory is free before the caller hears of the refusal, and may enter the next call.
         verdict.inspect_err(|_| self.landing = None)

@@ -1,8 +1,8 @@
-//! A combine, as the planner serves it.
+//! A combine, as the enqueuer serves it.
 //!
 //! ```text
 //!   caller's stream    experts write | bell |        wait                                  | sum | ...
-//!   planner              entry, everybody's: bases | enqueue ------------.            ring |
+//!   enqueuer             entry, everybody's: bases | enqueue ------------.            ring |
 //!   its stream                                       pull runs | read -> peers
 //! ```
 //!
@@ -12,21 +12,29 @@
 use std::sync::Arc;
 
 use super::REFUSED;
-use super::call::PlannerCall;
-use super::planner::Planner;
+use super::call::DeviceCall;
+use super::enqueuer::{Caller, Enqueuer};
 use super::shape::{Bell, MemoryShape};
 use crate::ep::Status;
 use crate::error::{CallError, CallKind, Error, MemoryError, PlanError};
+use crate::exec::Until;
+use crate::schedule::call::CallMachine;
 use crate::schedule::{Refusal, Tag};
 
-impl Planner {
+impl Enqueuer {
     /// Serves a combine of a seat; outputs lie at `steps` steps in this rank's memory.
     ///
     /// # Errors
-    /// Those that end the world. What is refused is told.
-    pub fn combine(&mut self, seat: u32, steps: u32) -> Result<(), Error> {
+    /// Those that end the world. A refusal is told, and returned.
+    pub fn combine(
+        &mut self,
+        mut machine: CallMachine,
+        seat: u32,
+        steps: u32,
+    ) -> Result<Option<Error>, Error> {
         let (programs, number) = (Arc::clone(&self.programs), self.kept[seat as usize].number);
-        let mut call = PlannerCall::new(self, &programs, CallKind::Combine, seat);
+        let reached = matches!(self.caller, Caller::Words);
+        let mut call = DeviceCall { reached, ..DeviceCall::new(self, &programs, CallKind::Combine, seat) };
         call.base = u64::from(steps) * MemoryShape::STEP;
         call.refused = match (steps, number) {
             (REFUSED, _) => Some(PlanError::RefusedHere.into()),
@@ -35,7 +43,7 @@ impl Planner {
             }
             _ => None,
         };
-        let refused = call.drive()?;
+        let refused = call.drive(&mut machine, Until::End)?;
         let status = match &refused {
             None => Status::OK,
             Some(_) if number == 0 => self.kept[seat as usize].status,
@@ -45,20 +53,20 @@ impl Planner {
         let enqueued = self.engine.take_enqueued();
         self.common.seats[seat as usize].tell(|told| {
             told.combined = enqueued;
-            told.combine_refused = refused;
+            told.combine_refused = refused.clone();
             told.home += 1;
         });
-        Ok(())
+        Ok(refused)
     }
 }
 
-impl PlannerCall<'_> {
+impl DeviceCall<'_> {
     /// Says where outputs lie, to local peers, and to relays where this rank's rows have their place.
     pub fn offer(&mut self) {
-        let handle = self.planner.kept[self.seat as usize].number;
+        let handle = self.enqueuer.kept[self.seat as usize].number;
         self.say(Tag { handle, base: self.base, ..self.tag });
         if self.tag.refusal == Refusal::None {
-            let Planner { common, calls, tables, kept, .. } = &mut *self.planner;
+            let Enqueuer { common, calls, tables, kept, .. } = &mut *self.enqueuer;
             let (layout, home) = (&kept[self.seat as usize].layout, common.shape.staging(self.seat).0);
             let setting = common.fixed.agreement(*calls, CallKind::Combine).setting;
             tables.stage_rows(&setting, layout, home);
@@ -68,7 +76,7 @@ impl PlannerCall<'_> {
 
     /// Reads where the outputs of this node's ranks lie.
     pub fn bases(&mut self) -> Result<(), MemoryError> {
-        let Planner { common, calls, tables, .. } = &mut *self.planner;
+        let Enqueuer { common, calls, tables, .. } = &mut *self.enqueuer;
         let agreement = common.fixed.agreement(*calls, CallKind::Combine);
         tables.bases[common.fixed.lanes.rank as usize] = self.base;
         for peer in common.fixed.paths().locals() {
@@ -79,7 +87,7 @@ impl PlannerCall<'_> {
 
     /// Fills the operands by which rows come here.
     pub fn fill_pull(&mut self) {
-        let Planner { common, calls, tables, kept, .. } = &mut *self.planner;
+        let Enqueuer { common, calls, tables, kept, .. } = &mut *self.enqueuer;
         let (layout, home) = (&kept[self.seat as usize].layout, common.shape.staging(self.seat).0);
         tables.pull(&common.fixed.agreement(*calls, CallKind::Combine).setting, layout, home);
     }

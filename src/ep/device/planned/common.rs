@@ -1,14 +1,16 @@
-//! What the caller's thread and the planner share.
+//! What handles, the exchange and whatever drives its calls share.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::seat::Seat;
 use super::shape::{Bell, MemoryShape, Piece};
-use super::space::Space;
+use super::space::{Extent, Progress, Space};
+use crate::bootstrap::interrupted;
 use crate::device::{Kernels, PinnedMemory, Range, Regroup, Stream, Word};
+use crate::ep::CallExecutor;
 use crate::ep::fixed::Fixed;
-use crate::error::{DeviceError, Error};
+use crate::error::{DeviceError, Error, PlanError};
 use crate::world::{Detour, Registration};
 
 /// Both know this of an exchange.
@@ -16,6 +18,8 @@ use crate::world::{Detour, Registration};
 pub(super) struct Common {
     /// Tells handles of different exchanges apart, within this process.
     pub instance: u64,
+    /// What carries its calls out.
+    pub executor: CallExecutor,
     pub fixed: Arc<Fixed>,
     pub shape: MemoryShape,
     /// This rank's memory, as its device reaches it.
@@ -24,6 +28,8 @@ pub(super) struct Common {
     pub host: PinnedMemory,
     pub seats: Vec<Seat>,
     pub space: Arc<Space>,
+    /// Exact sizes: how far the stream has come.
+    pub progress: Option<Progress>,
     /// Why rows that cross go by memory of the host, if they do.
     pub detour: Option<Detour>,
     /// How cards know the device's memory, if they do.
@@ -83,6 +89,42 @@ impl Common {
                 status: self.word(seat, Bell::Status)?,
             },
         )?)
+    }
+
+    /// Exact sizes: the stream leaves this mark when it has come to the call that runs.
+    pub fn started(&self, mark: u64) {
+        let call = self.served.load(Ordering::Relaxed) + 1;
+        self.progress.iter().for_each(|progress| progress.started(mark, call));
+    }
+
+    /// Frees what the stream and all peers have read by now. Whether nothing is left to wait for.
+    pub fn reclaim(&self) -> bool {
+        let seen = self.progress.as_ref().map(Progress::seen);
+        let Some(Ok((call, all))) = seen else { return true };
+        call.into_iter().for_each(|call| self.space.reach(call));
+        all
+    }
+
+    /// A piece of the pool. If there is none, and the stream has yet to read what was given back, waits until it has.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError), the cause of a dead world, [`PlanError::Interrupted`].
+    pub fn take(&self, bytes: u64) -> Result<Extent, Error> {
+        loop {
+            let all = self.reclaim();
+            match self.space.take(bytes) {
+                Ok(extent) => return Ok(extent),
+                Err(free) if all => {
+                    return Err(self.fixed.room.lacks(self.fixed.lanes.rank, bytes, free));
+                }
+                Err(_) => {}
+            }
+            self.fixed.shared.hub.health().check()?;
+            if interrupted() {
+                return Err(PlanError::Interrupted.into());
+            }
+            std::thread::yield_now();
+        }
     }
 
     /// Rings for the caller's stream: it goes on.

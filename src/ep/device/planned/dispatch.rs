@@ -1,8 +1,8 @@
-//! A dispatch, as the planner serves it.
+//! A dispatch, as the enqueuer serves it.
 //!
 //! ```text
 //!   caller's stream    ids, weights -> host | bell | sort, regroup: rows packed | packed |   wait       |
-//!   planner              sort | counts | entry, everybody's | place | tell | enqueue --------.    ring |
+//!   enqueuer             sort | counts | entry, everybody's | place | tell | enqueue --------.    ring |
 //!   its stream                                            wait packed | runs, pads, notes | landed -> peers
 //! ```
 //!
@@ -12,14 +12,17 @@
 use std::sync::Arc;
 
 use super::REFUSED;
-use super::call::PlannerCall;
-use super::planner::Planner;
+use super::call::DeviceCall;
+use super::enqueuer::{Caller, CallerStream, Enqueuer};
 use super::shape::Bell;
 use super::space::Extent;
+use crate::device::Range;
 use crate::ep::Status;
 use crate::error::{CallKind, Error, PlanError};
+use crate::exec::Until;
 use crate::gate::Routing;
 use crate::plan::Notes;
+use crate::schedule::call::CallMachine;
 use crate::schedule::{Tag, WindowId};
 
 /// Where this rank lets others write.
@@ -31,16 +34,23 @@ pub(super) struct Landing {
     extent: Option<Extent>,
 }
 
-impl Planner {
+impl Enqueuer {
     /// Serves the dispatch of a seat.
     ///
     /// # Errors
     /// Those that end the world. What is refused is told.
-    pub fn dispatch(&mut self, seat: u32, tokens: u32) -> Result<(), Error> {
+    pub fn dispatch(
+        &mut self,
+        mut machine: CallMachine,
+        seat: u32,
+        (tokens, x): (u32, Option<Range>),
+    ) -> Result<(), Error> {
         let programs = Arc::clone(&self.programs);
-        let mut call = PlannerCall::new(self, &programs, CallKind::Dispatch, seat);
+        let reached = matches!(self.caller, Caller::Words);
+        let mut call =
+            DeviceCall { x, reached, ..DeviceCall::new(self, &programs, CallKind::Dispatch, seat) };
         call.tokens = tokens;
-        let refusal = call.drive()?;
+        let refusal = call.drive(&mut machine, Until::End)?;
         let staging = call.staging.take();
         let status = match refusal {
             None => Status::OK,
@@ -60,41 +70,55 @@ impl Planner {
     }
 }
 
-impl PlannerCall<'_> {
+impl DeviceCall<'_> {
     /// The call is refused. Its caller's stream packs all the same, and its flag is consumed.
     fn refuse_dispatch(&mut self, error: Error) -> Result<Status, Error> {
         let (seat, tokens, status) = (self.seat, self.tokens, Status::of(&error));
-        self.planner.kept[seat as usize].number = 0;
+        self.enqueuer.kept[seat as usize].number = 0;
         self.await_packed(false)?;
-        self.planner.common.seats[seat as usize].tell(|told| {
+        self.enqueuer.common.seats[seat as usize].tell(|told| {
             told.extent = None;
             told.refused = Some(error);
             told.placed += 1;
         });
-        self.planner.send_tables(seat, tokens, false)?;
+        self.enqueuer.send_tables(seat, tokens, false)?;
         Ok(status)
     }
 
     /// Says how rows are packed, if that depends on where they go, and waits until they are.
     fn await_packed(&mut self, placed: bool) -> Result<(), Error> {
-        let (seat, planner) = (self.seat, &mut *self.planner);
-        if planner.common.shape.arrives() {
-            planner.list(seat, self.tokens, placed)?;
+        let (seat, enqueuer) = (self.seat, &mut *self.enqueuer);
+        // Of a call that is refused the caller's thread packs nothing.
+        let packs = matches!(enqueuer.caller, Caller::Words) || self.x.is_some() && placed;
+        if enqueuer.common.shape.arrives() && packs {
+            enqueuer.list(seat, self.tokens, placed)?;
         }
-        let Planner { common, engine, .. } = planner;
-        Ok(engine.take(common.word(seat, Bell::Packed)?)?)
+        let Enqueuer { common, engine, caller, .. } = enqueuer;
+        match caller {
+            Caller::Words => engine.take(common.word(seat, Bell::Packed)?)?,
+            Caller::Events(CallerStream { stream, kernels, reached, done, .. }) => {
+                if let (Some(x), true) = (&self.x, packs) {
+                    engine.precede(stream, done)?;
+                    common.pack(stream, kernels, seat, (self.tokens, x))?;
+                    reached.record(stream)?;
+                }
+                engine.follow(reached)?;
+                common.started(engine.awaited().0);
+            }
+        }
+        Ok(())
     }
 
     /// Sorts this rank's choices; what is wrong with them it refuses.
     pub fn sort(&mut self) {
-        if let Err(error) = self.planner.sort(self.seat, self.tokens) {
-            self.planner.sorted.clear(&self.planner.common.fixed.bins);
+        if let Err(error) = self.enqueuer.sort(self.seat, self.tokens) {
+            self.enqueuer.sorted.clear(&self.enqueuer.common.fixed.bins);
             self.refused = Some(error);
         }
     }
 
     pub fn announce(&mut self) {
-        let landing = self.refused.is_none().then(|| self.planner.announce(self.seat));
+        let landing = self.refused.is_none().then(|| self.enqueuer.announce(self.seat));
         let (base, handle) = landing.as_ref().map_or((0, 0), |landing| (landing.base, landing.len));
         self.landing = landing;
         self.say(Tag { base, handle, ..self.tag });
@@ -103,11 +127,11 @@ impl PlannerCall<'_> {
     /// Tells the caller where rows land, and fills the operands by which they do.
     pub fn fill_rows(&mut self) -> Result<(), Error> {
         let seat = self.seat;
-        self.planner.kept[seat as usize].number = self.planner.calls.number();
+        self.enqueuer.kept[seat as usize].number = self.enqueuer.calls.number();
         self.await_packed(true)?;
-        self.staging = self.landing.take().and_then(|landing| self.planner.tell_placement(seat, landing));
-        self.planner.send_tables(seat, self.tokens, true)?;
-        let Planner { common, calls, tables, kept, arrivals, .. } = &mut *self.planner;
+        self.staging = self.landing.take().and_then(|landing| self.enqueuer.tell_placement(seat, landing));
+        self.enqueuer.send_tables(seat, self.tokens, true)?;
+        let Enqueuer { common, calls, tables, kept, arrivals, .. } = &mut *self.enqueuer;
         let (setting, shape) = (common.fixed.agreement(*calls, CallKind::Dispatch).setting, &common.shape);
         let layout = &kept[seat as usize].layout;
         tables.rows(&setting, layout, true);
@@ -119,13 +143,13 @@ impl PlannerCall<'_> {
 
     /// Fills the operands by which what crossed is brought in.
     pub fn fill_bring_in(&mut self) -> Result<(), Error> {
-        let (seat, planner) = (self.seat as usize, &mut *self.planner);
-        let landing = planner.common.shape.landing(planner.kept[seat].layout.landed);
-        if planner.common.shape.arrives() {
-            planner.find_arrivals(landing)?;
+        let (seat, enqueuer) = (self.seat as usize, &mut *self.enqueuer);
+        let landing = enqueuer.common.shape.landing(enqueuer.kept[seat].layout.landed);
+        if enqueuer.common.shape.arrives() {
+            enqueuer.find_arrivals(landing)?;
         }
-        let desk = planner.desk(landing);
-        let Planner { common, calls, tables, scratch, .. } = planner;
+        let desk = enqueuer.desk(landing);
+        let Enqueuer { common, calls, tables, scratch, .. } = enqueuer;
         let setting = common.fixed.agreement(*calls, CallKind::Dispatch).setting;
         match &self.task {
             _ if common.shape.arrives() => tables.bring_notes_in(&setting, &scratch.landed, landing, desk),
@@ -137,15 +161,15 @@ impl PlannerCall<'_> {
 
     /// Says what this rank has for every bin, and keeps how its rows lie packed.
     pub fn publish(&mut self) -> Result<(), Error> {
-        self.planner.publish(self.seat)
+        self.enqueuer.publish(self.seat)
     }
 
     pub fn place(&mut self) -> Result<(), Error> {
-        self.planner.place(self.seat)
+        self.enqueuer.place(self.seat)
     }
 }
 
-impl Planner {
+impl Enqueuer {
     /// This rank's own routing, as its stream left it.
     fn sort(&mut self, seat: u32, tokens: u32) -> Result<(), Error> {
         let (fixed, shape) = (&self.common.fixed, &self.common.shape);

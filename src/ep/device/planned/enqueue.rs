@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use super::REFUSED;
 use super::common::Common;
-use super::exchange::PlannedExchange;
+use super::exchange::{Driver, PlannedExchange};
 use super::shape::Bell;
-use crate::device::{Context, MemoryOperations, Order, Range, Regroup, SumChoices};
+use crate::device::{Context, Kernels, MemoryOperations, Order, Range, Regroup, Stream, SumChoices};
 use crate::dtype::Wire;
 use crate::ep::tensor::Tokens;
 use crate::error::{DeviceError, Error};
@@ -43,6 +43,57 @@ impl Lists {
     }
 }
 
+impl Common {
+    /// Enqueues that the order of rows is found: by bin, then by token.
+    pub fn order(
+        &self,
+        stream: &Stream,
+        kernels: &Kernels,
+        seat: u32,
+        (count, experts): (u32, &Range),
+    ) -> Result<(), Error> {
+        let spec = &self.fixed.spec;
+        let (order, map) = (self.piece(self.shape.order(seat))?, self.piece(self.shape.map())?);
+        let choices = count * spec.top_k;
+        Ok(kernels.order(
+            stream,
+            &Order {
+                experts: experts.span(0, u64::from(choices) * 4)?,
+                choices,
+                top_k: spec.top_k,
+                bin_of: map.span(0, map.len())?,
+                n_experts: spec.map.experts(),
+                bins: self.fixed.bins.count(),
+                order: order.span(0, order.len())?,
+            },
+        )?)
+    }
+
+    /// Enqueues that rows are packed in that order.
+    pub fn pack(
+        &self,
+        stream: &Stream,
+        kernels: &Kernels,
+        seat: u32,
+        (count, x): (u32, &Range),
+    ) -> Result<(), Error> {
+        let shape = &self.shape;
+        let (order, rows) = (self.piece(shape.order(seat))?, self.piece(shape.staging(seat))?);
+        Ok(kernels.regroup(
+            stream,
+            &Regroup {
+                row_bytes: shape.row_bytes(),
+                sources: count,
+                rows: count * self.fixed.spec.top_k,
+                from: x.span(0, x.len())?,
+                index: order.span(0, order.len())?,
+                out: rows.span(0, rows.len())?,
+                status: self.word(seat, Bell::Status)?,
+            },
+        )?)
+    }
+}
+
 impl PlannedExchange {
     /// That tokens go, or, without any, that the call is refused; and that rows come.
     pub(super) fn enqueue_dispatch(&mut self, seat: u32, tokens: Option<Tokens<'_>>) -> Result<(), Error> {
@@ -56,42 +107,19 @@ impl PlannedExchange {
         }
         stream
             .write(common.word(seat, Bell::Dispatch)?, tokens.map_or(REFUSED, |tokens| tokens.count) + 1)?;
-        if shape.arrives() {
-            stream.operate(&mut self.lists.listed[seat as usize])?;
+        if let (Driver::Planner { lists, .. }, true) = (&mut self.driver, shape.arrives()) {
+            stream.operate(&mut lists.listed[seat as usize])?;
         }
-        if let Some(Tokens { count, x, experts, .. }) = tokens.filter(|tokens| tokens.count > 0) {
-            let order = common.piece(shape.order(seat))?;
-            let (map, rows) = (common.piece(shape.map())?, common.piece(shape.staging(seat))?);
-            let entries = count * spec.top_k;
-            // Where engines relay, the planner has said it.
+        let packs = tokens.filter(|tokens| tokens.count > 0);
+        if let (Some(Tokens { count, x, experts, .. }), false) = (packs, self.packs_when_placed()) {
+            // Where engines relay, the planner has said the order.
             if !shape.arrives() {
-                self.kernels.order(
-                    stream,
-                    &Order {
-                        experts: experts.span(0, u64::from(entries) * 4)?,
-                        choices: entries,
-                        top_k: spec.top_k,
-                        bin_of: map.span(0, map.len())?,
-                        n_experts: spec.map.experts(),
-                        bins: common.fixed.bins.count(),
-                        order: order.span(0, order.len())?,
-                    },
-                )?;
+                common.order(stream, &self.kernels, seat, (count, experts))?;
             }
-            self.kernels.regroup(
-                stream,
-                &Regroup {
-                    row_bytes: shape.row_bytes(),
-                    sources: count,
-                    rows: entries,
-                    from: x.span(0, x.len())?,
-                    index: order.span(0, order.len())?,
-                    out: rows.span(0, rows.len())?,
-                    status: common.word(seat, Bell::Status)?,
-                },
-            )?;
+            common.pack(stream, &self.kernels, seat, (count, x))?;
         }
-        stream.operate(&mut self.lists.packed[seat as usize])?;
+        let Driver::Planner { lists, .. } = &mut self.driver else { return Ok(()) };
+        stream.operate(&mut lists.packed[seat as usize])?;
         match shape.budget() {
             Some(landing) if shape.arrives() => {
                 common.regroup(stream, &self.kernels, (seat, shape.rows(seat).0, landing.rows))
@@ -100,8 +128,17 @@ impl PlannedExchange {
         }
     }
 
-    /// That outputs may be read, which lie so many `steps` into this rank's memory.
+    /// Whether rows are packed in the second half: where engines relay, the caller's thread knows only then in which order.
+    pub(super) fn packs_when_placed(&self) -> bool {
+        self.common.shape.arrives() && matches!(self.driver, Driver::Caller(_))
+    }
+
+    /// That outputs may be read, which lie so many `steps` into this rank's memory. On one node the caller's thread runs ahead:
+    /// nobody hears of it but the streams of its peers.
     pub(super) fn enqueue_offer(&self, seat: u32, steps: u32) -> Result<(), Error> {
+        if matches!(self.driver, Driver::Caller(_)) && !self.common.fixed.paths().rails() {
+            return Ok(());
+        }
         Ok(self.stream.write(self.common.word(seat, Bell::Combine)?, steps + 1)?)
     }
 
@@ -109,7 +146,9 @@ impl PlannedExchange {
     pub(super) fn enqueue_sum(&mut self, seat: u32, tokens: u32, out: Option<&Range>) -> Result<(), Error> {
         let (common, stream) = (&*self.common, &*self.stream);
         let (shape, spec) = (&common.shape, &common.fixed.spec);
-        stream.operate(&mut self.lists.offered[seat as usize])?;
+        if let Driver::Planner { lists, .. } = &mut self.driver {
+            stream.operate(&mut lists.offered[seat as usize])?;
+        }
         if let Some(out) = out.filter(|_| tokens > 0) {
             let (rows, summands) = (common.piece(shape.staging(seat))?, common.piece(shape.summands(seat))?);
             self.kernels.sum_choices(

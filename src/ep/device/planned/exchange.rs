@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use super::REFUSED;
 use super::common::Common;
 use super::enqueue::Lists;
-use super::handle::{Lease, PlannedDispatch, PlannedHandle, PlannedOutput};
+use super::enqueuer::Enqueuer;
+use super::handle::{Lease, PlannedDispatch, PlannedHandle, PlannedOutput, PlannedRows};
 use super::shape::MemoryShape;
 use crate::device::{Kernels, Range, Stream};
 use crate::ep::buffers::OutputAt;
@@ -16,28 +17,45 @@ use crate::ep::builder::Spec;
 use crate::ep::device::guard::Guard;
 use crate::ep::device::passage::Passage;
 use crate::ep::tensor::{Shape, Side, Tensor, TensorMut, Tokens, wrong_place};
-use crate::ep::{Choices, CombineInput, ExpertOutput, LaneUse};
+use crate::ep::{CallExecutor, Choices, CombineInput, ExpertOutput, Feature, LaneUse};
 use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::schedule::call::CallMachine;
 use crate::world::SymmetricRange;
 
-/// An [`ExpertParallel`](crate::ExpertParallel) whose calls a planner lays out: see the [module](super).
+/// An [`ExpertParallel`](crate::ExpertParallel) whose calls are laid out one by one: see the [module](super).
 ///
 /// Dropping it waits until what was enqueued is served; graphs must have drained before.
 pub(in crate::ep) struct PlannedExchange {
     pub(super) common: Arc<Common>,
     pub(super) stream: Arc<Stream>,
     pub(super) kernels: Arc<Kernels>,
-    pub(super) lists: Lists,
+    pub(super) driver: Driver,
     /// Per seat: dispatches and combines enqueued.
     calls: Vec<(u64, u64)>,
     /// All dispatches.
     dispatches: u64,
     lanes: Arc<[LaneUse]>,
-    planner: Option<JoinHandle<()>>,
-    _guard: Guard,
+    /// A combine between its halves, by the caller's thread.
+    returning: Option<Returning>,
+    _guards: Vec<Guard>,
     /// Other nodes write to it as long as this lives.
     _passage: Passage,
     _control: SymmetricRange,
+}
+
+/// What drives the calls.
+pub(super) enum Driver {
+    /// The caller's thread, in the second half of each call.
+    Caller(Box<Enqueuer>),
+    /// A thread of its own, and what streams do at its bells.
+    Planner { thread: Option<JoinHandle<()>>, lists: Lists },
+}
+
+/// A combine that was started.
+struct Returning {
+    machine: CallMachine,
+    seat: u32,
+    steps: u32,
 }
 
 /// How long streams of a dead world are waited for when the exchange goes.
@@ -47,38 +65,42 @@ const DRAIN: Duration = Duration::from_secs(10);
 pub(super) struct Parts {
     pub common: Arc<Common>,
     pub stream: Arc<Stream>,
-    pub kernels: Kernels,
-    pub planner: JoinHandle<()>,
-    pub guard: Guard,
+    pub kernels: Arc<Kernels>,
+    pub driver: Driver,
+    pub guards: Vec<Guard>,
     pub passage: Passage,
     pub control: SymmetricRange,
 }
 
 impl PlannedExchange {
     /// Of these parts.
-    pub(super) fn of(parts: Parts) -> Result<Self, Error> {
-        let Parts { common, stream, kernels, planner, guard, passage, control } = parts;
-        let lists = Lists::new(&common, stream.context())?;
+    pub(super) fn of(parts: Parts) -> Self {
+        let Parts { common, stream, kernels, driver, guards, passage, control } = parts;
         let calls = vec![(0, 0); common.shape.word_sets() as usize];
-        let (planner, lanes) = (Some(planner), LaneUse::of_devices(&common.fixed.lanes).into());
-        Ok(PlannedExchange {
+        let lanes = LaneUse::of_devices(&common.fixed.lanes).into();
+        PlannedExchange {
             common,
             stream,
-            kernels: Arc::new(kernels),
-            lists,
+            kernels,
+            driver,
             calls,
             dispatches: 0,
             lanes,
-            planner,
-            _guard: guard,
+            returning: None,
+            _guards: guards,
             _passage: passage,
             _control: control,
-        })
+        }
     }
 
     /// The stream of its calls.
     pub fn stream(&self) -> &Arc<Stream> {
         &self.stream
+    }
+
+    /// What carries its calls out.
+    pub fn executor(&self) -> CallExecutor {
+        self.common.executor
     }
 
     /// Its number among instances on devices.
@@ -107,19 +129,50 @@ impl PlannedExchange {
     /// [`CallError::TooManyInFlight`] if as many dispatches are alive as there are seats; then the call is not made, and the other
     /// ranks wait. [`DeviceError`](crate::error::DeviceError) ends the world. Bad input is reported by
     /// [`PlannedDispatch::finish`], on all ranks.
-    pub fn dispatch(&mut self, x: Tensor<'_>, choices: Choices<'_>) -> Result<PlannedDispatch, Error> {
+    pub fn start_dispatch(&mut self, x: Tensor<'_>, choices: Choices<'_>) -> Result<PlannedDispatch, Error> {
         self.begin_dispatch(Tokens::check(&self.common.fixed.spec, x, choices))
+    }
+
+    /// Waits until all ranks have said how many rows they have: not for the rows. Work on them can be enqueued then.
+    ///
+    /// # Errors
+    /// As [`ExpertParallel::dispatch`](crate::ExpertParallel::dispatch).
+    pub fn finish_dispatch(
+        &mut self,
+        started: PlannedDispatch,
+    ) -> Result<(PlannedRows, PlannedHandle), Error> {
+        let (common, lease) = (&self.common, &started.lease);
+        if let (Driver::Caller(enqueuer), Some(machine)) = (&mut self.driver, started.machine) {
+            let tokens = if started.refused.is_some() { REFUSED } else { lease.tokens };
+            let served = enqueuer.dispatch(machine, lease.seat, (tokens, started.x.clone()));
+            served.map_err(|error| common.fixed.fail(error))?;
+            common.served.fetch_add(1, Ordering::Relaxed);
+        }
+        started.finish()
+    }
+
+    /// With a budget: goes on without waiting. Of exact sizes this is refused: rows have no place before their number is known.
+    /// The call is made first, for the other ranks.
+    ///
+    /// # Errors
+    /// As [`PlannedDispatch::unfinished`]; [`PlanError::NotAvailable`].
+    pub fn unfinished_dispatch(
+        &mut self,
+        started: PlannedDispatch,
+    ) -> Result<(PlannedRows, PlannedHandle), Error> {
+        if let Driver::Planner { .. } = self.driver {
+            return started.unfinished();
+        }
+        self.finish_dispatch(started)?;
+        Feature::Capture.require(self.executor())?;
+        Err(PlanError::RefusedHere.into())
     }
 
     fn begin_dispatch(&mut self, tokens: Result<Tokens<'_>, Error>) -> Result<PlannedDispatch, Error> {
         self.common.fixed.shared.hub.health().check()?;
+        self.refuse_capture()?;
         let captured = self.stream.is_capturing()?;
         let common = Arc::clone(&self.common);
-        if captured && common.shape.budget().is_none() {
-            let (parameter, expected) =
-                ("mode", "a budget: a graph does not know the sizes of eager dispatches");
-            return Err(PlanError::BadParameter { parameter, seen: 0, expected }.into());
-        }
         let seats = common.shape.seats();
         let free = (0..seats).find(|&seat| common.seats[seat as usize].take());
         let seat = free.ok_or(CallError::TooManyInFlight { max: seats })?;
@@ -134,10 +187,20 @@ impl PlannedExchange {
         let lease = Arc::new(Lease { common, seat, nth, call, tokens: count, lanes });
         self.begin(seat, captured)?;
         self.enqueue_dispatch(seat, tokens).map_err(|error| self.common.fixed.fail(error))?;
+        let machine = self.start(CallKind::Dispatch, seat)?;
+        let x = tokens
+            .filter(|tokens| tokens.count > 0 && self.packs_when_placed())
+            .map(|tokens| tokens.x.clone());
         let shape = &self.common.shape;
         let late = shape.arrives() && shape.budget().is_none();
         let regroups = late.then(|| (Arc::clone(&self.stream), Arc::clone(&self.kernels)));
-        Ok(PlannedDispatch { lease, refused, regroups })
+        Ok(PlannedDispatch { lease, refused, regroups, machine, x })
+    }
+
+    /// Drives a call to its half, if the caller's thread does.
+    fn start(&mut self, kind: CallKind, seat: u32) -> Result<Option<CallMachine>, Error> {
+        let Driver::Caller(enqueuer) = &mut self.driver else { return Ok(None) };
+        Ok(Some(enqueuer.start(kind, seat).map_err(|error| self.common.fixed.fail(error))?))
     }
 
     /// Enqueues that expert outputs come back to their tokens and are summed into `out`. Collective.
@@ -154,8 +217,7 @@ impl PlannedExchange {
         let out = out.on_device("combined tokens", self.tokens_shape(handle.tokens()));
         let refused = self.start_combine(y, handle, out.as_ref().err().cloned())?;
         // A sum that is refused leaves zeros, where there is room for them.
-        self.finish_combine(handle, out.ok())?;
-        refused.map_or(Ok(()), Err)
+        self.finish_combine(handle, refused, out.ok())
     }
 
     /// First half: offers outputs, unless something `unfit` refuses the call. Returns why it is refused, if it is.
@@ -165,6 +227,7 @@ impl PlannedExchange {
         handle: &PlannedHandle,
         unfit: Option<Error>,
     ) -> Result<Option<Error>, Error> {
+        self.refuse_capture()?;
         let lease = match self.own(handle) {
             Ok(lease) => lease,
             Err(foreign) => return Err(self.refuse(CallKind::Combine, None, foreign)),
@@ -184,10 +247,42 @@ impl PlannedExchange {
         Ok(refused)
     }
 
-    /// Second half: the sums of the rows that came back.
-    pub fn finish_combine(&mut self, handle: &PlannedHandle, out: Option<&Range>) -> Result<(), Error> {
-        let enqueued = self.enqueue_sum(handle.seat(), handle.tokens(), out);
-        enqueued.map_err(|error| self.common.fixed.fail(error))
+    /// Second half: the sums of the rows that came back. `own` is why this rank refused the call.
+    ///
+    /// # Errors
+    /// `own`, or the refusal of another rank, which the caller's thread hears; a planner's caller asks its handle.
+    pub fn finish_combine(
+        &mut self,
+        handle: &PlannedHandle,
+        own: Option<Error>,
+        out: Option<&Range>,
+    ) -> Result<(), Error> {
+        let finished = self.finish_return(handle.seat(), handle.tokens(), out);
+        let refused = finished.map_err(|error| self.common.fixed.fail(error))?;
+        match (refused, own) {
+            (None | Some(Error::Plan(PlanError::RefusedHere)), Some(own)) => Err(own),
+            (refused, _) => refused.map_or(Ok(()), Err),
+        }
+    }
+
+    fn finish_return(&mut self, seat: u32, tokens: u32, out: Option<&Range>) -> Result<Option<Error>, Error> {
+        let mut refused = None;
+        if let (Driver::Caller(enqueuer), Some(call)) = (&mut self.driver, self.returning.take()) {
+            refused = enqueuer.combine(call.machine, call.seat, call.steps)?;
+            self.common.served.fetch_add(1, Ordering::Relaxed);
+        }
+        self.enqueue_sum(seat, tokens, out)?;
+        Ok(refused)
+    }
+
+    /// Calls of exact sizes are not captured: a graph would replay them with the words of this call.
+    fn refuse_capture(&self) -> Result<(), Error> {
+        match self.driver {
+            Driver::Caller(_) if self.stream.is_capturing()? => {
+                Ok(Feature::Capture.require(self.executor())?)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The output that a caller brings, or one that its rows are copied to.
@@ -218,15 +313,24 @@ impl PlannedExchange {
 
     /// Takes part in a call that this rank cannot make: the other ranks are told, as of bad input, and do not wait.
     pub fn refuse(&mut self, call: CallKind, handle: Option<&PlannedHandle>, error: Error) -> Error {
+        if let Err(captured) = self.refuse_capture() {
+            return captured;
+        }
         let refused = match (call, handle.filter(|handle| handle.instance() == self.instance())) {
             (CallKind::Combine, Some(handle)) => self.own(handle).and_then(|lease| {
                 let nth = self.offer(&lease, None, REFUSED)?;
                 handle.combines(nth, Some(error.clone()));
-                self.finish_combine(handle, None)
+                self.finish_combine(handle, Some(error.clone()), None)
             }),
             (CallKind::Combine, None) => self.refuse_without_seat(),
-            (CallKind::Dispatch, _) => self.begin_dispatch(Err(error.clone())).map(drop),
-            // A planner has no other call: every rank refuses it by itself.
+            (CallKind::Dispatch, _) => {
+                let started = self.begin_dispatch(Err(error.clone()));
+                return match started.and_then(|started| self.finish_dispatch(started)) {
+                    Err(refusal) => refusal,
+                    Ok(_) => error,
+                };
+            }
+            // There is no other call on devices: every rank refuses it by itself.
             _ => Ok(()),
         };
         refused.err().unwrap_or(error)
@@ -241,8 +345,9 @@ impl PlannedExchange {
         }
         let seat = self.common.shape.seatless();
         self.begin(seat, false)?;
-        let enqueued = self.enqueue_offer(seat, REFUSED).and_then(|()| self.enqueue_sum(seat, 0, None));
-        enqueued.map_err(|error| self.common.fixed.fail(error))
+        self.enqueue_return(seat, REFUSED)?;
+        self.finish_return(seat, 0, None).map_err(|error| self.common.fixed.fail(error))?;
+        Ok(())
     }
 
     /// Waits until the stream is done; waits of a failed world end by themselves.
@@ -272,8 +377,16 @@ impl PlannedExchange {
         self.begin(lease.seat, captured)?;
         // Given back as of this call: no earlier one may use it.
         drop(y);
-        self.enqueue_offer(lease.seat, steps).map_err(|error| self.common.fixed.fail(error))?;
+        self.enqueue_return(lease.seat, steps)?;
         Ok(nth)
+    }
+
+    /// Enqueues the first half of a combine.
+    fn enqueue_return(&mut self, seat: u32, steps: u32) -> Result<(), Error> {
+        self.enqueue_offer(seat, steps).map_err(|error| self.common.fixed.fail(error))?;
+        let started = self.start(CallKind::Combine, seat)?;
+        self.returning = started.map(|machine| Returning { machine, seat, steps });
+        Ok(())
     }
 
     /// Counts a call that the planner will count as served: none of a seat that is a graph's.
@@ -307,8 +420,14 @@ impl PlannedExchange {
 impl Drop for PlannedExchange {
     fn drop(&mut self) {
         self.common.closing.store(true, Ordering::Release);
-        if let Some(planner) = self.planner.take() {
-            let _ = planner.join();
+        match &mut self.driver {
+            Driver::Planner { thread, .. } => drop(thread.take().map(JoinHandle::join)),
+            Driver::Caller(enqueuer) => {
+                self.common.gone.store(true, Ordering::Release);
+                if self.common.fixed.shared.hub.health().check().is_err() {
+                    enqueuer.engine.run_out(DRAIN);
+                }
+            }
         }
         // The guard ends waits as long as it lives.
         let since = Instant::now();

@@ -8,10 +8,11 @@ use super::seat::{Placement, Told};
 use super::shape::Bell;
 use super::space::Extent;
 use crate::device::{Kernels, Range, Stream};
-use crate::ep::{CallExecutor, LaneUse, Report, Status};
+use crate::ep::{LaneUse, Report, Status};
 use crate::error::{Error, PlanError};
 use crate::exec::Enqueued;
 use crate::plan::Chunk;
+use crate::schedule::call::CallMachine;
 
 /// A seat, as long as anything of its dispatch is alive.
 #[derive(Debug)]
@@ -47,7 +48,7 @@ impl Lease {
     /// A report of what was enqueued.
     fn report(&self, enqueued: Enqueued, kernels: &[&'static str]) -> Report {
         let (detour, registration) = (self.common.detour, self.common.registration);
-        let (lanes, kernels, executor) = (self.lanes.to_vec(), kernels.to_vec(), CallExecutor::Planner);
+        let (lanes, kernels, executor) = (self.lanes.to_vec(), kernels.to_vec(), self.common.executor);
         Report { executor, lanes, enqueued, kernels, detour, registration, ..Report::default() }
     }
 
@@ -65,16 +66,20 @@ pub(in crate::ep) struct PlannedDispatch {
     pub(super) refused: Option<Error>,
     /// What puts rows into visible order, once it is known where they are.
     pub(super) regroups: Option<(Arc<Stream>, Arc<Kernels>)>,
+    /// Where the call is, if the caller's thread drives it.
+    pub(super) machine: Option<CallMachine>,
+    /// Tokens that are packed in the second half.
+    pub(super) x: Option<Range>,
 }
 
 impl PlannedDispatch {
-    /// Waits until all ranks have said how many rows they have: not for the rows. Work on them can be enqueued then; where
-    /// engines relay, behind the kernel that puts them into visible order, which this enqueues.
+    /// Waits until it is known how the call went. Where engines relay, this enqueues the kernel that puts rows into visible
+    /// order.
     ///
     /// # Errors
     /// As [`ExpertParallel::dispatch`](crate::ExpertParallel::dispatch). After those that leave the world usable the stream
     /// goes on with no rows, and the status word says why.
-    pub fn finish(self) -> Result<(PlannedRows, PlannedHandle), Error> {
+    pub(super) fn finish(self) -> Result<(PlannedRows, PlannedHandle), Error> {
         let nth = self.lease.nth;
         let told = self.lease.told(|told| {
             (told.placed >= nth).then(|| match told.refused.take() {
@@ -97,15 +102,10 @@ impl PlannedDispatch {
     /// ([`PlannedRows::counts`]), and [`PlannedHandle::status`] says whether they came.
     ///
     /// # Errors
-    /// What was wrong with this rank's input; [`PlanError::BadParameter`] in eager mode, where rows have no place before
-    /// their number is known.
-    pub fn unfinished(self) -> Result<(PlannedRows, PlannedHandle), Error> {
+    /// What was wrong with this rank's input.
+    pub(super) fn unfinished(self) -> Result<(PlannedRows, PlannedHandle), Error> {
         if let Some(refused) = self.refused {
             return Err(refused);
-        }
-        if self.lease.common.shape.budget().is_none() {
-            let (parameter, expected) = ("mode", "a budget: otherwise finish says where rows are");
-            return Err(PlanError::BadParameter { parameter, seen: 0, expected }.into());
         }
         Self::land(self.lease, None, None)
     }
@@ -268,16 +268,15 @@ impl PlannedHandle {
     /// A buffer of the rows' shape where peers can read it: experts write into it. Its contents are undefined.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError).
+    /// As [`Common::take`].
     pub fn output(&self) -> Result<PlannedOutput, Error> {
         let Lease { common, seat, .. } = &*self.lease;
-        let (shape, rank) = (&common.shape, common.fixed.lanes.rank);
+        let shape = &common.shape;
         let offer = shape.offer(self.placement.rows);
         let (base, extent) = match shape.budget() {
             Some(_) => (shape.output(*seat).0, None),
             None => {
-                let taken = common.space.take(offer.bytes());
-                let extent = taken.map_err(|free| common.fixed.room.lacks(rank, offer.bytes(), free))?;
+                let extent = common.take(offer.bytes())?;
                 (extent.offset(), Some(extent))
             }
         };
@@ -300,7 +299,7 @@ impl PlannedHandle {
         Status(word.map_or(0, |word| word.load(std::sync::atomic::Ordering::Acquire) as u32))
     }
 
-    /// How the bytes of the dispatch went. Waits until its rows have landed.
+    /// How the bytes of the dispatch went. With a planner, waits until its rows have landed.
     pub fn report(&self) -> Result<Report, Error> {
         let nth = self.lease.nth;
         let enqueued = self.lease.told(|told| (told.landed >= nth).then_some(told.dispatched))?;
@@ -309,7 +308,7 @@ impl PlannedHandle {
         Ok(self.lease.report(enqueued, kernels))
     }
 
-    /// How the last combine went. Waits until its rows are back, though not for their sums.
+    /// How the last combine went. With a planner, waits until its rows are back, though not for their sums.
     pub fn returned(&self) -> Result<Report, Error> {
         let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let Some(LastCombine { nth, refused }) = last else {

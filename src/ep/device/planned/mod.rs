@@ -1,12 +1,17 @@
-//! Instances of exact sizes or of a budget on a CUDA stream: a planner thread lays out each call.
+//! Instances of exact sizes or of a budget on a CUDA stream: the host lays out each call.
 //!
-//! The caller's thread enqueues and returns. The *planner*, one thread for each instance, hears from the stream what was
-//! routed, exchanges counts with the other planners and places the rows. It then has copy engines move them and lets the
-//! stream go on. Sizes are exact, and no kernel runs between packed and landed rows.
+//! The *enqueuer* hears from the caller's stream what was routed, exchanges counts with the other
+//! ranks, places the rows and has copy engines move them. No kernel runs between packed and landed
+//! rows. The caller's thread drives it, or a planner thread.
 //!
 //! ```text
-//!   caller's thread    dispatch()  ...            finish(): sizes
-//!   caller's stream    ids to the host | flag | sort, regroup | packed | wait | experts | flag | wait | sum
+//!   exact sizes
+//!   caller's stream    ids to the host | flag | order, pack | ........ join | experts | ready .. join | sum
+//!   caller's thread    start           finish: plan, as the host does      combine: bases
+//!   stream of copies                                  | rows to all ranks            | rows return
+//!
+//!   a budget
+//!   caller's stream    ids to the host | flag | order, pack | packed | wait | experts | flag | wait | sum
 //!   planner                                plan, as the host does           bases
 //!   planner's stream                            wait packed | rows to all ranks       | rows return
 //! ```
@@ -14,18 +19,25 @@
 //! | file | subject |
 //! |---|---|
 //! | `setup`, `exchange`, `enqueue`, `handle` | how an instance is made; what its caller calls, enqueues and holds |
-//! | `planner`, `call`, `dispatch`, `combine` | how the planner drives the programs of [`schedule`](crate::schedule), with the engine of [`exec`](crate::exec) |
-//! | `arrivals` | further work of the planner where copy engines relay |
-//! | `shape`, `space`, `seat`, `common` | memory layout, free memory, and what both threads share |
-//! | `apart` | a stream that the caller's cannot hold up |
+//! | `enqueuer`, `call`, `dispatch`, `combine` | steps of the programs of [`schedule`](crate::schedule), with the engine of [`exec`](crate::exec) |
+//! | `arrivals` | further work of the enqueuer where copy engines relay |
+//! | `watch` | deadlines for what streams of exact sizes await |
+//! | `planner`, `apart` | with a budget: the thread, and a stream that the caller's cannot hold up |
+//! | `shape`, `space`, `seat`, `common` | memory layout, free memory, and what all of them share |
 //!
-//! **Constants.** A stream and its planner share words of the host's memory. One side sets a word and the other takes it
-//! back. Values that grow are the planners' alone. So what a stream does for a call never changes. With a budget
-//! ([`Mode::Budget`](crate::plan::Mode)) memory does not move either, and a graph can replay the call with other tokens.
+//! **Exact sizes.** The caller's thread enqueues in the second half of a call, and whatever a stream
+//! waits for is enqueued by then. So no stream waits for a thread that has yet to call the driver.
+//! [`exec::Engine`](crate::exec::Engine) has the order. Calls take turns on the caller's stream, so
+//! handles share one staging memory.
+//!
+//! **A budget.** A graph may replay the call, when no thread of the caller's is there. A stream and
+//! its planner share words of the host's memory. One side sets a word and the other takes it back.
+//! Values that grow are the planners' alone. So what a stream does for a call never changes, and a
+//! graph can replay it with other tokens ([`Mode::Budget`](crate::plan::Mode)).
 //!
 //! **Other nodes.** If the NICs of all ranks read and write their devices' memory
 //! ([`Registration`](crate::world::Registration)), rows go from device to device. Otherwise they are staged in pinned memory
-//! of the host on both sides, and [`Detour`](crate::world::Detour) gives the reason. The planner posts the puts and does this
+//! of the host on both sides, and [`Detour`](crate::world::Detour) gives the reason. The enqueuer posts the puts and does this
 //! rank's part as a relay. This table counts the copies of a row, by engines (`e`), by NICs (`r`) and by kernels (`k`):
 //!
 //! | route | own node | other node, dispatch | other node, combine | floor |
@@ -48,6 +60,7 @@ mod combine;
 mod common;
 mod dispatch;
 mod enqueue;
+mod enqueuer;
 mod exchange;
 mod handle;
 mod planner;
@@ -57,10 +70,11 @@ mod shape;
 mod space;
 #[cfg(test)]
 pub(in crate::ep) mod tests;
+mod watch;
 
 pub(in crate::ep) use exchange::PlannedExchange;
 pub(in crate::ep) use handle::{PlannedDispatch, PlannedHandle, PlannedOutput, PlannedRows};
-pub(in crate::ep) use setup::PlannerSettings;
+pub(in crate::ep) use setup::PlannedSettings;
 
-/// A bell's value, less one, that says: my caller's input was refused. No number of tokens is so large, and no place.
+/// A flag's value, less one, that says: my caller's input was refused. No number of tokens is so large, and no place.
 const REFUSED: u32 = u32::MAX - 1;

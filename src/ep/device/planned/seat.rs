@@ -1,4 +1,4 @@
-//! What the planner tells the caller's thread of a seat: how its calls went, as soon as it is known.
+//! How the calls of a seat went, as soon as it is known: from whatever drives them to whoever holds a handle.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};

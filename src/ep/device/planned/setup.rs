@@ -1,24 +1,27 @@
-//! Making an exchange: memory, a stream apart, and the planner's thread.
+//! Making an exchange: memory, a stream for copies, and the planner's thread where there is one.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use super::apart;
 use super::common::Common;
-use super::exchange::{Parts, PlannedExchange};
-use super::planner::{Kept, Planner, Scratch};
+use super::enqueue::Lists;
+use super::enqueuer::{Caller, CallerStream, Enqueuer, Kept, Scratch};
+use super::exchange::{Driver, Parts, PlannedExchange};
+use super::planner::Planner;
 use super::seat::Seat;
 use super::shape::{Bell, MemoryShape};
-use super::space::Space;
-use crate::device::{Context, Driver, Kernels, PinnedMemory, Stream};
-use crate::ep::Status;
+use super::space::{Progress, Space};
+use super::watch::Watch;
+use crate::device::{Context, Driver as CudaDriver, Event, Kernels, PinnedMemory, Priority, Stream};
 use crate::ep::agreement::GroupCounts;
 use crate::ep::builder::Spec;
-use crate::ep::device::guard::Guard;
+use crate::ep::device::guard::{Guard, POISON};
 use crate::ep::device::next_instance;
 use crate::ep::device::passage::{Needs, Passage};
 use crate::ep::fixed::{Fixed, Room};
 use crate::ep::relay::Relay;
+use crate::ep::{CallExecutor, Status};
 use crate::error::{Error, MemoryError, PlanError};
 use crate::exec::{Engine, Ground, Near};
 use crate::plan::{Arrivals, Crossing, Sorted};
@@ -27,9 +30,9 @@ use crate::schedule::{CallerTables, Calls, Control, Flag};
 use crate::topology::{Paths, Route};
 use crate::world::{DeviceWindow, Group, Member};
 
-/// Settings that a planner needs beside those of every instance. All ranks must choose alike, but for the stream.
+/// Settings that an instance needs beside those of every instance. All ranks must choose alike, but for the stream.
 #[derive(Clone, Debug)]
-pub(in crate::ep) struct PlannerSettings {
+pub(in crate::ep) struct PlannedSettings {
     pub stream: Arc<Stream>,
     /// Dispatches that may be alive at once.
     pub max_in_flight: u32,
@@ -40,21 +43,26 @@ pub(in crate::ep) struct PlannerSettings {
 impl PlannedExchange {
     /// Allocates, finds a stream that the caller's cannot hold up, and starts the planner. Waits until the caller's stream is
     /// idle. Collective.
-    pub fn new(group: &Group, spec: Spec, settings: PlannerSettings) -> Result<PlannedExchange, Error> {
-        let PlannerSettings { stream, max_in_flight: seats, device_heap: pool } = settings;
+    pub fn new(group: &Group, spec: Spec, settings: PlannedSettings) -> Result<PlannedExchange, Error> {
+        let PlannedSettings { stream, max_in_flight: seats, device_heap: pool } = settings;
         let context = Arc::clone(stream.context());
         let lanes = group.lanes(spec.route)?;
         let staged = most_staged(&lanes.paths(), spec.max_tokens);
         let flags = Control::flag(0, Flag::Entry, group.size());
         let words = flags + Flag::COUNT as u64 * u64::from(group.size()) * 64;
         let crossed = if lanes.paths().rails() { words } else { 0 };
+        let executor = match spec.mode.budget() {
+            Some(_) => CallExecutor::Planner,
+            None => CallExecutor::Enqueuer,
+        };
         let shape = MemoryShape::new(&spec, seats, pool, staged, crossed);
-        let usable =
-            check(&spec, seats).and_then(|()| Ok(shape.check()?)).and_then(|()| prepare(&context, &stream));
+        let usable = check(&spec, seats)
+            .and_then(|()| Ok(shape.check()?))
+            .and_then(|()| prepare(&context, &stream, executor));
         let usable_here = [("whether their streams can be used (1: yes)", usable.is_ok().into())];
         let settings = [("max_in_flight", seats.into()), ("device_heap", pool)];
         let told = group.alike(&[usable_here.as_slice(), &settings].concat());
-        let (apart, kernels) = usable?;
+        let (copies, kernels) = usable?;
         told?;
         let room = Room {
             total: shape.pool().1,
@@ -75,14 +83,17 @@ impl PlannedExchange {
         let fixed = Arc::new(fixed);
         let own = members[group.rank() as usize].as_ref();
         let nowhere = MemoryError::NotUsable { rank: group.rank() };
-        let memory = own.ok_or(nowhere)?.memory.clone();
+        let own = own.ok_or(nowhere)?;
+        let (memory, words_here) = (own.memory.clone(), own.words.clone());
         let host = PinnedMemory::new(&context, shape.host_bytes() as usize)?;
         let common = Arc::new(Common {
             instance: next_instance(),
+            executor,
             memory,
             host,
             seats: (0..shape.word_sets()).map(|_| Seat::default()).collect(),
             space: Space::new(shape.pool().0, shape.pool().1),
+            progress: (executor == CallExecutor::Enqueuer).then(|| Progress::new(&fixed, &words_here)),
             closing: AtomicBool::new(false),
             gone: AtomicBool::new(false),
             served: AtomicU64::new(0),
@@ -91,14 +102,26 @@ impl PlannedExchange {
             shape,
             fixed: Arc::clone(&fixed),
         });
-        fill(&context, &apart, &common)?;
+        fill(&context, &copies, &common)?;
         let bells = |bells: &[Bell]| -> Vec<usize> {
             let of = |seat| bells.iter().map(move |&bell| shape.bell(seat, bell) as usize);
             (0..shape.word_sets()).flat_map(of).collect()
         };
-        let awaited = bells(&[Bell::Listed, Bell::Packed, Bell::Dispatched, Bell::Combined]);
-        let status = (bells(&[Bell::Status]), Status::WORLD_FAILED.0.into());
-        let guard = Guard::new(fixed.shared.hub.health(), &common.host, awaited, status, None)?;
+        let awaited = match executor {
+            CallExecutor::Planner => bells(&[Bell::Listed, Bell::Packed, Bell::Dispatched, Bell::Combined]),
+            _ => Vec::new(),
+        };
+        let (health, status) =
+            (fixed.shared.hub.health(), (bells(&[Bell::Status]), Status::WORLD_FAILED.0.into()));
+        let mut guards = vec![Guard::new(health, &common.host, (awaited, POISON), status, None)?];
+        if executor == CallExecutor::Enqueuer {
+            // Words that grow: no value of this epoch is as large, counted in a circle.
+            let poison = Calls::new(fixed.shared.hub.epoch()).value().wrapping_add(1 << 62);
+            let of =
+                |flag| (0..group.size()).map(move |rank| Control::flag(rank, flag, group.size()) as usize);
+            let awaited = of(Flag::Landed).chain(of(Flag::Ready)).collect();
+            guards.push(Guard::new(health, &words_here, (awaited, poison), (Vec::new(), 0), None)?);
+        }
         let near = |Member { memory, words, same_device }: Member| Near { memory, words, same_device };
         let ranks = members.into_iter().map(|member| member.map(near)).collect();
         let (zeros_at, zeros_len) = shape.zeros();
@@ -106,11 +129,26 @@ impl PlannedExchange {
         let twin = passage.twin().map(|twin| (twin.memory.clone(), shape.outbox()));
         let words = passage.registration().map(|_| common.piece(shape.words())).transpose()?;
         let ground = Ground { ranks, zeros, twin, words };
-        let engine = Engine::new(&context, Arc::clone(&fixed.port), ground, apart);
-        let planner = start(context.driver(), &common, engine)?;
+        let ahead = executor == CallExecutor::Enqueuer;
+        let engine = Engine::new(&context, Arc::clone(&fixed.port), ground, copies, ahead);
+        let kernels = Arc::new(kernels);
+        let driver = match executor {
+            CallExecutor::Planner => {
+                let lists = Lists::new(&common, &context)?;
+                let planner = Planner(enqueuer(&common, Caller::Words, engine));
+                Driver::Planner { thread: Some(start(context.driver(), planner)?), lists }
+            }
+            _ => {
+                let (stream, kernels) = (Arc::clone(&stream), Arc::clone(&kernels));
+                let [reached, done] = [Event::new(&context)?, Event::new(&context)?];
+                let watch = Watch::new(&fixed, &words_here)?;
+                let caller = Caller::Events(CallerStream { stream, kernels, reached, done, watch });
+                Driver::Caller(Box::new(enqueuer(&common, caller, engine)))
+            }
+        };
         // Nobody rings before everybody listens.
         group.gather(&[])?;
-        PlannedExchange::of(Parts { common, stream, kernels, planner, guard, passage, control })
+        Ok(PlannedExchange::of(Parts { common, stream, kernels, driver, guards, passage, control }))
     }
 }
 
@@ -130,12 +168,24 @@ fn check(spec: &Spec, seats: u32) -> Result<(), Error> {
     Ok(Kernels::sum_choices_names(spec.dtype).map(drop)?)
 }
 
-/// What must be there before anybody is told that it is: kernels, loaded, and a stream apart.
-fn prepare(context: &Arc<Context>, stream: &Stream) -> Result<(Stream, Kernels), Error> {
-    context.driver().require_eager_loading()?;
+/// What must be there before anybody is told that it is: a stream for copies, and kernels.
+///
+/// A planner's stream must be apart from the caller's, and its kernels loaded: the caller's waits for it meanwhile. No stream
+/// waits for a caller's thread.
+fn prepare(
+    context: &Arc<Context>,
+    stream: &Stream,
+    executor: CallExecutor,
+) -> Result<(Stream, Kernels), Error> {
+    let planned = executor == CallExecutor::Planner;
+    if planned {
+        context.driver().require_eager_loading()?;
+    }
     let _alone = apart::alone();
     let kernels = Kernels::load(context)?;
-    Ok((apart::from(context, stream)?, kernels))
+    let copies =
+        if planned { apart::from(context, stream)? } else { Stream::new(context, Priority::Highest)? };
+    Ok((copies, kernels))
 }
 
 /// Writes what never changes: zeros for pads, and the bin of each expert; and words that nobody has raised.
@@ -152,21 +202,19 @@ fn fill(context: &Arc<Context>, stream: &Stream, common: &Common) -> Result<(), 
     Ok(stream.synchronize()?)
 }
 
-fn start(
-    driver: &Driver,
-    common: &Arc<Common>,
-    engine: Engine,
-) -> Result<std::thread::JoinHandle<()>, Error> {
+fn enqueuer(common: &Arc<Common>, caller: Caller, engine: Engine) -> Enqueuer {
     let fixed = &common.fixed;
     let engines = Engines {
         pulls: true,
         brings_in: fixed.paths().rails() && (fixed.arrives() || !fixed.straight()),
         fixed_outputs: fixed.spec.mode.budget().is_some(),
+        enqueues: matches!(caller, Caller::Events(_)),
     };
     let sums = fixed.partial_bytes().is_some();
     let programs = RankPrograms::new(fixed.paths(), fixed.chunks, sums, engines);
-    let planner = Planner {
+    Enqueuer {
         common: Arc::clone(common),
+        caller,
         programs: Arc::new(programs),
         engine,
         relay: fixed.paths().rails().then(|| Relay::new(Arc::clone(fixed))),
@@ -178,7 +226,10 @@ fn start(
         numbers: GroupCounts::new(fixed),
         kept: (0..common.shape.word_sets()).map(|_| Kept::default()).collect(),
         scratch: Scratch::default(),
-    };
+    }
+}
+
+fn start(driver: &CudaDriver, planner: Planner) -> Result<std::thread::JoinHandle<()>, Error> {
     let thread = std::thread::Builder::new().name("sidelane-planner".into());
     let driver = driver.clone();
     let started = thread.spawn(move || {

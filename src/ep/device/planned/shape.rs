@@ -1,12 +1,19 @@
 //! Where things lie in an exchange's memory: the same at every rank.
 //!
 //! ```text
-//!   memory of the device   | words | zeros | map | seat 0 | seat 1 | ...  |  pool: rows and outputs of eager dispatches       |
-//!   a seat                 | staging: packed rows, later rows that came home | order | summands | counts | * |
-//!                                                             * with a budget: rows that land, and outputs
+//!   memory of the device
+//!     exact sizes          | words | zeros | map | staging | seat 0 | seat 1 | ...  |  pool: rows and outputs |
+//!     a budget             | words | zeros | map | seat 0 | seat 1 | ...  |
+//!   staging                packed rows of a dispatch, rows that come home in a combine
+//!   a seat                 | order | summands | counts |       with a budget: | staging | .. | rows that land | outputs |
 //!
-//!   memory of the host     | seat 0 | seat 1 | ... | words of no seat |
-//!   a seat                 | bells, a line each | experts | weights | notes | summands | counts | order |
+//!   Calls of exact sizes take turns on the caller's stream, so one staging is enough, and a handle keeps permutations
+//!   alone. A graph's calls have a place each for good.
+//!
+//!   memory of the host
+//!     exact sizes          | words of seat 0 | 1 | ... | words of no seat | arrays |
+//!     a budget             | words of seat 0 | arrays | words of seat 1 | arrays | ... | words of no seat |
+//!   arrays                 | experts | weights | notes | summands | counts | order |
 //!
 //!   with several nodes: words of the device that cards write, and one of
 //!   the device's twin      | as memory of the device | outbox: rows on their way to other nodes |    where no card reaches it
@@ -100,7 +107,7 @@ impl MemoryShape {
         let rows = landing + u128::from(self.entries() + self.align + self.ids + self.experts);
         // A row, its note and its numbers, all of them a few times.
         let bytes = 4 * u128::from(self.row_bytes() + self.sizing.note_bytes() + 8 + GRAIN);
-        let all = rows.saturating_mul(bytes).saturating_mul(u128::from(self.seats) + 1);
+        let all = rows.saturating_mul(bytes).saturating_mul(u128::from(self.seats) + 2);
         if all <= MOST.into() {
             return Ok(());
         }
@@ -175,13 +182,26 @@ impl MemoryShape {
         (behind(self.zeros()), self.ids * 4)
     }
 
+    /// Rows that a call packs, or that come home to it. Of exact sizes all seats share it.
     pub fn staging(&self, seat: u32) -> Piece {
-        (behind(self.map()) + u64::from(seat) * self.seat_bytes(), self.entries() * self.row_bytes())
+        let at = if self.budget.is_some() { self.seat(seat) } else { behind(self.map()) };
+        (at, self.entries() * self.row_bytes())
+    }
+
+    /// First byte of a seat.
+    fn seat(&self, seat: u32) -> u64 {
+        let shared = if self.budget.is_some() { 0 } else { self.staging_bytes() };
+        behind(self.map()) + shared + u64::from(seat) * self.seat_bytes()
+    }
+
+    fn staging_bytes(&self) -> u64 {
+        round(self.entries() * self.row_bytes())
     }
 
     /// The token of each packed row, `i32`.
     pub fn order(&self, seat: u32) -> Piece {
-        (behind(self.staging(seat)), self.entries() * 4)
+        let own = if self.budget.is_some() { self.staging_bytes() } else { 0 };
+        (self.seat(seat) + own, self.entries() * 4)
     }
 
     /// For each token its packed rows in the order of the sum, `i32 [tokens, top_k]`.
@@ -205,7 +225,7 @@ impl MemoryShape {
     }
 
     pub fn pool(&self) -> Piece {
-        (self.staging(self.seats).0, round(self.pool))
+        (self.seat(self.seats), round(self.pool))
     }
 
     /// Size of the device's memory.
@@ -244,8 +264,10 @@ impl MemoryShape {
     }
 
     pub fn host_experts(&self, seat: u32) -> Piece {
-        let first = self.bell(seat, Bell::Dispatch) + round(Bell::COUNT * LINE);
-        (first, self.entries() * 4)
+        let bells = round(Bell::COUNT * LINE);
+        let own = self.bell(seat, Bell::Dispatch) + bells;
+        let shared = u64::from(self.word_sets()) * bells;
+        (if self.budget.is_some() { own } else { shared }, self.entries() * 4)
     }
 
     pub fn host_weights(&self, seat: u32) -> Piece {
@@ -271,19 +293,24 @@ impl MemoryShape {
 
     /// Size of the host's memory.
     pub fn host_bytes(&self) -> u64 {
-        u64::from(self.seats) * self.host_seat_bytes() + round(Bell::COUNT * LINE)
+        let shared = if self.budget.is_some() { 0 } else { self.host_array_bytes() };
+        u64::from(self.seats) * self.host_seat_bytes() + round(Bell::COUNT * LINE) + shared
     }
 
     fn seat_bytes(&self) -> u64 {
         let landing = self.budget.map_or(0, |rows| round(self.extent(rows)));
         let output = self.budget.map_or(0, |rows| round(self.sizing.offer(rows).bytes()));
-        let rows = round(self.entries() * self.row_bytes());
+        let rows = self.budget.map_or(0, |_| self.staging_bytes());
         rows + 2 * round(self.entries() * 4) + round(2 * self.experts * 8) + landing + output
     }
 
     fn host_seat_bytes(&self) -> u64 {
+        round(Bell::COUNT * LINE) + self.budget.map_or(0, |_| self.host_array_bytes())
+    }
+
+    fn host_array_bytes(&self) -> u64 {
         let arrays = 4 * round(self.entries() * 4) + round(self.entries() * self.sizing.note_bytes());
-        round(Bell::COUNT * LINE) + arrays + round(2 * self.experts * 8)
+        arrays + round(2 * self.experts * 8)
     }
 }
 
@@ -293,4 +320,70 @@ fn round(bytes: u64) -> u64 {
 
 fn behind((offset, len): Piece) -> u64 {
     offset + round(len)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(budget: Option<u32>, seats: u32, row_bytes: u64) -> MemoryShape {
+        let sizing =
+            Sizing { row_bytes, home_bytes: row_bytes, words_out: 1, words_home: 0, partial_bytes: None };
+        MemoryShape {
+            seats,
+            ids: 8,
+            max_tokens: 64,
+            top_k: 4,
+            align: 1,
+            experts: 2,
+            sizing,
+            budget,
+            pool: 1 << 20,
+            staged: None,
+            words: 0,
+        }
+    }
+
+    #[test]
+    fn of_exact_sizes_a_seat_has_permutations_and_no_rows() {
+        let seat = |budget, row_bytes| {
+            shape(budget, 3, row_bytes).seat_bytes() + shape(budget, 2, row_bytes).device_bytes()
+                - shape(budget, 3, row_bytes).device_bytes()
+        };
+        assert_eq!((seat(None, 512), seat(Some(256), 512)), (0, 0), "memory grows by a seat");
+        assert_eq!(shape(None, 2, 512).seat_bytes(), 2 * 64 * 4 * 4 + 256);
+        assert_eq!(shape(None, 2, 8192).seat_bytes(), shape(None, 2, 512).seat_bytes());
+        assert!(shape(Some(256), 2, 512).seat_bytes() > 64 * 4 * 512);
+    }
+
+    #[test]
+    fn pieces_lie_behind_each_other() {
+        for budget in [None, Some(256)] {
+            let shape = shape(budget, 2, 512);
+            let mut pieces = vec![shape.zeros(), shape.map(), shape.staging(0)];
+            for seat in 0..2 {
+                pieces.extend(budget.filter(|_| seat > 0).map(|_| shape.staging(seat)));
+                pieces.extend([shape.order(seat), shape.summands(seat), shape.counts(seat)]);
+                pieces.extend(budget.map(|_| shape.rows(seat)));
+                pieces.extend(budget.map(|_| shape.output(seat)));
+            }
+            pieces.push(shape.pool());
+            for next in pieces.windows(2) {
+                assert!(next[0].0 + next[0].1 <= next[1].0, "{next:?}");
+            }
+        }
+    }
+    #[test]
+    fn of_exact_sizes_host_arrays_are_shared() {
+        let (exact, budget) = (shape(None, 3, 512), shape(Some(256), 3, 512));
+        assert_eq!(exact.host_experts(0), exact.host_experts(2));
+        assert!(budget.host_experts(0) < budget.host_experts(2));
+        for shape in [exact, budget] {
+            let (at, len) = shape.host_order(2);
+            let words = shape.bell(shape.seatless(), Bell::Status) + LINE;
+            assert!(at + len <= shape.host_bytes() && words <= shape.host_bytes());
+            assert!(shape.host_experts(2).0 >= shape.bell(2, Bell::Status) + LINE);
+        }
+        assert!(exact.host_experts(0).0 >= exact.bell(exact.seatless(), Bell::Status) + LINE);
+    }
 }

@@ -1,20 +1,27 @@
-//! The pool on the device: offsets alone, shared by the caller's thread and the planner.
+//! The pool on the device: offsets alone, shared by handles and whatever drives the calls.
 //!
-//! Memory is given back by the host while the stream may still read it. So it is free for those calls only that were
-//! enqueued later: when the planner hears such a call's bell, the stream has passed all that came before.
+//! The host gives memory back while the stream may still read it. So it is free for those calls only
+//! that were enqueued later, when the stream has come to one of them:
 //!
 //! ```text
 //!   host     call 1    call 2    drop rows of 1    call 3
 //!   stream        call 1 ......... call 2 . experts on rows of 1 ........ call 3
-//!   planner            free: -          free: -                              free: rows of 1
+//!   pool               free: -          free: -                              free: rows of 1
 //! ```
 //!
-//! What a combine offered is read by peers: it is dropped with the combine, and the next call begins by waiting until
-//! peers have read.
+//! Peers read what a combine offered. It is dropped with the combine, and free when they say that
+//! they have read it. A planner waits for that at the beginning of the next call, and so does a
+//! caller's thread where it awaits its stream. Where it runs ahead, it looks ([`Progress`]).
 
+use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::device::PinnedMemory;
+use crate::ep::fixed::Fixed;
+use crate::error::DeviceError;
 use crate::memory::Extents;
+use crate::schedule::{Control, Flag};
 
 /// What is free, and what will be.
 #[derive(Debug)]
@@ -74,6 +81,69 @@ impl Space {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How far the caller's stream has come, and its peers have read: words that the host reads without a call of the driver.
+#[derive(Debug)]
+pub(super) struct Progress {
+    /// This rank's words.
+    words: PinnedMemory,
+    rank: u32,
+    ranks: u32,
+    /// Ranks that read what this one offers.
+    locals: Vec<u32>,
+    marks: Mutex<Marks>,
+}
+
+#[derive(Debug, Default)]
+struct Marks {
+    /// A mark of the stream, and the call that it had come to.
+    calls: VecDeque<(u64, u64)>,
+    /// What readers of the last return say.
+    last_return: u64,
+    /// The latest call whose mark was seen.
+    reached: u64,
+}
+
+impl Progress {
+    pub fn new(fixed: &Fixed, words: &PinnedMemory) -> Self {
+        let (rank, ranks) = (fixed.lanes.rank, fixed.lanes.ranks());
+        let locals = fixed.paths().locals().collect();
+        Progress { words: words.clone(), rank, ranks, locals, marks: Mutex::default() }
+    }
+
+    /// The stream leaves this mark when it has come to a call.
+    pub fn started(&self, mark: u64, call: u64) {
+        self.marks().calls.push_back((mark, call));
+    }
+
+    /// Peers say with this value that they have read what was offered.
+    pub fn returned(&self, value: u64) {
+        self.marks().last_return = value;
+    }
+
+    /// The call that the stream has come to, if peers have read all that was offered; and whether it is the last.
+    pub fn seen(&self) -> Result<(Option<u64>, bool), DeviceError> {
+        let value = |from, flag| {
+            let word = self.words.word(Control::flag(from, flag, self.ranks) as usize)?;
+            Ok::<_, DeviceError>(word.load(Ordering::Acquire))
+        };
+        let (mark, mut marks) = (value(self.rank, Flag::Home)?, self.marks());
+        while let Some(&(_, call)) = marks.calls.front().filter(|(left, _)| *left <= mark) {
+            marks.calls.pop_front();
+            marks.reached = call;
+        }
+        for &reader in &self.locals {
+            if value(reader, Flag::Read)? < marks.last_return {
+                return Ok((None, false));
+            }
+        }
+        Ok((Some(marks.reached), marks.calls.is_empty()))
+    }
+
+    fn marks(&self) -> MutexGuard<'_, Marks> {
+        self.marks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -20,10 +20,14 @@ use stand_in_cuda::StandIn;
 use self::devices::stream;
 use self::rank::{Case, Input, Rank};
 use self::support::{on_ranks, small, tokens};
+use super::PlannedExchange;
+use super::exchange::Driver;
 use crate::config::RailChoice;
 use crate::device::Stream;
+use crate::error::CallKind;
 use crate::lane::{Fabric, Settings, SignalMode};
 use crate::plan::{ExpertMap, Mode, Overflow};
+use crate::schedule::call::{Action, CallChange, CallMutation, Part, Relays, StageId};
 use crate::topology::Route;
 use crate::world::{Detour, NoDmaBuf, RailCounters, Registration};
 use crate::{Options, World};
@@ -133,6 +137,42 @@ fn a_graph_is_replayed_and_dispatches_are_alive_side_by_side() {
                 }
             });
         }
+    });
+}
+
+/// Waits that streams were given before what ends them, in rounds on one node with this bug in dispatches.
+fn waits_without_cause(bug: Option<CallChange>) -> u64 {
+    let case = Case { hidden: 8, max_tokens: 6, ..Case::new(3, 4, 2) };
+    let without = || StandIn::loaded().map_or(0, |stand_in| stand_in.counters().waits_without_cause);
+    let before = without();
+    on_ranks(&case.nodes, &small(), |world: World| {
+        let group = world.all().unwrap();
+        let mut rank = Rank::<bf16>::new(&group, &case);
+        let Some(PlannedExchange { driver: Driver::Caller(enqueuer), .. }) = rank.planned.planned() else {
+            panic!("exact sizes have no planner")
+        };
+        let posted = Action::Run(StageId::Posted, Part::Whole);
+        let program = enqueuer.programs.own(CallKind::Dispatch, Relays::Inline);
+        let at = program.steps().iter().position(|step| step.action == posted).unwrap();
+        if let Some(change) = bug {
+            let bug = CallMutation { at: at as u16, change };
+            Arc::make_mut(&mut enqueuer.programs).plant(CallKind::Dispatch, bug);
+        }
+        for round in 0..40 {
+            let seed = 64 * round + u64::from(group.rank());
+            rank.round(&tokens(seed, 1 + (seed % 6) as u32, case.hidden, case.top_k, 4));
+        }
+    });
+    without() - before
+}
+
+#[test]
+fn dispatches_that_do_not_say_what_is_enqueued_are_found_by_the_cause_check() {
+    let test = "dispatches_that_do_not_say_what_is_enqueued_are_found_by_the_cause_check";
+    on_devices(test, 6, "ordered", |_| {
+        assert_eq!(waits_without_cause(None), 0);
+        assert_ne!(waits_without_cause(Some(CallChange::Drop)), 0, "a dropped step");
+        assert_ne!(waits_without_cause(Some(CallChange::Swap)), 0, "a step behind the waits");
     });
 }
 

@@ -4,22 +4,23 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::aside::Aside;
+use super::call::{ConstantCall, Given};
 use super::handle::{Facts, SlotHandle, SlotRows};
 use super::late::late;
 use super::places::{Places, Windows};
 use super::proxy::Proxy;
 use super::turn::Turn;
-use crate::device::{Addresses, Check, Kernels, Pack, Range, Stream, Sum, Word};
-use crate::ep::buffers::OutputAt;
+use crate::device::{Addresses, Kernels, Range, Stream, Word};
 use crate::ep::builder::Spec;
 use crate::ep::device::guard::Guard;
-use crate::ep::tensor::{Shape, Side, Tensor, TensorMut, Tokens, wrong_place};
-use crate::ep::{Choices, CombineInput, ExpertOutput, LaneUse};
+use crate::ep::tensor::{Tensor, TensorMut, Tokens};
+use crate::ep::{Choices, CombineInput, LaneUse};
 use crate::error::{CallError, DeviceError, Error, Fault, LaneError};
-use crate::exec::{Enqueued, Lowered};
+use crate::exec::{Enqueued, Lowered, Until, drive};
 use crate::lane::COPY_ENGINE;
 use crate::plan::SlotShape;
 use crate::schedule::Flag;
+use crate::schedule::call::{CallProgram, SlotCall};
 use crate::world::Shared;
 
 /// What this rank waits for of each peer.
@@ -56,11 +57,8 @@ pub(in crate::ep) struct SlotExchange {
     /// Where slots are packed to, and where partial rows are summed from.
     pub(super) packed_at: Addresses,
     pub(super) summed_from: Addresses,
-    pub(super) dispatch: Lowered,
-    pub(super) combine: Lowered,
-    pub(super) release: Lowered,
-    /// Of a dispatch, and of a combine, without how copies are enqueued.
-    pub(super) counts: [Enqueued; 2],
+    /// By [`SlotCall`].
+    pub(super) calls: [LoweredCall; 3],
     pub(super) turn: Turn,
     pub(super) dispatches: u64,
     pub(super) lanes: Vec<LaneUse>,
@@ -74,6 +72,23 @@ pub(in crate::ep) struct SlotExchange {
     pub(super) window: Windows,
     /// Goes last: it sees whether anybody still uses the words.
     pub(super) proxy: Option<Proxy>,
+}
+
+/// A call as this rank makes it.
+#[derive(Debug)]
+pub(super) struct LoweredCall {
+    pub program: Arc<CallProgram>,
+    /// The operations of its stage.
+    pub stage: Lowered,
+    /// What it asks for, without how copies are enqueued.
+    pub counts: Enqueued,
+}
+
+impl LoweredCall {
+    /// What it asked for the last time.
+    fn enqueued(&self) -> Enqueued {
+        self.stage.with_copies(self.counts)
+    }
 }
 
 impl SlotExchange {
@@ -98,27 +113,11 @@ impl SlotExchange {
         x: Tensor<'_>,
         choices: Choices<'_>,
     ) -> Result<u32, Error> {
-        self.turn("start_dispatch", |turn| (turn == Turn::Dispatch).then_some(0))?;
-        let Tokens { count, x, experts, weights } = Tokens::check(&self.spec, x, choices)?;
-        let pack = Pack {
-            shape: self.shape,
-            tokens: count,
-            x: x.span(0, x.len())?,
-            experts: experts.span(0, experts.len())?,
-            weights: weights.span(0, weights.len())?,
-            n_experts: self.experts,
-            rank_of: self.rank_of.span(0, self.rank_of.len())?,
-            local_of: self.local_of.span(0, self.local_of.len())?,
-            slots: &self.packed_at,
-            places: self.rows.span(0, self.rows.len())?,
-            counter: self.counter()?,
-            status: self.status_word()?,
-            digest: self.digest,
-        };
-        self.kernels.pack(stream, &pack)?;
-        self.turn = Turn::Landing { tokens: count };
-        let sent = self.dispatch.send(stream);
-        sent.map_err(|error| self.fail(error.into()))?;
+        self.turn("start_dispatch", SlotCall::Dispatch, false)?;
+        let tokens = Tokens::check(&self.spec, x, choices)?;
+        let count = tokens.count;
+        self.drive(stream, SlotCall::Dispatch, Given::Tokens(tokens), Until::Half)?;
+        self.turn.tokens = count;
         Ok(count)
     }
 
@@ -127,34 +126,13 @@ impl SlotExchange {
     /// # Errors
     /// [`CallError::OutOfTurn`]; what the driver refuses ends the world.
     pub fn finish_dispatch(&mut self, stream: &Stream, tokens: u32) -> Result<(SlotRows, SlotHandle), Error> {
-        let landing = |turn| if let Turn::Landing { tokens } = turn { Some(tokens) } else { None };
-        self.turn("finish_dispatch", landing)?;
-        self.turn = Turn::Combine { tokens };
-        let received = self.dispatch.receive(stream).and_then(|()| self.check(stream));
-        received.map_err(|error| self.fail(error.into()))?;
+        self.turn("finish_dispatch", SlotCall::Dispatch, true)?;
+        self.drive(stream, SlotCall::Dispatch, Given::Nothing, Until::End)?;
         self.dispatches += 1;
-        let enqueued = self.dispatch.with_copies(self.counts[0]);
+        let enqueued = self.calls[SlotCall::Dispatch as usize].enqueued();
         let facts = Arc::clone(&self.facts);
         let rows = SlotRows { received: self.received.clone(), shape: self.shape, ranks: self.size() };
         Ok((rows, SlotHandle::new(facts, (self.dispatches, tokens), enqueued)))
-    }
-
-    /// Compares the headers with what they must be: a rank that makes another call is found before its rows are used.
-    fn check(&self, stream: &Stream) -> Result<(), DeviceError> {
-        let check = Check {
-            shape: self.shape,
-            ranks: self.size(),
-            received: self.received.span(0, self.received.len())?,
-            counter: self.counter()?,
-            status: self.status_word()?,
-            digest: self.digest,
-        };
-        self.kernels.check(stream, &check)
-    }
-
-    /// Calls of this rank, as the pack kernel counts them.
-    fn counter(&self) -> Result<Word<'_, u64>, DeviceError> {
-        self.memory.word(self.places.counter().0)
     }
 
     /// First half of a combine: sends the partial rows back. `out` is where sums will go, where that is known.
@@ -169,15 +147,55 @@ impl SlotExchange {
         out: Option<&TensorMut<'_>>,
     ) -> Result<(), Error> {
         self.own(handle)?;
-        let tokens = self.turn("start_combine", Turn::combine)?;
+        self.turn("start_combine", SlotCall::Combine, false)?;
         if let Some(out) = out {
-            self.sums(out, tokens)?;
+            self.sums(out)?;
         }
-        self.bring(stream, y, handle)?;
-        self.turn = Turn::Homing { tokens };
-        let sent = self.combine.send(stream);
-        sent.map_err(|error| self.fail(error.into()))?;
-        handle.combined(self.combine.with_copies(self.counts[1]));
+        self.drive(stream, SlotCall::Combine, Given::Outputs(y, handle), Until::Half)?;
+        handle.combined(self.calls[SlotCall::Combine as usize].enqueued());
+        Ok(())
+    }
+
+    /// Second half of a combine: sums.
+    ///
+    /// # Errors
+    /// What the driver refuses ends the world. With an `out` that cannot be used, the rows are used up.
+    pub fn finish_combine(
+        &mut self,
+        stream: &Stream,
+        handle: &SlotHandle,
+        out: TensorMut<'_>,
+    ) -> Result<(), Error> {
+        self.turn("finish_combine", SlotCall::Combine, true)?;
+        self.own(handle)?;
+        self.drive(stream, SlotCall::Combine, Given::Sums(out), Until::End)
+    }
+
+    /// Instead of a combine of this handle, or of the last dispatch: what was received has been read. Collective.
+    ///
+    /// # Errors
+    /// As [`start_dispatch`](Self::start_dispatch).
+    pub fn release(&mut self, stream: &Stream, handle: Option<&SlotHandle>) -> Result<(), Error> {
+        handle.map_or(Ok(()), |handle| self.own(handle))?;
+        self.turn("release", SlotCall::Combine, false)?;
+        self.drive(stream, SlotCall::Release, Given::Nothing, Until::End)
+    }
+
+    /// Drives a call on from where it stands. A last half that fails is over, too.
+    fn drive(
+        &mut self,
+        stream: &Stream,
+        call: SlotCall,
+        given: Given<'_>,
+        until: Until,
+    ) -> Result<(), Error> {
+        let program = Arc::clone(&self.calls[call as usize].program);
+        let mut machine = self.turn.pending.take().unwrap_or_default();
+        if until == Until::End {
+            self.turn.call = if call == SlotCall::Dispatch { SlotCall::Combine } else { SlotCall::Dispatch };
+        }
+        drive(&mut machine, &program, &mut ConstantCall { ep: self, stream, call, given }, until)?;
+        self.turn.pending = (until == Until::Half).then_some(machine);
         Ok(())
     }
 
@@ -192,83 +210,6 @@ impl SlotExchange {
             (seen, expected) if seen != expected => Err(CallError::WrongOutput { seen, expected }.into()),
             _ => Ok(()),
         }
-    }
-
-    /// Copies outputs that lie elsewhere to where peers expect them.
-    fn bring(&self, stream: &Stream, y: CombineInput<'_>, handle: &SlotHandle) -> Result<(), Error> {
-        let tensor = match y {
-            CombineInput::Output(ExpertOutput(OutputAt::Slots(output))) => {
-                let (seen, expected) = (output.nth, handle.nth);
-                return match output.nth == handle.nth && Arc::ptr_eq(&output.facts, &handle.facts) {
-                    true => Ok(()),
-                    false => Err(CallError::WrongOutput { seen, expected }.into()),
-                };
-            }
-            CombineInput::Output(ExpertOutput(OutputAt::Planned(output))) => {
-                let (seen, expected) = (output.instance(), self.instance());
-                return Err(CallError::ForeignHandle { seen, expected }.into());
-            }
-            CombineInput::Output(_) => return Err(wrong_place("expert outputs", Side::Device)),
-            CombineInput::Elsewhere(tensor) => tensor,
-        };
-        let partials = &self.facts.partials;
-        let (columns, dtype) = (self.spec.hidden, self.spec.dtype);
-        let rows = partials.len() / self.spec.row_bytes();
-        let from = tensor.on_device("expert outputs", Shape { rows, columns, dtype })?;
-        if from.address() == partials.address() {
-            return Ok(());
-        }
-        stream.copy(partials.span(0, from.len())?, from.span(0, from.len())?)?;
-        handle.count_copied(from.len());
-        Ok(())
-    }
-
-    /// Where sums of so many tokens go.
-    fn sums<'o>(&self, out: &TensorMut<'o>, tokens: u32) -> Result<&'o Range, Error> {
-        let shape = Shape { rows: tokens.into(), columns: self.spec.hidden, dtype: self.spec.dtype };
-        out.on_device("combined tokens", shape)
-    }
-
-    /// Second half of a combine: sums, by rank, ascending.
-    ///
-    /// # Errors
-    /// What the driver refuses ends the world. With an `out` that cannot be used, the rows are used up.
-    pub fn finish_combine(
-        &mut self,
-        stream: &Stream,
-        handle: &SlotHandle,
-        out: TensorMut<'_>,
-    ) -> Result<(), Error> {
-        let homing = |turn| if let Turn::Homing { tokens } = turn { Some(tokens) } else { None };
-        let tokens = self.turn("finish_combine", homing)?;
-        self.own(handle)?;
-        self.turn = Turn::Dispatch;
-        self.combine.receive(stream).map_err(|error| self.fail(error.into()))?;
-        let out = self.sums(&out, tokens)?;
-        let sum = Sum {
-            shape: self.shape,
-            tokens,
-            columns: self.spec.hidden as u32,
-            rows: self.spec.dtype,
-            dtype: self.spec.dtype,
-            homes: &self.summed_from,
-            places: self.rows.span(0, self.rows.len())?,
-            status: self.status_word()?,
-            out: out.span(0, out.len())?,
-        };
-        Ok(self.kernels.sum(stream, &sum)?)
-    }
-
-    /// Instead of a combine of this handle, or of the last dispatch: what was received has been read. Collective.
-    ///
-    /// # Errors
-    /// As [`start_dispatch`](Self::start_dispatch).
-    pub fn release(&mut self, stream: &Stream, handle: Option<&SlotHandle>) -> Result<(), Error> {
-        handle.map_or(Ok(()), |handle| self.own(handle))?;
-        self.turn("release", Turn::combine)?;
-        self.turn = Turn::Dispatch;
-        let released = self.release.send(stream).and_then(|()| self.release.receive(stream));
-        released.map_err(|error| self.fail(error.into()))
     }
 
     /// Blocks until everything in the stream is done, however the world fares, and says how it went. For the end of a step or
@@ -314,25 +255,32 @@ impl SlotExchange {
         }
     }
 
+    /// Calls of this rank, as the pack kernel counts them.
+    pub(super) fn counter(&self) -> Result<Word<'_, u64>, DeviceError> {
+        self.memory.word(self.places.counter().0)
+    }
+
     /// The status word, for kernels.
-    fn status_word(&self) -> Result<Word<'_, u32>, DeviceError> {
+    pub(super) fn status_word(&self) -> Result<Word<'_, u32>, DeviceError> {
         self.facts.words.range().word(self.facts.status)
     }
 
     /// Number of ranks.
-    fn size(&self) -> u32 {
+    pub(super) fn size(&self) -> u32 {
         self.world_ranks.len() as u32
     }
 
     /// Refuses what is not next, and what comes after the end of the world.
-    fn turn(&self, call: &'static str, next: impl FnOnce(Turn) -> Option<u32>) -> Result<u32, Error> {
+    fn turn(&self, name: &'static str, call: SlotCall, pending: bool) -> Result<(), Error> {
         self.shared.hub.health().check()?;
-        let expected = self.turn.name();
-        next(self.turn).ok_or_else(|| CallError::OutOfTurn { call, expected }.into())
+        match self.turn.call == call && self.turn.pending.is_some() == pending {
+            true => Ok(()),
+            false => Err(CallError::OutOfTurn { call: name, expected: self.turn.name() }.into()),
+        }
     }
 
     /// Peers wait for what could not be enqueued: their waits are ended, too.
-    fn fail(&self, error: Error) -> Error {
+    pub(super) fn fail(&self, error: Error) -> Error {
         self.shared.fail(&self.world_ranks, error)
     }
 
@@ -343,7 +291,7 @@ impl SlotExchange {
         let by_host = all - if self.aside.is_some() { FLAGS.len() * self.window.far.len() } else { 0 };
         let mut values: Vec<u64> = (0..by_host).map(|nth| self.guard.value(nth)).collect();
         values.extend(by_card.into_iter().flatten());
-        let landing = matches!(self.turn, Turn::Landing { .. } | Turn::Combine { .. });
+        let landing = (self.turn.call == SlotCall::Dispatch) == self.turn.pending.is_some();
         let (late, flag) = late(&values, usize::from(!landing));
         let peer = late.map_or(self.me, |nth| self.awaited[nth]);
         let lanes = self.proxy.as_ref().map(|proxy| proxy.work().port.lanes());

@@ -114,9 +114,10 @@ impl SlotHandle {
         }
     }
 
-    /// The status word, for kernels.
+    /// The status word, for kernels. It claims the words, not their memory: whoever keeps it is no
+    /// stream that still uses them.
     pub fn status(&self) -> Result<Range, Error> {
-        Ok(self.facts.words.range().part(self.facts.status, 4)?)
+        Ok(Range::part_of(&self.facts.words, Words::range, (self.facts.status, 4))?)
     }
 
     /// The status word as the host sees it.

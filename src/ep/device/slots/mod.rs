@@ -28,6 +28,7 @@
 //! instances, and enqueue their calls in the same order on all ranks.
 
 mod aside;
+mod call;
 mod exchange;
 mod handle;
 mod late;

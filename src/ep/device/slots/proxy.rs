@@ -188,16 +188,16 @@ mod tests {
 
     use super::*;
     use crate::exec::Crossed;
+    use crate::schedule::call::SlotCall;
     use crate::schedule::stream::{Across, Slots, StreamProgram};
     use crate::topology::NodeMap;
 
     #[test]
     fn bells_that_are_set_together_are_served_as_they_were_rung() {
         let (slots, nodes) = (Slots::new(2, 512, 256).unwrap(), NodeMap::from_labels(&[0, 1]));
-        let programs = [StreamProgram::dispatch, StreamProgram::combine, StreamProgram::release];
         for way in [Across::Straight, Across::Detour] {
-            let bells = programs.map(|of| {
-                let program = of(slots, 0).unwrap().across(&nodes, way).unwrap();
+            let bells = SlotCall::ALL.map(|call| {
+                let program = StreamProgram::new(call, slots, 0).unwrap().across(&nodes, way).unwrap();
                 let rings = program.proxied().unwrap().rings;
                 Bell { rings, place: slots.flag(0, rings) as usize, crossed: Crossed::of(&program) }
             });

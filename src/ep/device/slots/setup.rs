@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::SlotExchange;
 use super::aside::Aside;
-use super::exchange::{DEAD, FLAGS};
+use super::exchange::{DEAD, FLAGS, LoweredCall};
 use super::handle::Facts;
 use super::places::{Places, Tables, Windows};
 use super::proxy::{Back, Bell, Proxy, Work};
@@ -12,22 +12,20 @@ use super::turn::Turn;
 use crate::device::{Context, Kernels, Priority, Stream};
 use crate::ep::LaneUse;
 use crate::ep::builder::Spec;
+use crate::ep::device::guard::POISON;
 use crate::ep::device::guard::{Beyond, Guard};
 use crate::ep::device::next_instance;
 use crate::ep::device::passage::{Needs, Passage};
 use crate::error::{Error, LaneError, MemoryError, PlanError};
-use crate::exec::{Crossed, Enqueued, Lowered, PeerWindows};
+use crate::exec::{Crossed, Lowered, PeerWindows};
 use crate::lane::{self, COPY_ENGINE, Port};
 use crate::plan::{ExpertMap, SlotShape};
 use crate::rows::Arithmetic;
 use crate::schedule::WindowId;
+use crate::schedule::call::SlotCall;
 use crate::schedule::stream::{Across, Slots, StreamProgram};
 use crate::topology::Route;
 use crate::world::{DeviceWindow, Group, Member, SymmetricRange};
-
-/// The program of a call, for a rank.
-type Of = fn(Slots, u32) -> Result<StreamProgram, PlanError>;
-const CALLS: [Of; 3] = [StreamProgram::dispatch, StreamProgram::combine, StreamProgram::release];
 
 impl SlotExchange {
     /// Takes memory of the device, maps that of the others, and loads the kernels; with several nodes, registers it with NICs,
@@ -93,17 +91,17 @@ impl SlotExchange {
 
         let way = if straight { Across::Straight } else { Across::Detour };
         let mut bells = Vec::new();
-        let mut make = |of: Of| -> Result<(Lowered, Enqueued), Error> {
-            let program = of(slots, me)?.across(&nodes, way)?;
-            let lowered = Lowered::lower(context, &program, me, &window)?;
+        let mut make = |call: SlotCall| -> Result<LoweredCall, Error> {
+            let program = StreamProgram::new(call, slots, me)?.across(&nodes, way)?;
+            let stage = Lowered::lower(context, &program, me, &window)?;
             let crossed = Crossed::of(&program);
-            let counts = crossed.counts(lowered.counts());
+            let counts = crossed.counts(stage.counts());
             let rings = program.proxied().map(|proxied| proxied.rings);
             bells.extend(rings.map(|rings| Bell { rings, place: slots.flag(me, rings) as usize, crossed }));
-            Ok((lowered, counts))
+            Ok(LoweredCall { program: Arc::new(call.program()), stage, counts })
         };
-        let [dispatch, combine, release] = CALLS.map(&mut make);
-        let ((dispatch, sent), (combine, brought), (release, _)) = (dispatch?, combine?, release?);
+        let [dispatch, combine, release] = SlotCall::ALL.map(&mut make);
+        let calls = [dispatch?, combine?, release?];
 
         let place = |peer| FLAGS.map(|flag| slots.flag(peer, flag) as usize);
         let by_host = (0..ranks).filter(|&peer| peer != me && !(straight && far.contains(&peer)));
@@ -111,7 +109,7 @@ impl SlotExchange {
         let beyond = aside.clone().map(|aside| Box::new(move || aside.release()) as Beyond);
         let (health, awaited) = (group.shared.hub.health(), by_host.iter().flat_map(|&peer| place(peer)));
         let status = (vec![places.status() as usize], DEAD);
-        let guard = Guard::new(health, &words, awaited.collect(), status, beyond)?;
+        let guard = Guard::new(health, &words, (awaited.collect(), POISON), status, beyond)?;
         let by_card = if straight { far.clone() } else { Vec::new() };
         let back = far.iter().filter(|_| !straight).map(|&from| Back { from, words: place(from) });
         let proxy = crossing.map(|(passage, flags, port)| {
@@ -154,11 +152,8 @@ impl SlotExchange {
             received,
             packed_at,
             summed_from,
-            dispatch,
-            combine,
-            release,
-            counts: [sent, brought],
-            turn: Turn::Dispatch,
+            calls,
+            turn: Turn { call: SlotCall::Dispatch, pending: None, tokens: 0 },
             dispatches: 0,
             lanes,
             facts,

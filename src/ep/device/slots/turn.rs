@@ -1,35 +1,26 @@
 //! Whose turn it is: an exchange has one dispatch under way, and each of its halves is made once.
 
+use crate::schedule::call::{CallMachine, SlotCall};
+
 /// What an exchange does next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Turn {
-    Dispatch,
-    /// Rows are on their way.
-    Landing {
-        tokens: u32,
-    },
-    Combine {
-        tokens: u32,
-    },
-    /// Partial rows are on their way.
-    Homing {
-        tokens: u32,
-    },
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Turn {
+    /// A dispatch, or what answers one.
+    pub call: SlotCall,
+    /// It stands at its half.
+    pub pending: Option<CallMachine>,
+    /// Tokens of the last dispatch.
+    pub tokens: u32,
 }
 
 impl Turn {
     /// The calls that are right now.
-    pub fn name(self) -> &'static str {
-        match self {
-            Turn::Dispatch => "start_dispatch",
-            Turn::Landing { .. } => "finish_dispatch",
-            Turn::Combine { .. } => "start_combine or release",
-            Turn::Homing { .. } => "finish_combine",
+    pub fn name(&self) -> &'static str {
+        match (self.call, self.pending) {
+            (SlotCall::Dispatch, None) => "start_dispatch",
+            (SlotCall::Dispatch, Some(_)) => "finish_dispatch",
+            (_, None) => "start_combine or release",
+            (_, Some(_)) => "finish_combine",
         }
-    }
-
-    /// Tokens of the dispatch that waits for its combine.
-    pub fn combine(self) -> Option<u32> {
-        if let Turn::Combine { tokens } = self { Some(tokens) } else { None }
     }
 }

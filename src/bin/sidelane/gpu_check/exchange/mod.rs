@@ -50,13 +50,13 @@ pub fn threads(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
     tell("two exchanges in turns".to_owned(), on_ranks(task, 4, |world| both::turns(task, case, world)))?;
     for ranks in [2, 4, 8] {
         let case = self::case(task, ranks);
-        for (mode, what) in [(planned::EAGER, "eager"), (planned::half(case), "budget")] {
+        for (mode, what) in [(planned::EAGER, "exact sizes"), (planned::half(case), "a budget")] {
             let found = on_ranks(task, ranks, |world| planned::plain(task, case, mode, world));
-            tell(format!("planned, {what}, {ranks} ranks"), found)?;
+            tell(format!("{what}, {ranks} ranks"), found)?;
         }
     }
     tell(
-        "planned, 4 ranks in a graph".to_owned(),
+        "a budget, 4 ranks in a graph".to_owned(),
         on_ranks(task, 4, |world| planned::graph(task, case, world)),
     )
 }
@@ -108,11 +108,8 @@ pub fn rank(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
         if me == 0 || found.is_err() { checks.check(about, || found).map(drop) } else { Ok(()) }
     };
     tell(format!("{ranks} ranks as processes"), plain::<bf16>(task, case, &world))?;
-    for (mode, what) in [(planned::EAGER, "eager"), (planned::half(case), "budget")] {
-        tell(
-            format!("planned, {what}, {ranks} ranks as processes"),
-            planned::plain(task, case, mode, &world),
-        )?;
+    for (mode, what) in [(planned::EAGER, "exact sizes"), (planned::half(case), "a budget")] {
+        tell(format!("{what}, {ranks} ranks as processes"), planned::plain(task, case, mode, &world))?;
     }
     Ok(())
 }

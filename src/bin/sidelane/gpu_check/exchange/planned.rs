@@ -1,4 +1,5 @@
-//! `ExpertParallel` on this GPU with a planner, against the same calls on the host: all that a caller sees of them.
+//! `ExpertParallel` on this GPU with exact sizes or a budget, against the same calls on the host: all that a caller sees of
+//! them.
 
 use std::sync::Arc;
 

@@ -1,0 +1,187 @@
+//! The enqueuer: does for a stream what the caller of an [`ExpertParallel`](crate::ExpertParallel) on the host does.
+//!
+//! It serves one call after the other by the programs that the host steps, too: the same releases, entries, counts and
+//! placement, the same judgment. Rows go by its stream ([`Engine`]). With several nodes it plays this rank's relay, too, at
+//! the places of launch order: own puts and signals, relayed rows, own waits.
+//!
+//! Two threads drive it. Where sizes are exact, the caller's own does, in the second half of each call, so no stream waits
+//! for a thread that has yet to call the driver. With a budget a [planner](super::planner) does, since nobody else is there
+//! when a graph replays a call.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::call::DeviceCall;
+use super::common::Common;
+use super::shape::{Bell, Piece};
+use super::watch::Watch;
+use crate::device::{Event, Kernels, Range, Stream};
+use crate::ep::Status;
+use crate::ep::agreement::GroupCounts;
+use crate::ep::relay::Relay;
+use crate::error::{CallKind, Error};
+use crate::exec::{Engine, Until};
+use crate::plan::{Arrivals, Crossing, Forward, Layout, Segment, Sorted};
+use crate::schedule::call::{CallMachine, RankPrograms};
+use crate::schedule::{CallerTables, Calls};
+
+/// The caller's stream, as the enqueuer knows it.
+#[derive(Debug)]
+pub(super) enum Caller {
+    /// Words that both set and take back: a planner's.
+    Words,
+    /// The stream itself: the caller's thread enqueues, and events order the streams.
+    Events(CallerStream),
+}
+
+/// The stream of the thread that enqueues.
+#[derive(Debug)]
+pub(super) struct CallerStream {
+    pub stream: Arc<Stream>,
+    pub kernels: Arc<Kernels>,
+    /// The stream has come to the call, or has packed its rows.
+    pub reached: Event,
+    /// The stream of copies has done the call.
+    pub done: Event,
+    /// Looks whether peers' words come in time.
+    pub watch: Watch,
+}
+
+/// What is kept of each seat.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    pub layout: Layout,
+    /// What this rank's relay knows of it.
+    pub forward: Arc<Forward>,
+    /// The number of the dispatch that made it; 0 if there is none that landed.
+    pub number: u64,
+    /// How that dispatch ended.
+    pub status: Status,
+}
+
+/// One rank's enqueuer.
+#[derive(Debug)]
+pub(super) struct Enqueuer {
+    pub common: Arc<Common>,
+    pub caller: Caller,
+    pub programs: Arc<RankPrograms>,
+    pub engine: Engine,
+    /// Does this rank's part for other nodes, in this thread; there is none where there is only one.
+    pub relay: Option<Relay>,
+    pub calls: Calls,
+    pub tables: CallerTables,
+    pub sorted: Sorted,
+    pub crossing: Crossing,
+    pub arrivals: Arrivals,
+    pub numbers: GroupCounts,
+    pub kept: Vec<Kept>,
+    pub scratch: Scratch,
+}
+
+/// Used again by all calls.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    pub experts: Vec<u32>,
+    pub weights: Vec<u32>,
+    /// Per bin: its first row as rows lie packed.
+    pub starts: Vec<u32>,
+    /// What goes with each packed row.
+    pub notes: Vec<u32>,
+    pub summands: Vec<i32>,
+    pub counts: Vec<i64>,
+    /// Rows that came from other nodes: first row, and how many.
+    pub landed: Vec<(u32, u32)>,
+    /// Words of a header.
+    pub header: Header,
+}
+
+/// What a header says of the rows for this rank.
+#[derive(Debug, Default)]
+pub(super) struct Header {
+    pub segments: Vec<Segment>,
+    pub listed: Vec<u32>,
+    pub weights: Vec<u32>,
+    /// Zeros.
+    pub pads: Vec<u32>,
+    /// What a neighbour counts.
+    pub counted: Vec<u32>,
+}
+
+/// Looks at the word of a stream between two questions to the driver whether that has failed.
+const LOOKS: u32 = 4096;
+
+impl Enqueuer {
+    /// Collects a copy of the first `len` bytes of a piece of the host's memory to one of the device's.
+    pub fn send(&mut self, from: Piece, to: Piece, len: u64) -> Result<(), Error> {
+        let (from, to): (Range, Range) = (self.common.host_piece(from)?, self.common.piece(to)?);
+        Ok(self.engine.copy(to.span(0, len)?, from.span(0, len)?)?)
+    }
+
+    /// Enters the next call.
+    ///
+    /// # Errors
+    /// The cause of a dead world.
+    pub fn enter(&mut self) -> Result<CallMachine, Error> {
+        self.common.fixed.shared.hub.health().check()?;
+        self.calls.enter();
+        Ok(CallMachine::default())
+    }
+
+    /// The first half of a call by the caller's thread, whose part of its stream is enqueued.
+    ///
+    /// # Errors
+    /// Those that end the world.
+    pub fn start(&mut self, kind: CallKind, seat: u32) -> Result<CallMachine, Error> {
+        let mut machine = self.enter()?;
+        if let Caller::Events(CallerStream { stream, reached, .. }) = &self.caller {
+            reached.record(stream)?;
+            // What comes back lies where sums before may still be reading.
+            if !kind.places() {
+                self.engine.follow(reached)?;
+                self.common.started(self.engine.awaited().0);
+            }
+            self.common.reclaim();
+        }
+        let programs = Arc::clone(&self.programs);
+        DeviceCall::new(self, &programs, kind, seat).drive(&mut machine, Until::Half)?;
+        Ok(machine)
+    }
+
+    /// Waits until the caller's stream has rung. A planner has heard it before.
+    ///
+    /// # Errors
+    /// The cause of a dead world, an interruption, or the failure of the stream.
+    pub fn await_stream(&self, seat: u32, bell: Bell) -> Result<(), Error> {
+        let Caller::Events(CallerStream { stream, .. }) = &self.caller else { return Ok(()) };
+        let word = self.common.bell(seat, bell)?;
+        let mut looks = 0;
+        self.common.fixed.port.lanes().wait_for_stream(word, || {
+            looks = (looks + 1) % LOOKS;
+            if looks == 0 { stream.is_done().map(drop).map_err(Error::from) } else { Ok(()) }
+        })?;
+        word.store(0, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// The call is enqueued: the caller's stream goes on behind it.
+    pub fn answer(&mut self, seat: u32, bell: Bell, status: Status) -> Result<(), Error> {
+        let common = Arc::clone(&self.common);
+        if let Caller::Words = self.caller {
+            self.engine.settle()?;
+            common.bell(seat, Bell::Status)?.store(status.0.into(), Ordering::Relaxed);
+        }
+        // Of a world that died meanwhile the guard says so, again and again.
+        common.fixed.shared.hub.health().check()?;
+        match &self.caller {
+            Caller::Words => common.ring(seat, bell)?,
+            Caller::Events(CallerStream { stream, done, watch, .. }) => {
+                let (mark, awaited) = self.engine.awaited();
+                watch.expect(mark, awaited);
+                self.engine.precede(stream, done)?;
+                // Kernels of earlier calls may have yet to read the word.
+                stream.write(common.word(seat, Bell::Status)?, status.0)?;
+            }
+        }
+        Ok(())
+    }
+}

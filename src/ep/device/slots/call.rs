@@ -1,0 +1,152 @@
+//! One call in slots: what each step of its program is to a stream.
+//!
+//! The order of steps stands in [`schedule::call`](crate::schedule::call), and nowhere here.
+//!
+//! A kernel or copy before the first stage can be refused, and the call made again. Peers wait for
+//! what comes behind, so an error there ends the world. Sums are this rank's alone: their error does not.
+
+use std::sync::Arc;
+
+use super::exchange::SlotExchange;
+use super::handle::SlotHandle;
+use crate::device::{Check, Pack, Range, Stream, Sum};
+use crate::ep::buffers::OutputAt;
+use crate::ep::tensor::{Shape, Side, TensorMut, Tokens, wrong_place};
+use crate::ep::{CombineInput, ExpertOutput};
+use crate::error::{CallError, Error};
+use crate::exec::Executor;
+use crate::schedule::call::{Part, Role, SlotCall, StageId, Work};
+
+/// Tensors of the caller that a half needs.
+pub(super) enum Given<'a> {
+    Nothing,
+    /// First half of a dispatch.
+    Tokens(Tokens<'a>),
+    /// First half of a combine.
+    Outputs(CombineInput<'a>, &'a SlotHandle),
+    /// Second half of a combine.
+    Sums(TensorMut<'a>),
+}
+
+/// A call amid its steps.
+pub(super) struct ConstantCall<'a> {
+    pub ep: &'a mut SlotExchange,
+    pub stream: &'a Stream,
+    pub call: SlotCall,
+    pub given: Given<'a>,
+}
+
+impl Executor for ConstantCall<'_> {
+    fn run(&mut self, _: Role, _: StageId, part: Part) -> Result<(), Error> {
+        let enqueued = self.ep.calls[self.call as usize].stage.enqueue(part, self.stream);
+        enqueued.map_err(|error| self.ep.fail(error.into()))
+    }
+
+    fn compute(&mut self, _: Role, work: Work) -> Result<(), Error> {
+        let ConstantCall { ep, stream, given, .. } = self;
+        match (work, given) {
+            (Work::Pack, Given::Tokens(tokens)) => ep.pack(stream, tokens),
+            (Work::Check, _) => ep.check(stream).map_err(|error| ep.fail(error)),
+            (Work::Partials, Given::Outputs(y, handle)) => ep.bring(stream, y, handle),
+            (Work::Sum, Given::Sums(out)) => ep.sum(stream, out),
+            _ => Err(CallError::unknown_step(self.call.kind(), &work).into()),
+        }
+    }
+
+    /// Ranks agreed on all constants when they built the exchange.
+    fn agree(&mut self, _: Role) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn admit(&mut self, _: Role) -> Result<(), Error> {
+        Ok(())
+    }
+}
+
+impl SlotExchange {
+    fn pack(&self, stream: &Stream, tokens: &Tokens<'_>) -> Result<(), Error> {
+        let Tokens { count, x, experts, weights } = *tokens;
+        let pack = Pack {
+            shape: self.shape,
+            tokens: count,
+            x: x.span(0, x.len())?,
+            experts: experts.span(0, experts.len())?,
+            weights: weights.span(0, weights.len())?,
+            n_experts: self.experts,
+            rank_of: self.rank_of.span(0, self.rank_of.len())?,
+            local_of: self.local_of.span(0, self.local_of.len())?,
+            slots: &self.packed_at,
+            places: self.rows.span(0, self.rows.len())?,
+            counter: self.counter()?,
+            status: self.status_word()?,
+            digest: self.digest,
+        };
+        Ok(self.kernels.pack(stream, &pack)?)
+    }
+
+    /// Compares the headers with what they must be. So a rank that makes another call is found
+    /// before its rows are used.
+    fn check(&self, stream: &Stream) -> Result<(), Error> {
+        let check = Check {
+            shape: self.shape,
+            ranks: self.size(),
+            received: self.received.span(0, self.received.len())?,
+            counter: self.counter()?,
+            status: self.status_word()?,
+            digest: self.digest,
+        };
+        Ok(self.kernels.check(stream, &check)?)
+    }
+
+    /// Copies outputs that lie elsewhere to where peers expect them.
+    fn bring(&self, stream: &Stream, y: &CombineInput<'_>, handle: &SlotHandle) -> Result<(), Error> {
+        let tensor = match y {
+            CombineInput::Output(ExpertOutput(OutputAt::Slots(output))) => {
+                let (seen, expected) = (output.nth, handle.nth);
+                return match output.nth == handle.nth && Arc::ptr_eq(&output.facts, &handle.facts) {
+                    true => Ok(()),
+                    false => Err(CallError::WrongOutput { seen, expected }.into()),
+                };
+            }
+            CombineInput::Output(ExpertOutput(OutputAt::Planned(output))) => {
+                let (seen, expected) = (output.instance(), self.instance());
+                return Err(CallError::ForeignHandle { seen, expected }.into());
+            }
+            CombineInput::Output(_) => return Err(wrong_place("expert outputs", Side::Device)),
+            CombineInput::Elsewhere(tensor) => tensor,
+        };
+        let partials = &self.facts.partials;
+        let (columns, dtype) = (self.spec.hidden, self.spec.dtype);
+        let rows = partials.len() / self.spec.row_bytes();
+        let from = tensor.on_device("expert outputs", Shape { rows, columns, dtype })?;
+        if from.address() == partials.address() {
+            return Ok(());
+        }
+        stream.copy(partials.span(0, from.len())?, from.span(0, from.len())?)?;
+        handle.count_copied(from.len());
+        Ok(())
+    }
+
+    /// Where sums of the last dispatch's tokens go.
+    pub(super) fn sums<'o>(&self, out: &TensorMut<'o>) -> Result<&'o Range, Error> {
+        let (rows, columns) = (self.turn.tokens.into(), self.spec.hidden);
+        out.on_device("combined tokens", Shape { rows, columns, dtype: self.spec.dtype })
+    }
+
+    /// Sums by rank, ascending.
+    fn sum(&self, stream: &Stream, out: &TensorMut<'_>) -> Result<(), Error> {
+        let out = self.sums(out)?;
+        let sum = Sum {
+            shape: self.shape,
+            tokens: self.turn.tokens,
+            columns: self.spec.hidden as u32,
+            rows: self.spec.dtype,
+            dtype: self.spec.dtype,
+            homes: &self.summed_from,
+            places: self.rows.span(0, self.rows.len())?,
+            status: self.status_word()?,
+            out: out.span(0, out.len())?,
+        };
+        Ok(self.kernels.sum(stream, &sum)?)
+    }
+}
