@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -36,30 +37,43 @@ def tokens(world):
 
 
 def interrupt_when_in(name: str) -> None:
-    """A thread that presses Ctrl-C once the main thread is in a function; that it runs shows that the GIL is free."""
-    main = threading.main_thread().ident
-    # Whoever runs tests in the background may have had it ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A thread that presses Ctrl-C while the main thread is in a function; that it runs shows that the GIL is free.
 
-    def inside() -> bool:
-        frame = sys._current_frames()[main]
+    It presses until the function ends: Python drops an interrupt that is raised in a callback, such as one that takes a
+    tensor back. An interrupt that comes behind the function's end is ignored.
+    """
+    main = threading.main_thread().ident
+    handled = threading.Event()
+    # The call that is to end, and no later one of the function.
+    called: FrameType | None = None
+
+    def find(frame: FrameType | None) -> FrameType | None:
         while frame is not None and frame.f_code.co_name != name:
             frame = frame.f_back
-        return frame is not None
+        return frame
+
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        handled.set()
+        if called is not None and find(frame) is called:
+            raise KeyboardInterrupt
 
     def press() -> None:
-        while not inside():
+        nonlocal called
+        while called is None:
             os.sched_yield()
-        os.kill(os.getpid(), signal.SIGINT)
+            called = find(sys._current_frames()[main])
+        while find(sys._current_frames()[main]) is called:
+            handled.clear()
+            os.kill(os.getpid(), signal.SIGINT)
+            handled.wait()
+        called = None
 
-    def again(lost: Any) -> None:
-        # Python drops what is raised in a callback, such as one of ctypes that takes a tensor back.
-        if issubclass(lost.exc_type, KeyboardInterrupt):
-            threading.Thread(target=press, daemon=True).start()
-        else:
+    def report(lost: Any) -> None:
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
             sys.__unraisablehook__(lost)
 
-    sys.unraisablehook = again
+    signal.signal(signal.SIGINT, interrupt)
+    sys.unraisablehook = report
     threading.Thread(target=press, daemon=True).start()
 
 
