@@ -4,6 +4,7 @@
 //! a thread of its own. None knows the order of steps: that is the program's.
 
 use crate::error::{CallError, CallKind, Error};
+use crate::memory::access::in_stage;
 use crate::schedule::call::{Action, CallMachine, CallProgram, Part, Role, StageId, Work};
 
 /// Performs the steps of a call.
@@ -66,7 +67,9 @@ pub fn drive(
             break;
         }
         let verdict = match step.action {
-            Action::Run(stage, part) => executor.run(step.role, stage, part).map(Ok)?,
+            Action::Run(stage, part) => {
+                in_stage(stage.name(), || executor.run(step.role, stage, part)).map(Ok)?
+            }
             Action::Round(nth) => executor.round(nth).map(Ok)?,
             Action::Compute(work) => executor.compute(step.role, work).map(Ok)?,
             Action::Agree => executor.agree(step.role),

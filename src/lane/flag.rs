@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use rustix::thread::futex;
 
+use crate::memory::access;
 use crate::schedule::{Calls, Control, Tag};
 
 /// View of one flag line in mapped memory.
@@ -65,6 +66,7 @@ impl<'a> FlagLine<'a> {
     /// The tag that came with this value.
     pub fn tag(self, value: u64) -> Tag {
         let at = tag_at(value);
+        access::read(self.words[at].as_ptr().cast(), Control::TAG_BYTES);
         Tag::from_words(std::array::from_fn(|i| self.words[at + i].load(Ordering::Relaxed)))
     }
 

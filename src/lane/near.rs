@@ -59,4 +59,14 @@ impl Near {
         // SAFETY: within the part, whose bytes the mapping has.
         inside.then(|| unsafe { part.first.add(offset as usize) })
     }
+
+    /// Owner, window and offset of bytes at an address, if they lie in a part that is reached by loads and stores.
+    #[cfg(test)]
+    pub fn locate(&self, at: usize, len: u64) -> Option<(u32, WindowId, u64)> {
+        self.parts.iter().enumerate().find_map(|(nth, part)| {
+            let offset = at.checked_sub((*part)?.first.as_ptr() as usize)? as u64;
+            let (window, owner) = (nth as u32 / self.ranks, nth as u32 % self.ranks);
+            (offset + len <= (*part)?.len).then_some((owner, WindowId(window), offset))
+        })
+    }
 }

@@ -293,6 +293,12 @@ impl Port {
         window.mapped.write(part.member, part.offset + offset, from)
     }
 
+    /// Owner, window and offset of bytes at an address of this node's windows.
+    #[cfg(test)]
+    pub(crate) fn locate(&self, at: usize, len: u64) -> Option<(u32, WindowId, u64)> {
+        self.near.locate(at, len)
+    }
+
     /// Start of a range of a window of this node, for the vector loops.
     pub(super) fn range(
         &self,

@@ -4,7 +4,7 @@ use std::ptr::NonNull;
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use super::Segment;
+use super::{Segment, access};
 use crate::error::MemoryError;
 
 /// One mapped region per member, at equal distances. Members out of reach have length 0.
@@ -106,6 +106,7 @@ impl Mapped {
     pub fn read<T: bytemuck::Pod>(&self, member: u32, offset: u64, out: &mut [T]) -> Result<(), MemoryError> {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(out);
         let from = self.at(member, offset, bytes.len() as u64)?;
+        access::read(from.as_ptr(), bytes.len() as u64);
         // SAFETY: `at` checked the source; the destination is an exclusive slice of the same length.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
@@ -118,6 +119,7 @@ impl Mapped {
     pub fn write<T: bytemuck::Pod>(&self, member: u32, offset: u64, from: &[T]) -> Result<(), MemoryError> {
         let bytes: &[u8] = bytemuck::cast_slice(from);
         let to = self.at(member, offset, bytes.len() as u64)?;
+        access::write(to.as_ptr(), bytes.len() as u64);
         // SAFETY: `at` checked the destination; the source is a slice of the same length, and a caller's slice cannot
         // overlap the mapping except through extents it owns exclusively.
         unsafe { std::ptr::copy(bytes.as_ptr(), to.as_ptr(), bytes.len()) };

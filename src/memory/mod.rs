@@ -18,6 +18,7 @@
 
 #![allow(unsafe_code, reason = "mapping memory and viewing it as typed slices cannot be said in safe Rust")]
 
+pub(crate) mod access;
 mod extents;
 mod heap;
 mod mapped;

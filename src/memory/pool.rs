@@ -13,7 +13,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{Extents, Mapped};
+use super::{Extents, Mapped, access};
 use crate::bootstrap::{Health, interrupted};
 use crate::error::MemoryError;
 
@@ -260,6 +260,7 @@ impl Extent {
     /// [`MemoryError::OutOfBounds`], [`MemoryError::Misaligned`].
     pub fn slice<T: bytemuck::Pod>(&self, offset: u64, count: usize) -> Result<&[T], MemoryError> {
         let at = self.at::<T>(offset, count)?;
+        access::read(at.as_ptr().cast(), (count * size_of::<T>()) as u64);
         // SAFETY: `at` checked bounds and alignment; T is plain data; no writer is licensed (see above).
         Ok(unsafe { std::slice::from_raw_parts(at.as_ptr(), count) })
     }
@@ -274,6 +275,7 @@ impl Extent {
         count: usize,
     ) -> Result<&mut [T], MemoryError> {
         let at = self.at::<T>(offset, count)?;
+        access::write(at.as_ptr().cast(), (count * size_of::<T>()) as u64);
         // SAFETY: as in `slice`; the extent is borrowed exclusively, and peers read it only after it was offered,
         // which takes it away from its holder.
         Ok(unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), count) })

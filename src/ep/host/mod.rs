@@ -15,6 +15,8 @@ mod combine;
 mod dispatch;
 mod exchange;
 mod flight;
+#[cfg(test)]
+mod footprints;
 mod gather;
 mod handle;
 mod offload;

@@ -213,6 +213,8 @@ impl Teller<'_> {
         }
         match action {
             Action::Compute(Work::Publish) if counts => self.counts_written(me),
+            // A relay without sources elsewhere composes no message.
+            Action::Compute(Work::Compose) if paths.told().next().is_none() => Vec::new(),
             Action::Compute(Work::Compose) => {
                 if counts && alike {
                     tags.extend(self.counts_read(me, members()));
