@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import multiprocessing
+import operator
 import os
 import pickle
 import secrets
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, TypeVar
 
+import cloudpickle
+
 from ._native import close_all
-from .errors import Error, RankError, WorldError
+from .errors import BootstrapError, Error, RankError, WorldError
 
 T = TypeVar("T")
 
@@ -25,19 +30,22 @@ def launch(
     env: dict[str, str] | None = None,
     start: Literal["spawn", "forkserver"] = "spawn",
 ) -> list[T]:
-    """Calls ``function(*args)`` in ``ranks`` new processes, as ranks of one job, and returns what each says, by rank.
+    """Calls ``function(*args)`` in ``ranks`` new processes, as ranks of one job; returns the results by rank.
 
-    ``sidelane.init()`` in them finds that job. With ``nodes``, equal parts of the ranks act as nodes of their own, joined by
-    the loop lane. ``env`` are further variables. Processes are spawned, so the function and its arguments must be importable;
-    ``start="forkserver"`` forks them from multiprocessing's server, which never joins a world: sooner where
-    ``multiprocessing.set_forkserver_preload`` names what takes seconds to import. If ranks fail, the first that failed by
-    itself is raised, its traceback as a note; that of a process that ended without a word is a :class:`RankError`, which has
-    what the others returned as ``results``.
+    ``sidelane.init()`` in them finds that job. With ``nodes``, equal parts of the ranks act as nodes of their own,
+    joined by the loop lane. ``env`` has further variables. The function may be one of a notebook: what cannot be
+    imported travels by value. Processes are spawned; ``start="forkserver"`` forks them from multiprocessing's server,
+    which never joins a world. That is faster where ``multiprocessing.set_forkserver_preload`` names modules that take
+    seconds to import.
+
+    If ranks fail, the first that failed by itself is raised, with its traceback as a note. A process that ended
+    without a result gives a :class:`RankError`, which has the results of the others as ``results``.
     """
+    ranks, nodes = _count("ranks", ranks), _count("nodes", nodes)
     if ranks % nodes:
         raise ValueError(f"{ranks} ranks cannot be divided into {nodes} equal nodes")
     port, job, secret = 20000 + secrets.randbelow(20000), f"py-{secrets.token_hex(8)}", secrets.token_hex(32)
-    context = multiprocessing.get_context(start)
+    context, task = multiprocessing.get_context(start), cloudpickle.dumps((function, args))
     seats = []
     for rank in range(ranks):
         variables = {
@@ -53,9 +61,10 @@ def launch(
         }
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=_rank, args=(theirs, variables | (env or {}), function, args), name=f"rank {rank}"
+            target=_rank, args=(theirs, variables | (env or {}), task), name=f"rank {rank}"
         )
-        process.start()
+        with _without_missing_file():
+            process.start()
         theirs.close()
         seats.append((ours, process))
     try:
@@ -77,9 +86,35 @@ def launch(
             case (error, _):
                 errors.append(error)
     if errors:
-        # That a world died is mostly the consequence of what happened elsewhere.
-        raise min(errors, key=lambda error: isinstance(error, WorldError))
+        # A world that failed, or that was never complete, is mostly a consequence of another rank's error.
+        raise min(errors, key=lambda error: isinstance(error, (WorldError, BootstrapError)))
     return results
+
+
+@contextmanager
+def _without_missing_file() -> Iterator[None]:
+    """Hides the file of ``__main__`` from multiprocessing where it is none, as of a program on standard input."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is None or os.path.exists(path):
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = path
+
+
+def _count(name: str, count: Any) -> int:
+    """A number of processes: an integer, at least 1."""
+    try:
+        count = operator.index(count)
+    except TypeError:
+        raise TypeError(f"{name} is {count!r}: expected an integer") from None
+    if count < 1:
+        raise ValueError(f"{name} is {count}: expected at least 1")
+    return count
 
 
 def _collect(connections: list[Connection]) -> dict[int, tuple[BaseException | None, Any]]:
@@ -90,27 +125,29 @@ def _collect(connections: list[Connection]) -> dict[int, tuple[BaseException | N
         for connection in wait(list(open_)):
             rank = open_.pop(connection)
             try:
-                said[rank] = connection.recv()
+                said[rank] = pickle.loads(connection.recv_bytes())
             except EOFError:
                 pass
             connection.close()
     return said
 
 
-def _rank(connection: Connection, variables: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(connection: Connection, variables: dict[str, str], task: bytes) -> None:
     """The life of one rank."""
     os.environ.update(variables)
     rank = int(variables["RANK"])
     try:
+        function, args = pickle.loads(task)
         answer: tuple[BaseException | None, Any] = (None, function(*args))
     except BaseException as error:
         error.__dict__.setdefault("__notes__", []).append(f"rank {rank}:\n{traceback.format_exc()}")
         answer = (error, None)
     try:
-        connection.send(answer)
+        packed = cloudpickle.dumps(answer)
     except (pickle.PicklingError, AttributeError, TypeError) as unsaid:
-        why = f"rank {rank}: what it returned or raised cannot be sent: {unsaid}\n{answer[0] or ''}"
-        connection.send((Error(why, "Unsaid", {"rank": rank}), None))
+        why = f"rank {rank}: its result or error cannot be sent: {unsaid}\n{answer[0] or ''}"
+        packed = cloudpickle.dumps((Error(why, "Unsaid", {"rank": rank}), None))
+    connection.send_bytes(packed)
     connection.close()
     # A forked process ends without what was to be done at its exit.
     close_all()
