@@ -68,6 +68,14 @@ pub enum BootstrapError {
         /// The address.
         address: String,
     },
+    /// The key that proves ranks of one machine to be of one user may be known to others.
+    #[error("{path} is not a key that user {user} alone can read: remove it, or set SIDELANE_SECRET")]
+    UserKey {
+        /// The file.
+        path: String,
+        /// This user.
+        user: u32,
+    },
     /// The deadline of a rendezvous step passed.
     #[error("rendezvous step {step:?} not complete after {} ms: missing ranks {missing:?}", waited.as_millis())]
     Deadline {

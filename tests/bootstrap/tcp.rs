@@ -4,11 +4,13 @@ use std::{
     io::{Read, Write},
     net::{TcpListener, TcpStream},
     os::fd::AsRawFd,
+    os::unix::process::CommandExt,
+    process::Command,
     thread,
     time::{Duration, Instant},
 };
 
-use crate::common::{LONG, SOON, Signal, clocks, death, each, identity, place, world};
+use crate::common::{LONG, Place, SOON, Signal, clocks, death, each, identity, place, world};
 use sidelane::{
     bootstrap::{Clocks, Identity, LauncherPipe, Secret, connect},
     error::{BootstrapError, Cause, Loss},
@@ -113,6 +115,55 @@ fn a_wrong_secret_is_refused_while_the_right_ones_go_on() {
         matches!(&results[2], Err(BootstrapError::WrongSecret { peer }) if peer.starts_with("127.0.0.1:"))
     );
     assert_eq!(results[..2], [Ok(()), Ok(())]);
+}
+
+/// Joins as rank 1 of the job that the environment names.
+#[test]
+#[ignore = "a process of another user, started by the test below"]
+fn process_of_another_user() {
+    let ports = std::env::var("SIDELANE_TEST_PORTS").unwrap();
+    let ports = ports.split(',').map(|port| port.parse().unwrap()).collect();
+    let place = Place { job: std::env::var("SIDELANE_TEST_JOB").unwrap(), ports };
+    let error = connect(&identity(1, 2, &place), None, clocks()).err().unwrap();
+    assert!(matches!(error, BootstrapError::WrongSecret { .. }), "{error}");
+    println!("refused");
+}
+
+#[test]
+fn job_without_a_secret_refuses_processes_of_other_users() {
+    if !rustix::process::geteuid().is_root() {
+        println!("SKIPPED: only root can start processes of other users");
+        return;
+    }
+    let place = place();
+    let refused = Signal::default();
+    // Where the other user finds it.
+    let folder = tempfile::tempdir_in("/tmp").unwrap();
+    std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let program = folder.path().join("bootstrap");
+    std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    let results = each(vec![0u32, 1, 2], |rank| {
+        if rank == 2 {
+            let ports: Vec<_> = place.ports.iter().map(u16::to_string).collect();
+            let said = Command::new(&program)
+                .args(["--exact", "tcp::process_of_another_user", "--ignored", "--nocapture"])
+                .envs([("SIDELANE_TEST_JOB", &place.job), ("SIDELANE_TEST_PORTS", &ports.join(","))])
+                .uid(65534)
+                .gid(65534)
+                .output()
+                .unwrap();
+            refused.raise();
+            let text = String::from_utf8_lossy(&said.stdout).into_owned();
+            assert!(said.status.success() && text.contains("refused"), "{text}");
+            return Ok(());
+        }
+        if rank == 1 {
+            // The stranger comes first.
+            refused.wait_for(1);
+        }
+        connect(&identity(rank, 2, &place), None, clocks())?.barrier("met", rank, 2, LONG)
+    });
+    assert_eq!(results, [Ok(()), Ok(()), Ok(())]);
 }
 
 #[test]

@@ -38,7 +38,8 @@ const PAUSE: Duration = Duration::from_millis(30);
 
 /// Meets the other ranks of the job over TCP.
 ///
-/// Without a secret only loopback addresses are used, unless the identity allows it (`SIDELANE_INSECURE=1`).
+/// Without a secret only loopback addresses are used, and the key of this user, so that processes of other users
+/// are refused; unless the identity does without (`SIDELANE_INSECURE=1`).
 pub fn connect(
     identity: &Identity,
     secret: Option<Secret>,
@@ -48,12 +49,12 @@ pub fn connect(
     if secret.is_none() && !identity.is_local() && !identity.insecure {
         return Err(BootstrapError::NoSecret { address: identity.master_addr.clone() });
     }
-    let job = Job {
-        digest: job_digest(&identity.job),
-        secret: secret.unwrap_or_else(Secret::none),
-        clocks,
-        launcher: identity.launcher_pipe,
+    let secret = match secret {
+        Some(secret) => secret,
+        None if identity.insecure => Secret::none(),
+        None => Secret::of_user()?,
     };
+    let job = Job { digest: job_digest(&identity.job), secret, clocks, launcher: identity.launcher_pipe };
     let meeting = Meeting { job: job.digest, size: identity.size, epoch: 0, host: HOST };
     let (seat, coordinator) = match identity.rank {
         HOST => {
