@@ -117,6 +117,20 @@ fn a_wrong_secret_is_refused_while_the_right_ones_go_on() {
     assert_eq!(results[..2], [Ok(()), Ok(())]);
 }
 
+#[test]
+fn jobs_that_share_ports_and_a_name_meet_by_their_secrets() {
+    let place = place();
+    let ranks = [("one", 0), ("two", 0), ("one", 1), ("two", 1)];
+    let results = each(ranks.to_vec(), |(name, rank)| {
+        let secret = Some(Secret::from_bytes(name));
+        let hub = connect(&identity(rank, 2, &place), secret, clocks())?;
+        let said = hub.gather("secret", rank, 2, name.as_bytes(), LONG)?;
+        hub.barrier("end", rank, 2, LONG)?;
+        Ok::<_, BootstrapError>(said == [name.as_bytes(), name.as_bytes()])
+    });
+    assert_eq!(results, [Ok(true), Ok(true), Ok(true), Ok(true)]);
+}
+
 /// Joins as rank 1 of the job that the environment names.
 #[test]
 #[ignore = "a process of another user, started by the test below"]

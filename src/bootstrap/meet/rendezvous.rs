@@ -31,7 +31,8 @@ use crate::{
     error::{BootstrapError, Cause},
 };
 
-/// Bound of the challenge of one candidate: a stranger that accepts and says nothing costs this much.
+/// Bound of the challenge of one candidate: a stranger that accepts and says nothing costs this much. So long, too, a rank
+/// looks on behind a job of another secret.
 const GREETING: Duration = Duration::from_secs(2);
 /// Pause between two rounds over the candidates.
 const PAUSE: Duration = Duration::from_millis(30);
@@ -140,6 +141,8 @@ fn seek(
     until: Instant,
 ) -> Result<Seat, BootstrapError> {
     let start = Instant::now();
+    // A job that holds one of the ports and has another secret may be a stranger's, of the same name.
+    let mut foreign = None;
     loop {
         let candidates = if known.is_empty() { candidates(identity) } else { known.to_vec() };
         for address in candidates {
@@ -157,8 +160,16 @@ fn seek(
                 Ok(seat) => return Ok(seat),
                 Err(Miss::Nobody) => {}
                 Err(Miss::Failed(error)) => return Err(error),
+                Err(Miss::Refused(Refusal::WrongSecret)) => {
+                    foreign.get_or_insert((Instant::now(), address));
+                }
                 Err(Miss::Refused(refusal)) => return Err(explain(refusal, identity, address, start)),
             }
+        }
+        if let Some((since, address)) = foreign
+            && since.elapsed() > GREETING
+        {
+            return Err(explain(Refusal::WrongSecret, identity, address, start));
         }
         if Instant::now() + PAUSE >= until {
             let address = format!("{} (ports {})", identity.master_addr, list(&identity.ports));
