@@ -52,7 +52,7 @@ pub use verbs::VerbsError;
 pub enum Error {
     /// Meeting the other ranks failed.
     #[error(transparent)]
-    Bootstrap(#[from] BootstrapError),
+    Bootstrap(BootstrapError),
     /// The world is dead until it is rebuilt.
     #[error(transparent)]
     World(#[from] Cause),
@@ -85,6 +85,16 @@ pub enum Error {
     Layer(#[from] LayerError),
 }
 
+impl From<BootstrapError> for Error {
+    /// A world that fails while it is set up has failed: the cause is the same as later on.
+    fn from(error: BootstrapError) -> Self {
+        match error {
+            BootstrapError::World(cause) => Error::World(cause),
+            error => Error::Bootstrap(error),
+        }
+    }
+}
+
 impl From<VerbsError> for Error {
     fn from(error: VerbsError) -> Self {
         Error::Lane(error.into())
@@ -93,3 +103,14 @@ impl From<VerbsError> for Error {
 
 /// Result with the library's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn world_that_fails_while_it_is_set_up_is_a_failed_world() {
+        let cause = Cause::Lost { rank: 3, how: Loss::Closed };
+        assert_eq!(Error::from(BootstrapError::World(cause.clone())), Error::World(cause));
+    }
+}

@@ -135,7 +135,7 @@ pub enum Failure {
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         match error {
-            Error::World(cause) | Error::Bootstrap(BootstrapError::World(cause)) => cause.into(),
+            Error::World(cause) => cause.into(),
             Error::Lane(LaneError::Deadline { rank, peer, .. }) => Failure::Deadline { rank, peer },
             Error::Lane(LaneError::Wire { rank, peer, .. }) => {
                 Failure::Wire { rank: peer, by: rank, first: true }
