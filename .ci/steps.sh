@@ -58,7 +58,6 @@ step_format() {
 step_lints() {
     step lints
     cargo clippy "${PACKAGES[@]}" --all-targets -- -D warnings
-    cargo clippy --no-default-features --lib -- -D warnings
 }
 
 step_documentation() {

@@ -9,8 +9,8 @@ use sidelane::plan::{
     Bins, Counts, Crossing, ExpertMap, Frame, Layout, Mode, Notes, Order, RankSets, RelayOrder, Sizes,
     Sizing, Sorted,
 };
-use sidelane::schedule::{CallerTables, Control, Setting, WindowId};
 use sidelane::topology::{NodeMap, Paths, Route};
+use sidelane_core::schedule::{CallerTables, Control, Setting, WindowId};
 
 fn planning(c: &mut Criterion) {
     for (tokens, experts, ranks) in

@@ -10,8 +10,7 @@
 //! | [`error`], [`config`], [`dtype`], [`topology`] | words that everybody uses |
 //! | [`gate`] | router decisions: [`Routing`](gate::Routing), synthetic and recorded |
 //! | [`plan`] | from routing and counts to placement; pure |
-//! | [`schedule`] | programs of puts, signals, waits and sums; their proof, their random check and their time by a model; pure |
-//! | [`bootstrap`] | meeting, authentication, liveness, descriptors, rebuild |
+//! //! | [`bootstrap`] | meeting, authentication, liveness, descriptors, rebuild |
 //! | [`device`] | CUDA: what the driver and its GPUs can do; memory, streams, memory operations, modules |
 //! | [`memory`] | heaps, windows, the receive pool |
 //! | [`rows`] | the vector loops; matrix products |
@@ -31,20 +30,19 @@ pub mod bootstrap;
 pub mod collective;
 pub mod config;
 pub mod device;
-pub mod dtype;
 pub mod ep;
 pub mod error;
 pub mod exec;
-pub mod gate;
 mod lane;
 pub mod layer;
 pub mod memory;
 pub mod overlap;
-pub mod plan;
 pub mod rows;
-pub mod schedule;
-pub mod topology;
 pub mod world;
+
+pub use sidelane_core::{dtype, gate, plan, topology};
+
+pub(crate) use sidelane_core::schedule;
 
 pub use dtype::{Dtype, Element};
 pub use ep::ExpertParallel;

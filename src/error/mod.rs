@@ -18,32 +18,27 @@
 //! | [`OverlapError`] | compute and transfers that run beside each other |
 
 mod bootstrap;
-mod call;
 mod cause;
 mod completion;
 mod device;
 mod fault;
-mod gate;
 mod lane;
 mod layer;
 mod memory;
 mod overlap;
-mod plan;
 mod simd;
 mod verbs;
 
 pub use bootstrap::BootstrapError;
-pub use call::{CallError, CallKind};
 pub use cause::{Cause, Loss};
 pub use completion::{CompletionStatus, Operation};
 pub use device::DeviceError;
 pub use fault::Fault;
-pub use gate::GateError;
 pub use lane::LaneError;
 pub use layer::{LayerError, Pass, Whose};
 pub use memory::MemoryError;
 pub use overlap::{OverlapError, Place, Stream, Work};
-pub use plan::PlanError;
+pub use sidelane_core::error::{CallError, CallKind, GateError, PlanError};
 pub use simd::SimdError;
 pub use verbs::VerbsError;
 

@@ -1,5 +1,4 @@
 //! The `sidelane` program: commands, options, reports, and exit codes.
-#![cfg(feature = "cli")]
 
 mod bench;
 mod collectives;

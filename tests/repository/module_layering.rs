@@ -1,13 +1,14 @@
-//! The architecture as a test: which room may use which, and where unsafe code may live.
+//! The architecture as a test: which module and which crate may use which, and where unsafe code may live.
 //!
-//! Rooms are the folders and files right under `src/`. A room may use those above it in this list, never those below.
+//! Modules are the folders and files right under `src/` of the library and of `crates/core`. A module
+//! may use those above it in this list, never those below.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// From those that know nothing to those that use them all; rooms of one line do not use each other.
-const ROOMS: [&[&str]; 14] = [
+/// From those that know nothing to those that use them all; modules of one line do not use each other.
+const MODULES: [&[&str]; 14] = [
     &["dtype"],
     &["error", "topology"],
     &["config"],
@@ -24,17 +25,25 @@ const ROOMS: [&[&str]; 14] = [
     &["layer"],
 ];
 
-/// Uses them all.
-const TOP: [&str; 1] = ["bin"];
-
-/// Rooms that may contain unsafe code, of this package and of the C face.
+/// Modules that may contain unsafe code, of the library and of the bindings for C.
 const UNSAFE: [&str; 5] = ["device", "memory", "rows", "lane", "ffi"];
 
-/// Rooms that compute and do nothing else: no file, no socket, no clock, no thread.
-const PURE: [&str; 3] = ["gate", "plan", "schedule"];
+/// The crate that computes and does nothing else: no file, no socket, no clock, no thread.
+const CORE: &str = "crates/core/src";
+const LIBRARY: &str = "src";
+/// The bindings for C are a package of their own: users of Rust neither build it nor export its symbols.
+const C: &str = "bindings/c/src";
+/// Crates above the library or beside it.
+const OTHERS: [&str; 3] = ["crates/verify/src", "crates/model/src", "crates/cli/src"];
 
-/// The C face is a package of its own: who writes Rust neither builds it nor exports its symbols.
-const PACKAGES: [&str; 2] = ["src", "bindings/c/src"];
+/// Crates of this repository that each crate may use in its code; tests may use more.
+const CRATES: [(&str, &[&str]); 5] = [
+    ("crates/core", &[]),
+    (".", &["sidelane-core"]),
+    ("crates/verify", &["sidelane-core"]),
+    ("crates/model", &["sidelane-core"]),
+    ("crates/cli", &["sidelane", "sidelane-core", "sidelane-model"]),
+];
 
 fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(dir).unwrap() {
@@ -47,12 +56,12 @@ fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// The room of each source file of a package, with its text; documentation and comments left out.
+/// The module of each source file of a package, with its text; documentation and comments left out.
 fn files(package: &str) -> Vec<(String, PathBuf, String)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join(package);
     let mut paths = Vec::new();
     sources(&root, &mut paths);
-    let room_of = |path: &Path| {
+    let module_of = |path: &Path| {
         let first = path.strip_prefix(&root).unwrap().iter().next().unwrap().to_str().unwrap().to_owned();
         first.trim_end_matches(".rs").to_owned()
     };
@@ -61,42 +70,53 @@ fn files(package: &str) -> Vec<(String, PathBuf, String)> {
         let lines = text.lines().map(|line| line.split("//").next().unwrap());
         lines.collect::<Vec<_>>().join("\n")
     };
-    paths.into_iter().map(|path| (room_of(&path), path.clone(), code(&path))).collect()
+    paths.into_iter().map(|path| (module_of(&path), path.clone(), code(&path))).collect()
 }
 
-fn height(room: &str) -> Option<usize> {
-    ROOMS.iter().position(|line| line.contains(&room))
+fn height(module: &str) -> Option<usize> {
+    MODULES.iter().position(|line| line.contains(&module))
 }
 
 #[test]
-fn no_room_uses_one_below_it() {
+fn no_module_uses_one_below_it() {
     let mut edges = BTreeSet::new();
-    for (room, path, code) in files(PACKAGES[0]) {
+    for (module, path, code) in files(CORE).into_iter().chain(files(LIBRARY)) {
         // A conformance suite builds worlds to test a lane in.
-        if room == "lib" || TOP.contains(&room.as_str()) || path.iter().any(|part| part == "conformance") {
+        if module == "lib" || path.iter().any(|part| part == "conformance") {
             continue;
         }
-        let own = height(&room).unwrap_or_else(|| panic!("{room} has no place in the list"));
+        let own = height(&module).unwrap_or_else(|| panic!("{module} has no place in the list"));
         for used in code.split("crate::").skip(1) {
             let used: String = used.chars().take_while(|c| c.is_ascii_alphanumeric() || *c == '_').collect();
-            if used == room || used.is_empty() || used.starts_with(char::is_uppercase) {
+            if used == module || used.is_empty() || used.starts_with(char::is_uppercase) {
                 continue;
             }
-            let Some(other) = height(&used) else {
-                assert!(!TOP.contains(&used.as_str()), "{} uses {used}", path.display());
-                continue;
-            };
-            assert!(other < own, "{} of room {room} uses {used}, which is not above it", path.display());
-            edges.insert((room.clone(), used));
+            let Some(other) = height(&used) else { continue };
+            assert!(other < own, "{} of module {module} uses {used}, which is not above it", path.display());
+            edges.insert((module.clone(), used));
         }
     }
     assert!(edges.len() > 20, "the files were read: {edges:?}");
 }
 
 #[test]
-fn pure_rooms_ask_nothing_of_the_system() {
+fn crates_use_those_below_them_only() {
+    for (package, allowed) in CRATES {
+        let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join(package).join("Cargo.toml");
+        let text = fs::read_to_string(manifest).unwrap();
+        let dependencies = text.lines().skip_while(|line| *line != "[dependencies]").skip(1);
+        let names = dependencies
+            .take_while(|line| !line.starts_with('['))
+            .map(|line| line.split(['.', ' ', '=']).next().unwrap_or_default());
+        let used: BTreeSet<_> = names.filter(|name| name.starts_with("sidelane")).collect();
+        assert_eq!(used, allowed.iter().copied().collect(), "{package}");
+    }
+}
+
+#[test]
+fn core_asks_nothing_of_the_system() {
     let mut read = 0;
-    for (_, path, code) in files(PACKAGES[0]).into_iter().filter(|(room, ..)| PURE.contains(&room.as_str())) {
+    for (_, path, code) in files(CORE) {
         read += 1;
         let asks = [
             "std::fs",
@@ -115,17 +135,17 @@ fn pure_rooms_ask_nothing_of_the_system() {
 }
 
 #[test]
-fn unsafe_code_lives_in_its_rooms_only() {
+fn unsafe_code_lives_in_its_modules_only() {
     let mut seen = BTreeSet::new();
-    for (room, path, code) in PACKAGES.into_iter().flat_map(files) {
+    for (module, path, code) in [CORE, LIBRARY, C].into_iter().chain(OTHERS).flat_map(files) {
         let words = code.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
         if words.into_iter().any(|word| word == "unsafe") {
-            assert!(UNSAFE.contains(&room.as_str()), "{} holds unsafe code", path.display());
-            seen.insert(room);
+            assert!(UNSAFE.contains(&module.as_str()), "{} holds unsafe code", path.display());
+            seen.insert(module);
         }
     }
     assert!(
-        ["device", "lane", "rows", "ffi"].iter().all(|room| seen.contains(*room)),
+        ["device", "lane", "rows", "ffi"].iter().all(|module| seen.contains(*module)),
         "the files were read: {seen:?}"
     );
 }

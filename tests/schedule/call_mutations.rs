@@ -2,16 +2,17 @@
 
 use std::collections::BTreeMap;
 
-use sidelane::error::CallKind;
-use sidelane::plan::{Mode, Order, Overflow, RowLayout};
-use sidelane::schedule::call::{
-    Action, CallChange, CallMutation, CallProgram, CallStep, Engines, Part, ProgramId, RankPrograms, Relays,
-    StageId, Work,
+use sidelane_core::error::CallKind;
+use sidelane_core::plan::{Mode, Order, Overflow, RowLayout};
+use sidelane_core::schedule::call::{
+    Action, CallProgram, CallStep, Engines, Part, RankPrograms, Relays, StageId, Work,
 };
-use sidelane::schedule::collective::{Program, Seat, Shape};
-use sidelane::schedule::prove::prove;
-use sidelane::schedule::story::{CollectiveCall, CollectiveScript, Script, Story};
-use sidelane::topology::{Paths, Route};
+use sidelane_core::schedule::collective::{Program, Seat, Shape};
+use sidelane_core::topology::{Paths, Route};
+use sidelane_verify::call_mutate::{CallChange, CallMutation, ProgramId, programs_of};
+use sidelane_verify::flow;
+use sidelane_verify::prove::prove;
+use sidelane_verify::story::{CollectiveCall, CollectiveScript, Script, Story};
 
 use crate::collective_proof::{call, programs as collectives, seat, with_room};
 use crate::groups::{CHUNKS, Group, engine_rounds, gathering_rounds, rounds, ways};
@@ -141,7 +142,7 @@ impl Findings {
         tell: impl Fn(CallMutation) -> Story,
         harmless: impl Fn(&CallMutation) -> Option<&'static str>,
     ) {
-        program.check(program).unwrap_or_else(|lacking| panic!("{lacking}: {program}"));
+        flow::check(program, program).unwrap_or_else(|lacking| panic!("{lacking}: {program}"));
         for mutation in CallMutation::all(program, ranks) {
             let class = match mutation.change {
                 CallChange::Drop => "a step is dropped",
@@ -153,7 +154,7 @@ impl Findings {
             let (step, next) = mutation.steps(program);
             let next = next.map_or(String::new(), |next| next.action.to_string());
             let mutant = format!("{name} {:?}: {} | {next}", mutation.change, step.action);
-            if let Err(lacking) = mutation.plant(program).check(program) {
+            if let Err(lacking) = flow::check(&mutation.plant(program), program) {
                 tally.by_flow += 1;
                 tally.example = format!("{mutant}: {lacking}");
                 continue;
@@ -194,7 +195,7 @@ fn all_of_group_found(group: Group) {
     // No engine makes a dispatch along a known layout.
     let made = |kind: &CallKind| !(group.pulls && *kind == CallKind::CachedDispatch);
     for kind in KINDS.into_iter().filter(made) {
-        for (id, program) in programs.of(kind, group.relays) {
+        for (id, program) in programs_of(&programs, kind, group.relays) {
             let tell = |mutation| {
                 let script = Script { mutation: Some((id, mutation)), ..group.script(&calls, None) };
                 Story::tell(&script).expect("a script that can be unrolled")

@@ -1,16 +1,16 @@
 //! Collectives and the messages of a pipeline are proved: every rank, every program, one behind the other; bugs that are
 //! planted are found, or listed with the reason why they are none.
 
-use sidelane::plan::{Pipeline, PipelineStep};
-use sidelane::schedule::check::check;
-use sidelane::schedule::collective::{Program, Seat, Shape, Staging};
-use sidelane::schedule::mutate::{Change, Mutation, mutations};
-use sidelane::schedule::prove::{Fault, What, prove};
-use sidelane::schedule::story::{
+use sidelane_core::plan::{Pipeline, PipelineStep};
+use sidelane_core::schedule::collective::{Program, Seat, Shape, Staging};
+use sidelane_core::schedule::{Flag, Level, Op};
+use sidelane_core::topology::NodeMap;
+use sidelane_verify::check::check;
+use sidelane_verify::mutate::{Change, Mutation, mutations};
+use sidelane_verify::prove::{Fault, What, prove};
+use sidelane_verify::story::{
     CollectiveCall, CollectiveScript, CollectiveSlip, PipelineScript, PipelineSlip, Story,
 };
-use sidelane::schedule::{Flag, Level, Op};
-use sidelane::topology::NodeMap;
 
 /// Ranks by node.
 const SHAPES: [&[u32]; 8] = [

@@ -3,11 +3,11 @@
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use sidelane::gate::Routing;
-use sidelane::plan::{ExpertMap, Mode, Order, Overflow, RowLayout, Strategy};
-use sidelane::schedule::Parts;
-use sidelane::schedule::story::{Call, Relays, Script, Slip, Story};
-use sidelane::topology::{NodeMap, Route};
+use sidelane_core::gate::Routing;
+use sidelane_core::plan::{ExpertMap, Mode, Order, Overflow, RowLayout, Strategy};
+use sidelane_core::schedule::Parts;
+use sidelane_core::topology::{NodeMap, Route};
+use sidelane_verify::story::{Call, Relays, Script, Slip, Story};
 
 pub const ROWS: Parts = Parts { rows: true, weights: false };
 pub const WEIGHTS: Parts = Parts { rows: false, weights: true };

@@ -2,15 +2,16 @@
 
 use std::collections::BTreeMap;
 
+use sidelane_core::error::CallKind;
+use sidelane_core::plan::{Mode, Order, RowLayout};
+use sidelane_core::schedule::{Flag, Level, Op};
+use sidelane_core::topology::{Paths, Route};
+use sidelane_verify::check::check;
+use sidelane_verify::mutate::{Change, Mutation, mutations};
+use sidelane_verify::prove::{Fault, What, prove};
+use sidelane_verify::story::{Relays, Slip, Story};
+
 use crate::groups::{Group, engine_rounds, gathering_rounds, rounds, ways};
-use sidelane::error::CallKind;
-use sidelane::plan::{Mode, Order, RowLayout};
-use sidelane::schedule::check::check;
-use sidelane::schedule::mutate::{Change, Mutation, mutations};
-use sidelane::schedule::prove::{Fault, What, prove};
-use sidelane::schedule::story::{Relays, Slip, Story};
-use sidelane::schedule::{Flag, Level, Op};
-use sidelane::topology::{Paths, Route};
 
 /// A mutation, and what its harm depends on.
 struct Mutant<'a> {

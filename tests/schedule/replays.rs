@@ -1,8 +1,8 @@
 //! Calls on streams that tests share: three replays each, since what the first leaves behind the third still finds.
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
-use sidelane::schedule::story::StreamCall::{self, Combine, Dispatch, Release};
-use sidelane::schedule::stream::Slots;
+use sidelane_core::schedule::stream::Slots;
+use sidelane_verify::story::StreamCall::{self, Combine, Dispatch, Release};
 
 /// Geometry whose slots do not fill their places.
 pub fn slots(ranks: u32) -> Slots {

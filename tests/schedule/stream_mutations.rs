@@ -3,17 +3,20 @@
 
 use std::collections::BTreeMap;
 
+use sidelane_core::error::CallKind;
+use sidelane_core::schedule::call::{Action, SlotCall, Work};
+use sidelane_core::schedule::stream::Across;
+use sidelane_core::schedule::{Item, Level, Op};
+use sidelane_core::topology::NodeMap;
+use sidelane_verify::call_mutate::{CallChange, CallMutation};
+use sidelane_verify::check::check;
+use sidelane_verify::flow;
+use sidelane_verify::mutate::{Change, Mutation, mutations};
+use sidelane_verify::prove::prove;
+use sidelane_verify::story::StreamCall::{self, Combine, Dispatch, Release};
+use sidelane_verify::story::{Step, Story, StreamScript, Streams};
+
 use crate::replays::{slots, thrice};
-use sidelane::error::CallKind;
-use sidelane::schedule::call::{Action, CallChange, CallMutation, SlotCall, Work};
-use sidelane::schedule::check::check;
-use sidelane::schedule::mutate::{Change, Mutation, mutations};
-use sidelane::schedule::prove::prove;
-use sidelane::schedule::story::StreamCall::{self, Combine, Dispatch, Release};
-use sidelane::schedule::story::{Step, Story, StreamScript, Streams};
-use sidelane::schedule::stream::Across;
-use sidelane::schedule::{Item, Level, Op};
-use sidelane::topology::NodeMap;
 
 /// What a rank does with a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -327,12 +330,12 @@ fn driver_mutants_of_slots_are_found_by_flow_and_between_ranks() {
     for call in SlotCall::ALL {
         let (program, answer) =
             (call.program(), if call == SlotCall::Release { Release(0) } else { Combine(0) });
-        assert_eq!(program.check(&program), Ok(()));
+        assert_eq!(flow::check(&program, &program), Ok(()));
         let mutations = CallMutation::all(&program, nodes.ranks());
         assert_eq!(mutations.len(), 2 * program.steps().len() - 1);
         for mutation in mutations {
             let (planted, (step, next)) = (mutation.plant(&program), mutation.steps(&program));
-            let lacking = planted.check(&program).expect_err("the rank itself lacks a value");
+            let lacking = flow::check(&planted, &program).expect_err("the rank itself lacks a value");
             let unseen = unseen(&mutation, (step.action, next.map(|next| next.action)));
             println!("{call:?} {:?} {}: {lacking}; {unseen:?}", mutation.change, step.action);
             for across in groups {

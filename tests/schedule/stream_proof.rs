@@ -1,14 +1,15 @@
 //! Slots on streams are proved: every rank, constants that are set back, microbatches that interleave, queues that streams
 //! share.
 
+use sidelane_core::error::PlanError;
+use sidelane_core::schedule::stream::Across;
+use sidelane_core::topology::NodeMap;
+use sidelane_verify::check::check;
+use sidelane_verify::prove::{Fault, ends, prove};
+use sidelane_verify::story::StreamCall::{self, Combine, Dispatch, Release};
+use sidelane_verify::story::{Story, StreamScript, StreamSlip, Streams};
+
 use crate::replays::{replays, slots, thrice};
-use sidelane::error::PlanError;
-use sidelane::schedule::check::check;
-use sidelane::schedule::prove::{Fault, ends, prove};
-use sidelane::schedule::story::StreamCall::{self, Combine, Dispatch, Release};
-use sidelane::schedule::story::{Story, StreamScript, StreamSlip, Streams};
-use sidelane::schedule::stream::Across;
-use sidelane::topology::NodeMap;
 
 fn tell(ranks: u32, streams: Streams, calls: &[StreamCall], slip: Option<StreamSlip>) -> Story {
     Story::of_streams(&StreamScript {

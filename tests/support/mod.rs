@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
 pub mod layer;
+pub mod processes;
 pub mod visible;
 
 use half::bf16;

@@ -25,7 +25,7 @@ pub mod plot;
 pub mod record;
 pub mod reference;
 pub mod settings;
-#[path = "../../../src/bin/sidelane/svg.rs"]
+#[path = "../../../crates/cli/src/svg.rs"]
 mod svg;
 pub mod text;
 pub mod tokens;

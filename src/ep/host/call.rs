@@ -197,7 +197,7 @@ impl HostCall<'_, '_> {
     fn say(&mut self, tag: Tag) {
         self.flight.tag = match &self.flight.refused {
             None => tag,
-            Some(error) => tag.refusing(error),
+            Some(error) => refusing(tag, error),
         };
         self.space.tables.clear();
         self.space.tables.tags.fill(self.flight.tag);
@@ -492,14 +492,12 @@ pub(super) fn sort(
     Ok(())
 }
 
-impl Tag {
-    /// The tag of a rank that refuses the call for this reason.
-    pub(in crate::ep) fn refusing(self, error: &Error) -> Tag {
-        match *error {
-            Error::Memory(MemoryError::OutOfSpace { asked, free, .. }) => {
-                Tag { refusal: Refusal::Space, handle: asked, base: free, ..self }
-            }
-            _ => Tag { refusal: Refusal::Input, ..self },
+/// The tag of a rank that refuses the call for this reason.
+pub(in crate::ep) fn refusing(tag: Tag, error: &Error) -> Tag {
+    match *error {
+        Error::Memory(MemoryError::OutOfSpace { asked, free, .. }) => {
+            Tag { refusal: Refusal::Space, handle: asked, base: free, ..tag }
         }
+        _ => Tag { refusal: Refusal::Input, ..tag },
     }
 }

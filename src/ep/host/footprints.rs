@@ -8,13 +8,14 @@
 
 use std::collections::BTreeMap;
 
+use sidelane_verify::story::{Bytes, Call, Relays, Scene, Script, Slip, Story};
+
 use crate::ep::device::planned::tests::support::{on_ranks, small};
 use crate::ep::{CombineInput, ExpertParallel, ExpertRows, Handle, Tensor};
 use crate::gate::Routing;
 use crate::lane::Port;
 use crate::memory::access::{self, Event};
 use crate::plan::{ExpertMap, Mode, Order, Overflow, RowLayout, Strategy};
-use crate::schedule::story::{Bytes, Call, Relays, Scene, Script, Slip, Story};
 use crate::schedule::{Parts, WindowId};
 use crate::topology::{NodeMap, Route};
 use crate::{Dtype, World};

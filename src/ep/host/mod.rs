@@ -29,6 +29,7 @@ use crate::dtype::Dtype;
 use crate::error::Error;
 
 pub(super) use buffers::{HostInput, HostOutput, HostRows, check_tensor, elements};
+pub(super) use call::refusing;
 pub(super) use combine::HostCombine;
 pub(super) use dispatch::HostDispatch;
 pub(super) use exchange::HostExchange;

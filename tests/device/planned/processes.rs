@@ -1,7 +1,6 @@
 //! Ranks that are processes on two nodes: descriptors go within nodes, rows between them by
 //! registered memory.
 
-use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use half::bf16;
@@ -14,6 +13,7 @@ use sidelane::{Error, World};
 use super::calls::some;
 use super::on_devices;
 use super::rank::{Case, Input, Rank, target};
+use crate::support::processes::{Outcome, run_ranks};
 use crate::support::{cases, tokens};
 
 const ROUNDS: u64 = 200;
@@ -69,15 +69,8 @@ fn there_and_back(rank: &mut Rank<bf16>, input: &Input<bf16>) -> Result<Report, 
     handle.returned()
 }
 
-fn launched(variables: &[(&str, &str)]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_sidelane"))
-        .args(["launch", "--nodes", "2", "--ranks-per-node", "2", "--grace", "120", "--"])
-        .arg(std::env::current_exe().unwrap())
-        .args(["--exact", "planned::processes::a_rank_of_a_world_below", "--ignored", "--nocapture"])
-        .envs([("SIDELANE_HEAP", "16M"), ("SIDELANE_SYMMETRIC", "4M")])
-        .envs(variables.iter().copied())
-        .output()
-        .unwrap()
+fn launched(variables: &[(&str, &str)]) -> Outcome {
+    run_ranks(&[2, 2], "planned::processes::a_rank_of_a_world_below", variables)
 }
 
 #[test]
@@ -85,9 +78,8 @@ fn processes_of_two_nodes_agree_for_hundreds_of_rounds() {
     on_devices("planned::processes::processes_of_two_nodes_agree_for_hundreds_of_rounds", 8, 1, || {
         for route in cases(Route::ALL, 1) {
             let job = launched(&[("SIDELANE_TEST_ROUTE", route.name())]);
-            let text = String::from_utf8_lossy(&job.stdout);
-            let right = text.matches(&format!("{ROUNDS} rounds are right to the bit")).count();
-            assert!(job.status.success() && right == RANKS as usize, "{job:?}");
+            let right = job.text.matches(&format!("{ROUNDS} rounds are right to the bit")).count();
+            assert!(job.is_success() && right == RANKS as usize, "{job:?}");
         }
     });
 }
@@ -104,10 +96,9 @@ fn a_killed_rank_of_another_node_ends_all_waits_with_its_name() {
                 let variables =
                     [("SIDELANE_TEST_VICTIM", &*victim_named), ("SIDELANE_TEST_ROUTE", route.name())];
                 let job = launched(&variables);
-                let text = String::from_utf8_lossy(&job.stdout);
                 for rank in (0..RANKS).filter(|&rank| rank != victim) {
                     assert!(
-                        text.contains(&format!("rank {rank} knows that rank {victim} is lost")),
+                        job.text.contains(&format!("rank {rank} knows that rank {victim} is lost")),
                         "{job:?}"
                     );
                 }

@@ -2,8 +2,6 @@
 //! reaches no device. Straight they go in the library's own tests, which have cards that are not
 //! there.
 
-use std::process::{Command, Output};
-
 use rustix::process::{Signal, getpid, kill_process};
 use sidelane::device::PinnedMemory;
 use sidelane::error::Cause;
@@ -15,6 +13,7 @@ use super::rank::{Case, Rank, Tensors, content, dispatch, on_nodes, options, unt
 use super::replays::replays;
 use super::{calls, on_each, on_stand_in};
 use crate::support::cases;
+use crate::support::processes::{Outcome, run_ranks};
 
 const TWO_AND_TWO: [u32; 4] = [0, 0, 1, 1];
 const THREE_AND_FIVE: [u32; 8] = [0, 0, 0, 1, 1, 1, 1, 1];
@@ -169,27 +168,19 @@ fn a_rank_of_a_world_below() {
     println!("rank {me} knows that rank {victim} is lost");
 }
 
-fn launched(sizes: &str, variables: &[(&str, &str)]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_sidelane"))
-        .args(["launch", "--nodes", "2", "--ranks-per-node", sizes, "--grace", "120", "--"])
-        .arg(std::env::current_exe().unwrap())
-        .args(["--exact", "slots::nodes::a_rank_of_a_world_below", "--ignored", "--nocapture"])
-        .envs([("SIDELANE_HEAP", "16M"), ("SIDELANE_SYMMETRIC", "4M")])
-        .envs(variables.iter().copied())
-        .output()
-        .unwrap()
+fn launched(sizes: &[u32], variables: &[(&str, &str)]) -> Outcome {
+    run_ranks(sizes, "slots::nodes::a_rank_of_a_world_below", variables)
 }
 
 #[test]
 fn processes_of_two_nodes_agree_for_hundreds_of_rounds() {
     on_stand_in("slots::nodes::processes_of_two_nodes_agree_for_hundreds_of_rounds", || {
         let wide: &[(&str, &str)] = &[("SIDELANE_TEST_WIDE", "1")];
-        let shapes = [("2,2", 4, &[][..]), ("3,5", 8, wide)];
-        for ((sizes, ranks, variables), rounds) in cases(shapes.into_iter().zip(ROUNDS), 1) {
+        let shapes = [(&[2, 2][..], &[][..]), (&[3, 5], wide)];
+        for ((sizes, variables), rounds) in cases(shapes.into_iter().zip(ROUNDS), 1) {
             let job = launched(sizes, variables);
-            let text = String::from_utf8_lossy(&job.stdout);
-            let right = text.matches(&format!("{rounds} rounds are right to the bit")).count();
-            assert!(job.status.success() && right == ranks, "{job:?}");
+            let right = job.text.matches(&format!("{rounds} rounds are right to the bit")).count();
+            assert!(job.is_success() && right == job.ends.len(), "{job:?}");
         }
     });
 }
@@ -197,10 +188,9 @@ fn processes_of_two_nodes_agree_for_hundreds_of_rounds() {
 #[test]
 fn a_killed_rank_of_another_node_is_named_by_all_others() {
     on_stand_in("slots::nodes::a_killed_rank_of_another_node_is_named_by_all_others", || {
-        let job = launched("2,2", &[("SIDELANE_TEST_VICTIM", "3")]);
-        let text = String::from_utf8_lossy(&job.stdout);
+        let job = launched(&[2, 2], &[("SIDELANE_TEST_VICTIM", "3")]);
         for rank in 0..3 {
-            assert!(text.contains(&format!("rank {rank} knows that rank 3 is lost")), "{job:?}");
+            assert!(job.text.contains(&format!("rank {rank} knows that rank 3 is lost")), "{job:?}");
         }
     });
 }

@@ -1,12 +1,11 @@
 //! Ranks that are processes: memory of devices and words of the host go from one to the other as
 //! descriptors.
 
-use std::process::Command;
-
 use sidelane::World;
 
 use super::on_stand_in;
 use super::rank::{Case, Rank};
+use crate::support::processes::run_ranks;
 
 const CASE: Case = Case { ranks: 4, experts: 10, top_k: 3, hidden: 24, max_tokens: 3 };
 const ROUNDS: u64 = 1000;
@@ -25,17 +24,9 @@ fn a_rank_of_the_world_below() {
 fn processes_exchange_a_thousand_rounds_to_the_bit() {
     let test = "slots::processes::processes_exchange_a_thousand_rounds_to_the_bit";
     on_stand_in(test, || {
-        let program = std::env::current_exe().unwrap();
-        let job = Command::new(env!("CARGO_BIN_EXE_sidelane"))
-            .args(["launch", "--ranks-per-node", &CASE.ranks.to_string(), "--"])
-            .arg(program)
-            .args(["--exact", "slots::processes::a_rank_of_the_world_below", "--ignored", "--nocapture"])
-            .env("SIDELANE_HEAP", "16M")
-            .env("SIDELANE_SYMMETRIC", "4M")
-            .output()
-            .unwrap();
-        let text = String::from_utf8_lossy(&job.stdout);
-        let right = text.matches(&format!("{ROUNDS} rounds are right to the bit")).count();
-        assert!(job.status.success() && right == CASE.ranks as usize, "{job:?}");
+        let test = "slots::processes::a_rank_of_the_world_below";
+        let job = run_ranks(&[CASE.ranks], test, &[]);
+        let right = job.text.matches(&format!("{ROUNDS} rounds are right to the bit")).count();
+        assert!(job.is_success() && right == CASE.ranks as usize, "{job:?}");
     });
 }

@@ -6,8 +6,8 @@ use sidelane::error::{Error, MemoryError};
 use sidelane::gate::Routing;
 use sidelane::plan::Chunk;
 use sidelane::plan::{Bins, ExpertMap, Order};
-use sidelane::schedule::Control;
 use sidelane::topology::{NodeMap, Paths, Route};
+use sidelane_core::schedule::Control;
 
 use super::{
     BAD, HIDDEN, NODES, RANKS, Rank, SYMMETRIC, TOP_K, combine, dispatch, everywhere, options, routing,

@@ -1,7 +1,6 @@
 //! Experts that do not do their part, and peers that go: everybody has a typed error, nobody hangs, and after a rebuild the next
 //! step is right.
 
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -13,6 +12,7 @@ use sidelane::{Dtype, Error, World};
 
 use super::case::{Case, Cut, HIDDEN, Seen, WHOLE, gate, step, swiglu, tensors};
 use super::meddled::{Meddled, Meddler};
+use crate::support::processes::run_ranks;
 use crate::support::{cases, on_ranks, small};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -219,17 +219,10 @@ fn a_rank_of_the_world_below() {
 #[test]
 fn a_rank_killed_in_mid_layer_is_named_and_the_survivors_next_step_is_right() {
     for backward in cases([false, true], 1) {
-        let job = Command::new(env!("CARGO_BIN_EXE_sidelane"))
-            .args(["launch", "--ranks-per-node", "3", "--grace", "120", "--"])
-            .arg(std::env::current_exe().unwrap())
-            .args(["--exact", "pipeline::faults::a_rank_of_the_world_below", "--ignored", "--nocapture"])
-            .envs([("SIDELANE_HEAP", "16M"), ("SIDELANE_SYMMETRIC", "4M")])
-            .envs(backward.then_some(("SIDELANE_TEST_BACKWARD", "1")))
-            .output()
-            .unwrap();
-        let text = String::from_utf8_lossy(&job.stdout);
+        let variables = backward.then_some(("SIDELANE_TEST_BACKWARD", "1"));
+        let job = run_ranks(&[3], "pipeline::faults::a_rank_of_the_world_below", variables.as_slice());
         for rank in [0, 2] {
-            assert!(text.contains(&format!("rank {rank} is right again")), "{job:?}");
+            assert!(job.text.contains(&format!("rank {rank} is right again")), "{job:?}");
         }
     }
 }

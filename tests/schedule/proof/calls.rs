@@ -1,8 +1,8 @@
 //! Calls that are refused, and that ranks disagree about.
 
-use sidelane::schedule::check::check;
-use sidelane::schedule::prove::{Fault, prove};
-use sidelane::schedule::story::{Call, Relays, Slip};
+use sidelane_verify::check::check;
+use sidelane_verify::prove::{Fault, prove};
+use sidelane_verify::story::{Call, Relays, Slip};
 
 use super::proved;
 use crate::groups::{Group, ROWS, dispatch, ret, rounds, ways};

@@ -1,8 +1,8 @@
 //! Orders of launching that look natural, and stand still.
 
-use sidelane::schedule::Op;
-use sidelane::schedule::prove::{Fault, prove};
-use sidelane::schedule::story::Story;
+use sidelane_core::schedule::Op;
+use sidelane_verify::prove::{Fault, prove};
+use sidelane_verify::story::Story;
 
 use crate::groups::{self, Group};
 

@@ -2,9 +2,9 @@
 
 use std::time::Instant;
 
-use sidelane::schedule::prove::prove;
-use sidelane::schedule::story::{Call, Relays, Script, Slip, Story};
-use sidelane::topology::Route;
+use sidelane_core::topology::Route;
+use sidelane_verify::prove::prove;
+use sidelane_verify::story::{Call, Relays, Script, Slip, Story};
 
 use super::{proved, titled};
 use crate::groups::{self, Group, ROWS, copy, dispatch, placements, placements_in_spans, ret, rounds, ways};

@@ -10,9 +10,9 @@ mod wires;
 
 use std::time::Instant;
 
-use sidelane::schedule::prove::{Proof, prove};
-use sidelane::schedule::story::{Relays, Story};
-use sidelane::topology::Route;
+use sidelane_core::topology::Route;
+use sidelane_verify::prove::{Proof, prove};
+use sidelane_verify::story::{Relays, Story};
 
 fn proved(name: &str, story: &Story) -> Proof {
     let start = Instant::now();

@@ -2,11 +2,11 @@
 
 use std::time::Instant;
 
-use sidelane::schedule::check::check;
-use sidelane::schedule::prove::Fault;
-use sidelane::schedule::story::Relays;
-use sidelane::schedule::{Flag, Level, Op};
-use sidelane::topology::Route;
+use sidelane_core::schedule::{Flag, Level, Op};
+use sidelane_core::topology::Route;
+use sidelane_verify::check::check;
+use sidelane_verify::prove::Fault;
+use sidelane_verify::story::Relays;
 
 use super::titled;
 use crate::groups::{Group, rounds, ways};

@@ -1,9 +1,9 @@
 //! Groups of every shape, in every way, layout, mode and order.
 
-use sidelane::plan::{Mode, Order, Overflow, RowLayout};
-use sidelane::schedule::check::check;
-use sidelane::schedule::story::{Call, Relays};
-use sidelane::topology::Route;
+use sidelane_core::plan::{Mode, Order, Overflow, RowLayout};
+use sidelane_core::topology::Route;
+use sidelane_verify::check::check;
+use sidelane_verify::story::{Call, Relays};
 
 use super::{proved, titled};
 use crate::groups::{

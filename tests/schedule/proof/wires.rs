@@ -2,9 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use sidelane::schedule::story::{Call, Story};
-use sidelane::schedule::{Flag, Op};
-use sidelane::topology::{NodeMap, Paths};
+use sidelane_core::schedule::{Flag, Op};
+use sidelane_core::topology::{NodeMap, Paths};
+use sidelane_verify::story::{Call, Story};
 
 use crate::groups::{Group, ROWS, dispatch, ret, rounds, ways};
 

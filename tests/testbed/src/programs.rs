@@ -62,7 +62,19 @@ pub fn target_directory() -> Result<PathBuf> {
 pub fn build(profile: &str) -> Result<Programs> {
     let agent = env::current_exe().map_err(|source| Error::Start { program: "testbed".into(), source })?;
     // Tests of the program make cargo build it, too, and from the libraries that the other tests have.
-    let what = ["test", "--no-run", "--lib", "--test", "cli", "--profile", profile];
+    let what = [
+        "test",
+        "--no-run",
+        "-p",
+        "sidelane",
+        "-p",
+        "sidelane-cli",
+        "--lib",
+        "--test",
+        "cli",
+        "--profile",
+        profile,
+    ];
     let messages = output(cargo().args(what).args(["--message-format", "json"]))?;
     let sidelane = built(&messages, "bin")?;
     let library_tests = built(&messages, "lib")?;

@@ -8,6 +8,7 @@ use super::enqueuer::Enqueuer;
 use super::shape::Bell;
 use super::space::Extent;
 use crate::device::Range;
+use crate::ep::host::refusing;
 use crate::ep::relay::{RelayCall, RelayTask};
 use crate::error::{CallError, CallKind, Error};
 use crate::exec::{Executor, Packed, Until, drive};
@@ -76,7 +77,7 @@ impl<'p> DeviceCall<'p> {
     pub fn say(&mut self, tag: Tag) {
         self.tag = match &self.refused {
             None => tag,
-            Some(error) => tag.refusing(error),
+            Some(error) => refusing(tag, error),
         };
         self.enqueuer.tables.clear();
         self.enqueuer.tables.tags.fill(self.tag);

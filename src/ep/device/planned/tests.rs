@@ -15,6 +15,7 @@ pub(in crate::ep) mod support;
 use std::sync::Arc;
 
 use half::bf16;
+use sidelane_verify::call_mutate::{CallChange, CallMutation, plant};
 use stand_in_cuda::StandIn;
 
 use self::devices::stream;
@@ -27,7 +28,7 @@ use crate::device::Stream;
 use crate::error::CallKind;
 use crate::lane::{Fabric, Settings, SignalMode};
 use crate::plan::{ExpertMap, Mode, Overflow};
-use crate::schedule::call::{Action, CallChange, CallMutation, Part, Relays, StageId};
+use crate::schedule::call::{Action, Part, Relays, StageId};
 use crate::topology::Route;
 use crate::world::{Detour, NoDmaBuf, RailCounters, Registration};
 use crate::{Options, World};
@@ -156,7 +157,7 @@ fn waits_without_cause(bug: Option<CallChange>) -> u64 {
         let at = program.steps().iter().position(|step| step.action == posted).unwrap();
         if let Some(change) = bug {
             let bug = CallMutation { at: at as u16, change };
-            Arc::make_mut(&mut enqueuer.programs).plant(CallKind::Dispatch, bug);
+            plant(Arc::make_mut(&mut enqueuer.programs), CallKind::Dispatch, bug);
         }
         for round in 0..40 {
             let seed = 64 * round + u64::from(group.rank());

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use rustix::thread::{CpuSet, sched_getaffinity};
 
 use super::gid::{Gid, GidType};
-use crate::topology::Numa;
+use crate::memory::Numa;
 
 /// The tree below a root: `/sys`, or one that a test laid out. What is not there or not readable is simply not known.
 #[derive(Clone, Debug)]

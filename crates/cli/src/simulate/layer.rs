@@ -1,0 +1,308 @@
+//! A whole layer, forward and backward: transfers of slices of the tokens beside the experts' products.
+//!
+//! ```text
+//!   slices --Placed--> dispatch, combine, gradients of one slice --\
+//!                                                                   +--> the layer's graphs, each node with its time --> overlapped
+//!   rows of the busiest rank x products / rate --------------------/
+//! ```
+//!
+//! | | forward | backward |
+//! |---|---|---|
+//! | out | dispatch | gradient of combine: a dispatch along the layout that is there, rows as they come home |
+//! | experts, of a slice | three products | gradients of rows: three |
+//! | home | combine | gradient of dispatch: a combine |
+//! | of all tokens at once | shared expert | gradients of weights: three for experts, six for the shared one |
+//!
+//! The graphs are those that [`MoeLayer`](sidelane::layer::MoeLayer) runs, their order included. Not in them: that copies and products
+//! read the same memory, the launches of the experts' kernels, sums outside of transfers, and what is small beside rows: gradients of
+//! routing weights on their way home, and the counts of sources.
+
+use serde::Serialize;
+use sidelane::layer::{Times, backward_times, forward_times};
+use sidelane::overlap::{Place, Slices};
+use sidelane_model::time::Timing;
+
+use super::args::SimulateArgs;
+use super::task::{SimulateError, Task};
+use super::ways::Way;
+use crate::table;
+
+/// Sizes of the experts, and how fast their products are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Products {
+    /// Width of an expert.
+    pub ffn: u32,
+    /// Width of the expert that all tokens pass; 0: there is none.
+    pub shared_ffn: u32,
+    /// TFLOP/s.
+    pub tflops: u32,
+}
+
+/// One way, in so many slices, one pass. Times in ns.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Layered {
+    pub way: String,
+    pub slices: u32,
+    pub pass: Pass,
+    /// Of all tokens at once, alone.
+    pub experts_ns: u64,
+    /// The same.
+    pub transfers_ns: u64,
+    /// Of slices, one after another.
+    pub sliced_ns: u64,
+    pub overlapped_ns: u64,
+    /// What overlap saves over all tokens at once, one after another, of the shorter of experts and transfers.
+    pub hidden: f64,
+    /// What takes longest of what overlaps: `experts`, or what is busiest in transfers.
+    pub limit: &'static str,
+}
+
+/// Of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Pass {
+    Forward,
+    Backward,
+}
+
+impl Pass {
+    const BOTH: [Pass; 2] = [Pass::Forward, Pass::Backward];
+
+    fn name(self) -> &'static str {
+        match self {
+            Pass::Forward => "forward",
+            Pass::Backward => "backward",
+        }
+    }
+
+    /// Its graph, played.
+    fn times(self, slices: u32, cost: impl Fn(Place) -> u64) -> Times {
+        match self {
+            Pass::Forward => forward_times(slices, cost),
+            Pass::Backward => backward_times(slices, cost),
+        }
+    }
+}
+
+impl Products {
+    /// Of the options, and else of the model.
+    pub fn of(args: &SimulateArgs) -> Self {
+        let layer = args.preset.layer();
+        let ffn = args.ffn.unwrap_or(layer.ffn);
+        Products { ffn, shared_ffn: layer.shared_ffn, tflops: args.tflops }
+    }
+
+    /// Nanoseconds for so many rows of an expert of this width: three products.
+    fn ns(&self, rows: u64, hidden: u32, ffn: u32) -> u64 {
+        let flop = 6.0 * rows as f64 * f64::from(hidden) * f64::from(ffn);
+        (flop / (f64::from(self.tflops) * 1e3)).round() as u64
+    }
+}
+
+/// Pieces of a step of so many tokens.
+struct Parts {
+    /// Three products of each row; as many give its gradient, and as many again those of weights.
+    experts: u64,
+    /// The same of the shared expert.
+    shared: u64,
+    dispatch: Timing,
+    combine: Timing,
+    combine_backward: Timing,
+}
+
+impl Parts {
+    fn of(task: &Task, way: &Way, products: &Products) -> Result<Self, SimulateError> {
+        let group = task.group(task.conditions.nodes)?;
+        let placed = group.placed(way)?;
+        let hidden = task.conditions.hidden;
+        Ok(Parts {
+            experts: products.ns(group.busiest_rows(), hidden, products.ffn),
+            shared: products.ns(task.conditions.tokens.into(), hidden, products.shared_ffn),
+            dispatch: placed.dispatch(),
+            combine: placed.combine(),
+            combine_backward: placed.combine_backward(),
+        })
+    }
+
+    /// What experts take for a pass.
+    fn compute(&self, pass: Pass) -> u64 {
+        match pass {
+            Pass::Forward => self.experts + self.shared,
+            Pass::Backward => 2 * (self.experts + self.shared),
+        }
+    }
+
+    /// Rows out, and rows home.
+    fn ways(&self, pass: Pass) -> [&Timing; 2] {
+        match pass {
+            Pass::Forward => [&self.dispatch, &self.combine],
+            Pass::Backward => [&self.combine_backward, &self.combine],
+        }
+    }
+
+    fn transfers(&self, pass: Pass) -> u64 {
+        self.ways(pass).iter().map(|timing| timing.ns).sum()
+    }
+
+    /// What is busiest in the longer of the two.
+    fn busiest(&self, pass: Pass) -> &'static str {
+        let [out, home] = self.ways(pass);
+        let longer = if out.ns > home.ns { out } else { home };
+        longer.busiest.part.name()
+    }
+}
+
+/// What a node takes: of a slice, or of all tokens.
+fn cost(at: Place, cut: &Cut, whole: &Parts) -> u64 {
+    let slice = || cut.slice(at.work.chunk);
+    match at.work.name {
+        "dispatch" => slice().dispatch.ns,
+        "gradient of combine" => slice().combine_backward.ns,
+        "combine" | "gradient of dispatch" => slice().combine.ns,
+        "experts" | "gradient of rows" => slice().experts,
+        "gradient of weights" => whole.experts,
+        "shared expert" | "gradient of shared rows" | "gradient of shared weights" => whole.shared,
+        // Sums, and the counts of sources.
+        _ => 0,
+    }
+}
+
+/// A step in slices: pieces of those that are a token longer than others, and of those others.
+struct Cut {
+    lengths: Vec<u32>,
+    sizes: Vec<(u32, Parts)>,
+}
+
+impl Cut {
+    fn of(task: &Task, way: &Way, products: &Products, slices: u32) -> Result<Self, SimulateError> {
+        let lengths: Vec<u32> =
+            Slices::new(slices).of(task.args.tokens).map(|slice| slice.len() as u32).collect();
+        let mut sizes: Vec<(u32, Parts)> = Vec::new();
+        for &tokens in &lengths {
+            if sizes.iter().all(|(known, _)| *known != tokens) {
+                let args = SimulateArgs { tokens, ..task.args.clone() };
+                sizes.push((tokens, Parts::of(&Task::resolve(&args)?, way, products)?));
+            }
+        }
+        Ok(Cut { lengths, sizes })
+    }
+
+    /// Pieces of one of them.
+    fn slice(&self, nth: u32) -> &Parts {
+        let tokens = self.lengths[nth as usize];
+        let (_, parts) =
+            self.sizes.iter().find(|(known, _)| *known == tokens).expect("every length was placed");
+        parts
+    }
+
+    fn slices(&self) -> u32 {
+        self.lengths.len() as u32
+    }
+}
+
+impl Layered {
+    fn new(way: &Way, pass: Pass, whole: &Parts, cut: &Cut) -> Self {
+        let slices = cut.slices();
+        let times = pass.times(slices, |at| cost(at, cut, whole));
+        let (experts_ns, transfers_ns) = (whole.compute(pass), whole.transfers(pass));
+        let saved = (experts_ns + transfers_ns) as f64 - times.overlapped as f64;
+        let of_slices: u64 = (0..slices).map(|nth| cut.slice(nth).transfers(pass)).sum();
+        Layered {
+            way: way.name(),
+            slices,
+            pass,
+            experts_ns,
+            transfers_ns,
+            sliced_ns: times.in_turn,
+            overlapped_ns: times.overlapped,
+            hidden: saved / experts_ns.min(transfers_ns).max(1) as f64,
+            limit: if experts_ns > of_slices { "experts" } else { cut.slice(0).busiest(pass) },
+        }
+    }
+}
+
+/// All ways, in all numbers of slices that are asked for, both passes.
+pub fn all(task: &Task) -> Result<Vec<Layered>, SimulateError> {
+    let products = Products::of(task.args);
+    let mut found = Vec::new();
+    for way in Way::all(task.args, task.conditions.nodes) {
+        let whole = Parts::of(task, &way, &products)?;
+        for &slices in &task.args.slices {
+            let cut = Cut::of(task, &way, &products, slices)?;
+            found.extend(Pass::BOTH.map(|pass| Layered::new(&way, pass, &whole, &cut)));
+        }
+    }
+    Ok(found)
+}
+
+/// A line for each.
+pub fn text(products: &Products, layers: &[Layered]) -> String {
+    let header =
+        ["layer", "pass", "slices", "experts", "transfers", "in slices", "overlapped", "hidden", "limit"];
+    let mut table = table::figures(header);
+    let us = |ns: u64| table::time(ns as f64 / 1e3);
+    for one in layers {
+        let Layered { way, slices, pass, experts_ns, transfers_ns, sliced_ns, overlapped_ns, .. } = one;
+        table.add_row([
+            way.clone(),
+            pass.name().to_owned(),
+            slices.to_string(),
+            us(*experts_ns),
+            us(*transfers_ns),
+            us(*sliced_ns),
+            us(*overlapped_ns),
+            format!("{:.2}", one.hidden),
+            one.limit.to_owned(),
+        ]);
+    }
+    let Products { ffn, shared_ffn, tflops } = products;
+    let shared =
+        if *shared_ffn > 0 { format!(", one of {shared_ffn} for all tokens") } else { String::new() };
+    format!(
+        "{}\n\nExperts of {ffn}{shared}, at {tflops} TFLOP/s. In slices: one after another. Hidden: what overlap saves over all tokens at once,\n\
+         one after another, of the shorter of experts and transfers.",
+        table.trim_fmt()
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::report::tests::report;
+    use super::*;
+
+    const FEW: &str =
+        "--nodes 2 --ranks-per-node 2 --hidden 1024 --layout rank-major --route pxn --order expert";
+
+    /// Forward and backward of so many tokens in so many slices.
+    fn layered(preset: &str, tokens: u32, slices: u32) -> [Layered; 2] {
+        let report = report(&format!("{FEW} --preset {preset} --tokens {tokens} --slices {slices}"));
+        report.layer.unwrap().ways.try_into().unwrap()
+    }
+
+    #[test]
+    fn a_pass_of_which_nothing_overlaps_takes_what_its_parts_add_up_to() {
+        for preset in ["mixtral", "deepseek_v3"] {
+            for pass in layered(preset, 512, 1) {
+                assert_eq!(pass.sliced_ns, pass.experts_ns + pass.transfers_ns, "{pass:?}");
+            }
+        }
+        // Without a shared expert: gradients of weights are half of what experts do backward, and those of all tokens at once.
+        let ([_, whole], [_, in_turn]) = (layered("mixtral", 512, 1), layered("mixtral", 512, 4));
+        let [_, slice] = layered("mixtral", 128, 1);
+        let of_slices = 4 * (slice.transfers_ns + slice.experts_ns / 2);
+        assert_eq!(in_turn.sliced_ns, of_slices + whole.experts_ns / 2);
+        // Of 5 tokens in 2 slices: 2 and 3.
+        let [one, other] = [2, 3].map(|tokens| layered("mixtral", tokens, 1)[0].sliced_ns);
+        assert_eq!(layered("mixtral", 5, 2)[0].sliced_ns, one + other);
+    }
+
+    #[test]
+    fn a_backward_pass_computes_twice_as_much_and_plans_nothing() {
+        let [forward, backward] = layered("deepseek_v3", 512, 2);
+        assert_eq!((forward.pass, backward.pass), (Pass::Forward, Pass::Backward));
+        assert_eq!(backward.experts_ns, 2 * forward.experts_ns);
+        assert!(backward.transfers_ns < forward.transfers_ns, "{forward:?} {backward:?}");
+        assert!(backward.overlapped_ns >= backward.experts_ns.max(backward.transfers_ns), "{backward:?}");
+        assert!(backward.overlapped_ns < backward.sliced_ns, "{backward:?}");
+    }
+}

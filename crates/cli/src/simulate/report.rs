@@ -1,0 +1,222 @@
+//! What `simulate` predicts: as people read it, and its JSON, whose keys are described in `docs/simulate-json.md`.
+
+use serde::Serialize;
+use sidelane_model::time::{Hardware, Lap, Timing, Work};
+
+use super::args::{Beside, Room};
+use super::layer::{self, Layered, Products};
+use super::task::{Conditions, SimulateError, Task};
+use super::ways::Way;
+use crate::progress;
+use crate::table::{self, time, volume};
+
+/// Everything that was timed.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Report {
+    pub config: Conditions,
+    pub hardware: Hardware,
+    /// The group that was asked for, then those of the picture.
+    pub groups: Vec<Group>,
+    /// The group that was asked for, as a layer with its experts.
+    pub layer: Option<Layer>,
+}
+
+/// Transfers beside experts.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Layer {
+    pub products: Products,
+    pub ways: Vec<Layered>,
+}
+
+/// All ways of one group.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Group {
+    pub nodes: u32,
+    pub ranks: u32,
+    pub ways: Vec<Timed>,
+}
+
+/// One way, there and back.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Timed {
+    pub name: String,
+    /// `None`: fixed slots.
+    pub way: Option<Way>,
+    pub dispatch: Timing,
+    pub combine: Timing,
+}
+
+impl Report {
+    /// Times all that is asked for.
+    pub fn new(task: &Task) -> Result<Self, SimulateError> {
+        let mut sizes = vec![task.conditions.nodes];
+        sizes.extend(task.nodes_of_picture().filter(|&nodes| nodes != task.conditions.nodes));
+        let bar = progress::bar(0, sizes.len() as u64).with_message("groups");
+        let group = |&nodes: &u32| {
+            let group = Group::new(task, nodes);
+            bar.inc(1);
+            group
+        };
+        let groups = sizes.iter().map(group).collect::<Result<_, _>>()?;
+        bar.finish_and_clear();
+        let ways = layer::all(task)?;
+        let layer = (!ways.is_empty()).then(|| Layer { products: Products::of(task.args), ways });
+        Ok(Report { config: task.conditions.clone(), hardware: task.hardware.clone(), groups, layer })
+    }
+
+    /// As it is written to `--json`.
+    pub fn json(&self) -> String {
+        serde_json::to_string_pretty(self).expect("strings, numbers and lists are always JSON")
+    }
+
+    /// Conditions, a line for each way, and where the time goes.
+    pub fn text(&self) -> String {
+        let Conditions { nodes, ranks_per_node, tokens, top_k, hidden, dtype, weights, mode, .. } =
+            &self.config;
+        let group = &self.groups[0];
+        let played = group.ways.first().map_or(0, |timed| timed.dispatch.played);
+        let how = if played == group.ranks { "every one played" } else { "one node played, for all" };
+        let beside = match (mode, weights) {
+            (Room::Slots, _) => "weights and choices in the slot",
+            (Room::Eager, Beside::Rows) => "weights and choices as copies beside them",
+            (Room::Eager, Beside::Counts) => "weights and choices with the counts",
+        };
+        let decided = match mode {
+            Room::Slots => format!("slots     {tokens} tokens of each rank to each, top-{top_k}"),
+            Room::Eager => format!("routing   {}", self.config.routing_words()),
+        };
+        let shape = match nodes {
+            1 => format!("{ranks_per_node} on one node"),
+            _ => format!("{} on {nodes} nodes of {ranks_per_node}", group.ranks),
+        };
+        let layer =
+            self.layer.as_ref().map(|layer| format!("\n\n{}", layer::text(&layer.products, &layer.ways)));
+        let layer = layer.unwrap_or_default();
+        format!(
+            "{decided}\nranks     {}, {how}\nrows      {hidden} x {}, {beside}\nhardware  {}: {}\n\n{}\n\n{}\n\n{NOTES}{layer}",
+            shape,
+            dtype.name(),
+            self.hardware.name,
+            rates(&self.hardware),
+            group.times(),
+            group.laps(),
+        )
+    }
+}
+
+const NOTES: &str = "\
+Predicted by a model, not measured. Busiest is what was busy longest at any rank; the roofline is bytes at their rates, all at
+once. Copies and messages are those of the rank that has most, bytes are means. Laps are those of the slowest rank.";
+
+fn rates(hardware: &Hardware) -> String {
+    let gb = |rate: u64| rate as f64 / 1e3;
+    let Hardware { engines, link, card, compute, .. } = hardware;
+    format!(
+        "copies {} us + {} GB/s, link {} GB/s, card {} GB/s, memory {} GB/s",
+        engines.per_copy as f64 / 1e3,
+        gb(engines.rate),
+        gb(link.rate),
+        gb(card.rate),
+        gb(compute.rate),
+    )
+}
+
+impl Conditions {
+    /// Where decisions come from, and of how much.
+    pub fn routing_words(&self) -> String {
+        let Conditions { model, routing, experts, top_k, tokens, .. } = self;
+        let source = match routing {
+            Some(source) => source.to_string(),
+            None => format!("the router of {} on random logits", model.name()),
+        };
+        format!("{source}, {experts} experts, top-{top_k}, {tokens} tokens a rank")
+    }
+}
+
+impl Group {
+    fn new(task: &Task, nodes: u32) -> Result<Self, SimulateError> {
+        let ranks = nodes * task.conditions.ranks_per_node;
+        if task.conditions.mode == Room::Slots {
+            let [dispatch, combine] = task.slots()?;
+            let slots = Timed { name: "slots".to_owned(), way: None, dispatch, combine };
+            return Ok(Group { nodes, ranks, ways: vec![slots] });
+        }
+        let group = task.group(nodes)?;
+        let timed = |way: Way| {
+            let placed = group.placed(&way)?;
+            let (dispatch, combine) = (placed.dispatch(), placed.combine());
+            Ok(Timed { name: way.name(), way: Some(way), dispatch, combine })
+        };
+        let ways = Way::all(task.args, nodes).into_iter().map(timed).collect::<Result<_, SimulateError>>()?;
+        Ok(Group { nodes, ranks, ways })
+    }
+
+    fn calls(&self) -> impl Iterator<Item = (String, &Timing)> {
+        self.ways.iter().flat_map(|Timed { name, dispatch, combine, .. }| {
+            [(format!("{name}: dispatch"), dispatch), (format!("{name}: combine"), combine)]
+        })
+    }
+
+    fn times(&self) -> String {
+        let header = ["way", "time", "busiest", "for", "roofline", "of", "copies", "near", "messages", "far"];
+        let mut table = table::figures(header);
+        for (name, timing) in self.calls() {
+            let mean = |of: fn(&Work) -> u64| volume(of(&timing.total) / u64::from(timing.played));
+            table.add_row([
+                name,
+                us(timing.ns),
+                timing.busiest.part.name().to_owned(),
+                us(timing.busiest.ns),
+                us(timing.roofline.ns),
+                timing.roofline.part.name().to_owned(),
+                timing.most.copies.to_string(),
+                mean(|work| work.near_bytes + work.own_bytes),
+                timing.most.messages.to_string(),
+                mean(|work| work.far_bytes),
+            ]);
+        }
+        table.trim_fmt()
+    }
+
+    fn laps(&self) -> String {
+        let mut table = table::figures(["laps", "", "", "", "", ""]);
+        for (name, timing) in self.calls() {
+            let lap = |lap: &Lap| format!("{} {}", lap.phase.name(), us(lap.ns));
+            table.add_row(std::iter::once(name).chain(timing.phases.iter().map(lap)));
+        }
+        table.trim_fmt()
+    }
+}
+
+fn us(ns: u64) -> String {
+    time(ns as f64 / 1e3)
+}
+
+#[cfg(test)]
+pub mod tests {
+    use clap::Parser;
+
+    use super::super::args::SimulateArgs;
+    use super::*;
+    use crate::json_keys::{documented, written};
+
+    const DOCUMENT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/simulate-json.md"));
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: SimulateArgs,
+    }
+
+    /// The report of a command line.
+    pub fn report(line: &str) -> Report {
+        let line = Line::try_parse_from(["simulate"].into_iter().chain(line.split_whitespace())).unwrap();
+        Report::new(&Task::resolve(&line.args).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn the_document_names_exactly_the_keys_of_the_json() {
+        let report = report("--nodes 2 --ranks-per-node 2 --tokens 16 --hidden 128 --slices 2");
+        assert_eq!(documented(DOCUMENT), written(&report.json()));
+    }
+}

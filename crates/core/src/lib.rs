@@ -1,0 +1,21 @@
+//! The pure part of Sidelane: what could run on paper.
+//!
+//! Nothing here opens a file, reads a clock, starts a thread or holds unsafe code. The library `sidelane` carries out what
+//! this crate plans; `sidelane-verify` proves it, and `sidelane-model` predicts how long it takes. Most users need
+//! `sidelane` alone, which exports what they need of this.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`dtype`] | element types of rows and of partial sums |
+//! | [`error`] | errors of routers, plans and calls |
+//! | [`topology`] | ranks that share memory, and paths between those that do not |
+//! | [`gate`] | router decisions: [`Routing`](gate::Routing), losses, synthetic and recorded routing |
+//! | [`plan`] | from routing and counts to placement |
+//! | [`schedule`] | programs of puts, signals, waits and sums; calls as steps; operands |
+
+pub mod dtype;
+pub mod error;
+pub mod gate;
+pub mod plan;
+pub mod schedule;
+pub mod topology;

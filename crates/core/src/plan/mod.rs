@@ -1,0 +1,83 @@
+//! From routing and counts to placement: where every row goes, by arithmetic alone.
+//!
+//! ```text
+//!   routing (mine)  --Sorted-->  rows by bin, counts[bins]     before anything is known of others
+//!                                   |
+//!                                   v  exchanged: sums of counts
+//!   below[bins], total[bins]  --Layout-->  runs per destination, blocks per relay, terms per token, sizes of every rank
+//! ```
+//!
+//! A *bin* is what rows are counted by: an *expert slot*, one copy of an expert at one rank, or, rank-major, a rank; bins
+//! are numbered rank by rank. What a sender needs of the others is two numbers per bin: the rows that lower ranks send there, and the rows of
+//! all. The visible order of rows at a rank is (local expert, source rank, token) or (source rank, token), on every route.
+
+mod arrivals;
+mod bins;
+mod block;
+mod chunk;
+mod counts;
+mod crossing;
+mod everyone;
+mod forward;
+mod gathered;
+mod layout;
+mod map;
+mod mode;
+mod order;
+mod pipeline;
+mod regroup;
+mod relay_order;
+mod sizing;
+mod slot;
+mod sorted;
+mod spans;
+mod traffic;
+
+pub use arrivals::Arrivals;
+pub use arrivals::first_of;
+pub use bins::Bins;
+pub use block::{Block, Segment};
+pub use chunk::Chunk;
+pub use counts::{Counts, Sizes};
+pub use crossing::Crossing;
+pub use everyone::{Everyone, Known};
+pub use forward::{Forward, Partials};
+pub use layout::{Frame, Layout, RowRun, Term};
+pub use map::ExpertMap;
+pub use mode::{Mode, Overflow};
+pub use order::Order;
+pub use pipeline::{Pipeline, PipelineStep};
+pub use regroup::Regroup;
+pub use relay_order::{RankSets, RelayOrder};
+pub use sizing::{Notes, RowLayout, Sizing};
+pub use slot::{SlotHead, SlotShape};
+pub use sorted::Sorted;
+pub use sorted::held;
+pub use spans::Spans;
+pub use traffic::{Hops, Traffic};
+
+/// How the rows of a dispatch reach the ranks of their experts. What a rank then sees, and every sum, is the same to the bit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Strategy {
+    /// Each row to the ranks that its token chose, straight to its place (all-to-all).
+    #[default]
+    Exchange,
+    /// Every row to every rank, its choices along with it; each rank then copies those of its experts to their places
+    /// (all-gather). It moves `ranks` rows per token, whatever was chosen, and as many more as its experts get: for small
+    /// groups, and top-k near or above the number of ranks.
+    Gather,
+}
+
+impl Strategy {
+    /// All strategies, for error messages and tests.
+    pub const ALL: [Strategy; 2] = [Strategy::Exchange, Strategy::Gather];
+
+    /// The name used on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Strategy::Exchange => "exchange",
+            Strategy::Gather => "gather",
+        }
+    }
+}

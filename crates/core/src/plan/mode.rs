@@ -1,0 +1,114 @@
+//! How much a rank receives, and who decides it.
+
+use crate::error::GateError;
+use crate::gate::{GateConfig, Rule};
+
+/// How receive memory is sized.
+///
+/// | mode | sizes | counts |
+/// |---|---|---|
+/// | `Eager` | exact, as large as the call needs | exchanged |
+/// | `Budget` | at most so many rows per rank | exchanged: all ranks see the same overflow |
+/// | `Slots` | fixed slots for each pair of ranks | none: the layout is known before the call |
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Mode {
+    /// Exact sizes.
+    #[default]
+    Eager,
+    /// A receive budget (Megatron's static mode): a row whose place, pads counted, is at or beyond it does not land.
+    Budget {
+        /// Rows per rank.
+        rows: u32,
+        /// What becomes of a call that needs more.
+        overflow: Overflow,
+    },
+    /// Fixed slots: each source has `rows` of them in every bin of every rank (drop-and-pad; with as many slots as a rank
+    /// has tokens, rank-major slots are dropless). Unused slots are zero.
+    Slots {
+        /// Rows per source and expert or, rank-major, per source.
+        rows: u32,
+        /// What becomes of a call that needs more.
+        overflow: Overflow,
+    },
+}
+
+/// What becomes of rows for which there is no room.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Overflow {
+    /// Nothing moves. Over budget, every rank gets the same error, which says how many rows are required; where slots are
+    /// full, the rank that would fill them says so, and the others name it.
+    #[default]
+    Error,
+    /// The last rows of a bin are dropped: they count as choices of -1, and the handle has their mask.
+    Drop,
+}
+
+impl Mode {
+    /// What a gate asks of the exchange where each rank has `tokens` tokens.
+    ///
+    /// A capacity that is padded is drop-and-pad: every rank has `capacity` rows per local group at every expert,
+    /// unused ones zero, and no counts are exchanged; what the gate keeps always fits. Otherwise sizes are exact.
+    ///
+    /// ```
+    /// use sidelane_core::gate::{Capacity, Preset};
+    /// use sidelane_core::plan::{Mode, Overflow};
+    /// let mut config = Preset::Switch.config(8, 1)?;
+    /// assert_eq!(Mode::of_gate(&config, 64)?, Mode::Eager);
+    /// config.capacity = config.capacity.map(|capacity| Capacity { pad: true, ..capacity });
+    /// assert_eq!(Mode::of_gate(&config, 64)?, Mode::Slots { rows: 10, overflow: Overflow::Error });
+    /// # Ok::<(), sidelane_core::error::GateError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`GateError::Conflict`] for a padded capacity that follows the need: slots are fixed before the call;
+    /// [`GateError::BadNumber`] for tokens that cannot be split into the local groups.
+    pub fn of_gate(config: &GateConfig, tokens: u32) -> Result<Self, GateError> {
+        let Some(capacity) = config.capacity.filter(|capacity| capacity.pad) else { return Ok(Mode::Eager) };
+        if matches!(capacity.rule, Rule::Needed)
+            || matches!(capacity.rule, Rule::Tutel { factor } if factor <= 0.0)
+        {
+            let (one, other) = ("capacity pad", "a capacity that follows the need");
+            return Err(GateError::Conflict { one, other, why: "slots are fixed before the call" });
+        }
+        if !tokens.is_multiple_of(capacity.groups) {
+            let (parameter, expected) = ("capacity groups", "a divisor of the number of tokens");
+            return Err(GateError::BadNumber { parameter, seen: capacity.groups.into(), expected });
+        }
+        let rows = capacity.rows(tokens / capacity.groups, config.experts, config.top_k, 0);
+        Ok(Mode::Slots { rows: rows.saturating_mul(capacity.groups), overflow: Overflow::Error })
+    }
+
+    /// The receive budget, if there is one.
+    pub fn budget(self) -> Option<u32> {
+        match self {
+            Mode::Budget { rows, .. } => Some(rows),
+            _ => None,
+        }
+    }
+
+    /// The slots per source and bin, if they are fixed.
+    pub fn slots(self) -> Option<u32> {
+        match self {
+            Mode::Slots { rows, .. } => Some(rows),
+            _ => None,
+        }
+    }
+
+    /// What becomes of rows for which there is no room.
+    pub fn overflow(self) -> Overflow {
+        match self {
+            Mode::Eager => Overflow::Error,
+            Mode::Budget { overflow, .. } | Mode::Slots { overflow, .. } => overflow,
+        }
+    }
+
+    /// Numbers by which ranks find out whether they chose alike.
+    pub fn words(self) -> [u64; 2] {
+        match self {
+            Mode::Eager => [0, 0],
+            Mode::Budget { rows, overflow } => [1 + (overflow as u64) * 4, rows.into()],
+            Mode::Slots { rows, overflow } => [2 + (overflow as u64) * 4, rows.into()],
+        }
+    }
+}

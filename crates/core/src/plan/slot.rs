@@ -1,0 +1,187 @@
+//! Rank-major slots: what one rank sends to another where nothing is counted, in one piece of a size known before the call.
+//!
+//! ```text
+//!   0      64                     experts_at        weights_at                      rows_at                    bytes
+//!   | head | zero, to a multiple | experts, i32     | weights, f32     | zero, to   | row 0 | row 1 | ... | 0 | 0 |
+//!   |      | of 64 bytes         | [max_tokens, K]  | [max_tokens, K]  | whole rows |       rows, then zeros      |
+//! ```
+//!
+//! Row `i` of a slot is a token of the source that has an expert at the destination: once, however many it has there. Its
+//! `experts[i]` are local numbers of the destination in the order of its choices, -1 for those that are elsewhere, and its
+//! `weights[i]` stand beside them. Rows are in token order. What is not used is written: rows of zeros, experts of -1,
+//! weights of 0.
+//!
+//! The header takes whole rows, so the slots of a rank, one behind the other, are one tensor `[ranks * slot_rows,
+//! row_bytes]`. There is a row for every token, so nothing is ever dropped, and a slot moves as one put of constant size: no
+//! count, no planner, nothing that a captured graph could not hold.
+
+use crate::error::PlanError;
+
+/// Parts of a header begin at multiples of this.
+const ALIGN: u64 = 64;
+
+/// The first 64 bytes of a slot, in the byte order of the machine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct SlotHead {
+    /// Rows that are used.
+    pub rows: u32,
+    /// Tokens of the source, whether they have a row here or not.
+    pub tokens: u32,
+    /// What source and destination must agree on before a row is believed.
+    pub digest: u64,
+    /// Which call of the source this is, counted from 1.
+    pub call: u64,
+    /// Zero.
+    pub reserved: [u64; 5],
+}
+
+const _: () = assert!(size_of::<SlotHead>() == ALIGN as usize);
+
+/// Where things lie in a slot; the same for all slots of a group.
+///
+/// ```
+/// let shape = sidelane_core::plan::SlotShape::new(128, 8, 14336)?;
+/// assert_eq!((shape.experts_at(), shape.weights_at(), shape.rows_at()), (64, 4160, 14336));
+/// assert_eq!((shape.header_rows(), shape.slot_rows(), shape.bytes()), (1, 129, 129 * 14336));
+/// # Ok::<(), sidelane_core::error::PlanError>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SlotShape {
+    max_tokens: u32,
+    top_k: u32,
+    row_bytes: u64,
+    header_rows: u32,
+}
+
+impl SlotShape {
+    /// Slots for sources of at most `max_tokens` tokens with `top_k` choices each, and rows of `row_bytes` bytes.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] for a zero, for rows that are no multiple of 16 bytes, and for slots of 2^31 choices or
+    /// rows or 2^63 bytes.
+    pub fn new(max_tokens: u32, top_k: u32, row_bytes: u64) -> Result<Self, PlanError> {
+        let bad = |parameter, seen, expected| PlanError::BadParameter { parameter, seen, expected };
+        let most = i32::MAX as u32;
+        if !(1..=most).contains(&max_tokens) {
+            return Err(bad("max_tokens", max_tokens.into(), "between 1 and 2^31 - 1"));
+        }
+        if top_k == 0 || top_k > most / max_tokens {
+            return Err(bad("top_k", top_k.into(), "at least 1, and fewer than 2^31 choices in all"));
+        }
+        if row_bytes == 0 || !row_bytes.is_multiple_of(16) {
+            return Err(bad("row_bytes", row_bytes, "a multiple of 16"));
+        }
+        let shape = SlotShape { max_tokens, top_k, row_bytes, header_rows: 0 };
+        let header_rows = (shape.weights_at() + shape.array_bytes()).div_ceil(row_bytes);
+        let rows = header_rows + u64::from(max_tokens);
+        if rows > most.into() {
+            return Err(bad("rows of a slot", rows, "at most 2^31 - 1"));
+        }
+        if rows.checked_mul(row_bytes).is_none_or(|bytes| bytes > i64::MAX as u64) {
+            return Err(bad("row_bytes", row_bytes, "slots of at most 2^63 - 1 bytes"));
+        }
+        Ok(SlotShape { header_rows: header_rows as u32, ..shape })
+    }
+
+    /// Tokens of a source, at most; rows of a slot, without the header.
+    pub fn max_tokens(&self) -> u32 {
+        self.max_tokens
+    }
+
+    /// Choices of a token.
+    pub fn top_k(&self) -> u32 {
+        self.top_k
+    }
+
+    /// Bytes of a row.
+    pub fn row_bytes(&self) -> u64 {
+        self.row_bytes
+    }
+
+    /// Rows that the header takes.
+    pub fn header_rows(&self) -> u32 {
+        self.header_rows
+    }
+
+    /// Rows of a slot, header included.
+    pub fn slot_rows(&self) -> u32 {
+        self.header_rows + self.max_tokens
+    }
+
+    /// From the start of a slot to its experts, `i32 [max_tokens, top_k]`.
+    pub fn experts_at(&self) -> u64 {
+        size_of::<SlotHead>() as u64
+    }
+
+    /// From the start of a slot to its weights, `f32 [max_tokens, top_k]`.
+    pub fn weights_at(&self) -> u64 {
+        (self.experts_at() + self.array_bytes()).next_multiple_of(ALIGN)
+    }
+
+    /// From the start of a slot to its first row.
+    pub fn rows_at(&self) -> u64 {
+        u64::from(self.header_rows) * self.row_bytes
+    }
+
+    /// Size of a slot.
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.slot_rows()) * self.row_bytes
+    }
+
+    /// Bytes of the experts, and of the weights.
+    fn array_bytes(&self) -> u64 {
+        u64::from(self.max_tokens) * u64::from(self.top_k) * 4
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn parts_of_a_slot_follow_each_other_and_waste_less_than_a_row(
+            max_tokens in 1..5000_u32, top_k in 1..20_u32, vectors in 1..2000_u64,
+        ) {
+            let shape = SlotShape::new(max_tokens, top_k, vectors * 16).unwrap();
+            let array = u64::from(max_tokens) * u64::from(top_k) * 4;
+            prop_assert_eq!(shape.experts_at(), 64);
+            prop_assert!(shape.weights_at() >= shape.experts_at() + array);
+            prop_assert!(shape.weights_at() < shape.experts_at() + array + 64);
+            prop_assert!(shape.rows_at() >= shape.weights_at() + array);
+            prop_assert!(shape.rows_at() < shape.weights_at() + array + shape.row_bytes());
+            prop_assert_eq!(shape.rows_at(), u64::from(shape.header_rows()) * shape.row_bytes());
+            prop_assert_eq!(shape.bytes(), shape.rows_at() + u64::from(max_tokens) * shape.row_bytes());
+            prop_assert_eq!(shape.bytes(), u64::from(shape.slot_rows()) * shape.row_bytes());
+            for at in [shape.experts_at(), shape.weights_at()] {
+                prop_assert_eq!(at % 64, 0);
+            }
+        }
+    }
+
+    #[test]
+    fn shapes_that_no_slot_can_have_are_refused_by_name() {
+        for (max_tokens, top_k, row_bytes, parameter) in [
+            (0, 8, 16, "max_tokens"),
+            (1 << 31, 1, 16, "max_tokens"),
+            (1, 0, 16, "top_k"),
+            (1, u32::MAX, 16, "top_k"),
+            (1, 1, 0, "row_bytes"),
+            (1, 1, 24, "row_bytes"),
+            (1 << 28, 8, 16, "top_k"),
+            (i32::MAX as u32, i32::MAX as u32, 16, "top_k"),
+            (i32::MAX as u32, 1, 16, "rows of a slot"),
+            (1, 1, u64::MAX - 15, "row_bytes"),
+            (3, 1, 1 << 61, "row_bytes"),
+        ] {
+            let Err(PlanError::BadParameter { parameter: seen, .. }) =
+                SlotShape::new(max_tokens, top_k, row_bytes)
+            else {
+                panic!("{max_tokens} {top_k} {row_bytes}")
+            };
+            assert_eq!(seen, parameter);
+        }
+    }
+}

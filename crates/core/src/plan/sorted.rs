@@ -1,0 +1,337 @@
+//! A rank's own routing, sorted by bin: all it can know before the counts of the others arrive.
+
+use super::{Bins, ExpertMap, Notes};
+use crate::error::PlanError;
+use crate::gate::Routing;
+
+/// The entries of one rank, by bin and then token: one for each choice or, rank-major, for each rank that a token
+/// reaches.
+///
+/// Reused from call to call: after the first call of a size nothing is allocated.
+#[derive(Clone, Debug, Default)]
+pub struct Sorted {
+    /// Entries per bin.
+    pub counts: Vec<u32>,
+    /// First entry of each bin; one more than there are bins.
+    pub starts: Vec<u32>,
+    /// Token of each entry.
+    pub tokens: Vec<u32>,
+    /// What goes with each entry: [`Notes::words`] words each.
+    pub notes: Vec<u32>,
+    /// Which choices, of `[tokens, top_k]`, have no entry for want of room.
+    pub dropped: Vec<bool>,
+    /// Place of each entry among the `[tokens, top_k]` choices; rank-major, of the first that it stands for.
+    pub(super) choices: Vec<u32>,
+    /// Entries of all tokens before each token; one more than there are tokens.
+    pub(super) token_starts: Vec<u32>,
+    /// Rank-major: bin of each choice, [`NONE`] where there is none.
+    pub(super) choice_bins: Vec<u32>,
+    /// Every token has an entry at every rank, and notes are the same for all: one for each token.
+    pub(super) whole: bool,
+    pub(super) words: usize,
+    /// Per expert: its bin for this rank, its number there, and the last token that named it, plus one, which finds
+    /// doubles.
+    experts: Vec<Expert>,
+    /// Per bin: where its next entry goes.
+    cursors: Vec<u32>,
+    /// Rank-major, per bin: the last token with an entry, plus one, and that entry.
+    latest: Vec<(u32, u32)>,
+}
+
+/// No bin.
+pub(super) const NONE: u32 = u32::MAX;
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Expert {
+    bin: u32,
+    local: u32,
+    named: u32,
+}
+
+impl Sorted {
+    /// Checks and sorts `routing` of rank `me`: a counting sort, two passes over the choices.
+    ///
+    /// # Errors
+    /// [`PlanError::ExpertOutOfRange`], [`PlanError::ExpertTwice`], [`PlanError::NanWeight`]: the first found in
+    /// token order. What was sorted before is lost, but may be filled again.
+    pub fn fill(
+        &mut self,
+        map: &ExpertMap,
+        bins: &Bins,
+        notes: Notes,
+        me: u32,
+        routing: &Routing,
+    ) -> Result<(), PlanError> {
+        self.clear(bins);
+        self.words = notes.words(routing.top_k()) as usize;
+        self.experts.clear();
+        self.experts.extend((0..map.experts()).map(|expert| {
+            let slot = map.slot_for(me, expert);
+            let rank = map.rank_of(slot);
+            let bin = if notes.layout().is_per_rank() { rank } else { slot };
+            Expert { bin, local: slot - map.slots_of(rank).start, named: 0 }
+        }));
+        self.count(map, notes, routing)?;
+        self.dropped.resize(routing.experts().len(), false);
+        match notes {
+            Notes::Choices | Notes::Indexed => self.place_ranks(routing),
+            Notes::Marked => self.place::<2>(routing),
+            // What is gathered is chosen by nobody: `fill_gathered` notes more of it.
+            Notes::Weight | Notes::Gathered => self.place::<1>(routing),
+        }
+        Ok(())
+    }
+
+    /// Bytes that its tables hold, used or kept for the next call.
+    pub fn held(&self) -> usize {
+        let words = [
+            &self.counts,
+            &self.starts,
+            &self.tokens,
+            &self.notes,
+            &self.choices,
+            &self.token_starts,
+            &self.choice_bins,
+            &self.cursors,
+        ];
+        let words: usize = words.into_iter().map(held).sum();
+        words + held(&self.dropped) + held(&self.experts) + held(&self.latest)
+    }
+
+    /// Number of entries.
+    pub fn entries(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Number of tokens, with entries or without.
+    pub fn tokens_here(&self) -> u32 {
+        self.token_starts.len() as u32 - 1
+    }
+
+    /// Tokens of the entries for these bins.
+    pub fn tokens_of(&self, bins: std::ops::Range<u32>) -> &[u32] {
+        &self.tokens[self.starts[bins.start as usize] as usize..self.starts[bins.end as usize] as usize]
+    }
+
+    /// What goes with the entries for these bins: all bins of a rank, if every row goes to every rank.
+    pub fn notes_of(&self, bins: std::ops::Range<u32>) -> &[u32] {
+        if self.whole {
+            return &self.notes;
+        }
+        let at = |bin: u32| self.starts[bin as usize] as usize * self.words;
+        &self.notes[at(bins.start)..at(bins.end)]
+    }
+
+    /// For each token the rows of its entries, where those of bin `b` lie from row `starts[b]` on: `[tokens, top_k]`, in the
+    /// order of the sum, -1 behind the last.
+    pub fn summands(&mut self, bins: &Bins, top_k: u32, starts: &[u32], rows: &mut Vec<i32>) {
+        let tokens = self.tokens_here() as usize;
+        refill(rows, tokens * top_k as usize, -1);
+        let mut cursors = std::mem::take(&mut self.cursors);
+        refill(&mut cursors, tokens, 0);
+        for &bin in bins.in_order() {
+            for (&token, row) in self.tokens_of(bin..bin + 1).iter().zip(starts[bin as usize]..) {
+                let cursor = &mut cursors[token as usize];
+                rows[(token * top_k + *cursor) as usize] = row as i32;
+                *cursor += 1;
+            }
+        }
+        self.cursors = cursors;
+    }
+
+    /// Leaves no entries and no tokens, as for an empty routing.
+    pub fn clear(&mut self, bins: &Bins) {
+        refill(&mut self.counts, bins.count() as usize, 0);
+        refill(&mut self.starts, bins.count() as usize + 1, 0);
+        refill(&mut self.latest, bins.count() as usize, (0, 0));
+        self.tokens.clear();
+        self.notes.clear();
+        self.dropped.clear();
+        self.choices.clear();
+        self.choice_bins.clear();
+        refill(&mut self.token_starts, 1, 0);
+        self.whole = false;
+    }
+
+    /// Notes at each entry of a bin which row it is in visible order, from row `first` on.
+    pub(super) fn number(&mut self, bin: u32, first: u32) {
+        let words = self.words;
+        let entries = self.starts[bin as usize] as usize..self.starts[bin as usize + 1] as usize;
+        let notes = self.notes[entries.start * words..entries.end * words].chunks_exact_mut(words);
+        for (note, row) in notes.zip(first..) {
+            note[words - 1] = row + 1;
+        }
+    }
+
+    /// Puts the entries of a bin in another order: the nth becomes what entry `from[n]` of the bin was.
+    pub(super) fn permute(&mut self, bin: u32, from: &[u32], spare: &mut Vec<u32>) {
+        let first = self.starts[bin as usize] as usize;
+        for (table, words) in [(&mut self.tokens, 1), (&mut self.choices, 1), (&mut self.notes, self.words)] {
+            let entries = &mut table[first * words..][..from.len() * words];
+            spare.clear();
+            spare.extend_from_slice(entries);
+            for (to, &entry) in entries.chunks_exact_mut(words).zip(from) {
+                to.copy_from_slice(&spare[entry as usize * words..][..words]);
+            }
+        }
+    }
+
+    fn count(&mut self, map: &ExpertMap, notes: Notes, routing: &Routing) -> Result<(), PlanError> {
+        let k = routing.top_k() as usize;
+        let (mut entries, mut token) = (0, 0);
+        for (ids, weights) in routing.experts().chunks_exact(k).zip(routing.weights().chunks_exact(k)) {
+            for (k, (&id, weight)) in (0..).zip(ids.iter().zip(weights)) {
+                if id == -1 {
+                    continue;
+                }
+                let Some(expert) = usize::try_from(id).ok().and_then(|id| self.experts.get_mut(id)) else {
+                    return Err(PlanError::ExpertOutOfRange { token, k, expert: id, experts: map.experts() });
+                };
+                if weight.is_nan() {
+                    return Err(PlanError::NanWeight { token, k });
+                }
+                if std::mem::replace(&mut expert.named, token + 1) == token + 1 {
+                    return Err(PlanError::ExpertTwice { token, expert: id });
+                }
+                if notes.layout().is_per_rank() {
+                    let latest = &mut self.latest[expert.bin as usize].0;
+                    if std::mem::replace(latest, token + 1) == token + 1 {
+                        continue;
+                    }
+                }
+                self.counts[expert.bin as usize] += 1;
+                entries += 1;
+            }
+            token += 1;
+            self.token_starts.push(entries);
+        }
+        Ok(())
+    }
+
+    fn reserve(&mut self) {
+        let mut sum = 0;
+        for (start, &count) in self.starts[1..].iter_mut().zip(&self.counts) {
+            sum += count;
+            *start = sum;
+        }
+        let entries = sum as usize;
+        refill(&mut self.tokens, entries, 0);
+        refill(&mut self.notes, entries * self.words, 0);
+        refill(&mut self.choices, entries, 0);
+        self.cursors.clone_from(&self.starts);
+    }
+
+    /// A row per choice, with its weight and marks behind that. Every id was checked by `count`.
+    ///
+    /// How many words that is the compiler knows: where it does not, this takes half as long again.
+    fn place<const WORDS: usize>(&mut self, routing: &Routing) {
+        self.reserve();
+        let Sorted { tokens, choices, notes, cursors, experts, .. } = self;
+        let (notes, _) = notes.as_chunks_mut::<WORDS>();
+        let entries = tokens.len().min(notes.len());
+        let (tokens, choices, notes) =
+            (&mut tokens[..entries], &mut choices[..entries], &mut notes[..entries]);
+        let (cursors, experts) = (&mut cursors[..], &experts[..]);
+        let (k, mut choice) = (routing.top_k() as usize, 0);
+        for ((token, ids), weights) in
+            (0..).zip(routing.experts().chunks_exact(k)).zip(routing.weights().chunks_exact(k))
+        {
+            for (&id, weight) in ids.iter().zip(weights) {
+                if id >= 0 {
+                    let cursor = &mut cursors[experts[id as usize].bin as usize];
+                    let entry = *cursor as usize;
+                    *cursor += 1;
+                    tokens[entry] = token;
+                    choices[entry] = choice;
+                    notes[entry] = [1; WORDS];
+                    notes[entry][0] = weight.to_bits();
+                }
+                choice += 1;
+            }
+        }
+    }
+
+    /// A row per rank that a token reaches.
+    fn place_ranks(&mut self, routing: &Routing) {
+        self.reserve();
+        self.latest.fill((0, 0));
+        let (k, mut choice) = (routing.top_k() as usize, 0);
+        for (token, ids) in (0..).zip(routing.experts().chunks_exact(k)) {
+            for (nth, &id) in ids.iter().enumerate() {
+                let expert = usize::try_from(id).ok().map(|id| self.experts[id]);
+                self.choice_bins.push(expert.map_or(NONE, |expert| expert.bin));
+                if let Some(Expert { bin, local, .. }) = expert {
+                    let (last, entry) = &mut self.latest[bin as usize];
+                    if *last != token + 1 {
+                        let cursor = &mut self.cursors[bin as usize];
+                        (*last, *entry) = (token + 1, *cursor);
+                        self.tokens[*cursor as usize] = token;
+                        self.choices[*cursor as usize] = choice as u32;
+                        *cursor += 1;
+                    }
+                    let note = &mut self.notes[*entry as usize * self.words..][..self.words];
+                    note[nth] = local + 1;
+                    note[k + nth] = routing.weights()[choice].to_bits();
+                }
+                choice += 1;
+            }
+        }
+    }
+
+    /// Keeps at most the first `room(bin)` entries of each bin; the choices of the others are marked as dropped. Returns
+    /// whether any was.
+    pub fn keep(&mut self, top_k: u32, room: impl Fn(u32) -> u32) -> bool {
+        let kept = |bin: usize, count: u32| count.min(room(bin as u32));
+        if self.counts.iter().enumerate().all(|(bin, &count)| kept(bin, count) == count) {
+            return false;
+        }
+        let mut to = 0usize;
+        for bin in 0..self.counts.len() {
+            let (first, count) = (self.starts[bin] as usize, self.counts[bin]);
+            let keep = kept(bin, count);
+            self.starts[bin] = to as u32;
+            self.counts[bin] = keep;
+            for entry in first + keep as usize..first + count as usize {
+                let (token, choice) = (self.tokens[entry] as usize, self.choices[entry] as usize);
+                self.dropped[choice] = true;
+                // Rank-major, the row stands for all choices of its rank.
+                for other in token * top_k as usize..(token + 1) * top_k as usize {
+                    if self.choice_bins.get(other) == Some(&(bin as u32)) {
+                        self.dropped[other] = true;
+                        self.choice_bins[other] = NONE;
+                    }
+                }
+            }
+            let from = first..first + keep as usize;
+            self.tokens.copy_within(from.clone(), to);
+            self.choices.copy_within(from.clone(), to);
+            self.notes.copy_within(from.start * self.words..from.end * self.words, to * self.words);
+            to += keep as usize;
+        }
+        if let Some(end) = self.starts.last_mut() {
+            *end = to as u32;
+        }
+        self.tokens.truncate(to);
+        self.choices.truncate(to);
+        self.notes.truncate(to * self.words);
+        self.token_starts.fill(0);
+        self.tokens.iter().for_each(|&token| self.token_starts[token as usize + 1] += 1);
+        let mut sum = 0;
+        self.token_starts.iter_mut().for_each(|start| {
+            sum += *start;
+            *start = sum;
+        });
+        true
+    }
+}
+
+/// Bytes that a table has taken from the allocator.
+pub fn held<T>(table: &Vec<T>) -> usize {
+    table.capacity() * size_of::<T>()
+}
+
+/// Sets a table to `len` equal entries without giving its memory back.
+pub(super) fn refill<T: Copy>(table: &mut Vec<T>, len: usize, value: T) {
+    table.clear();
+    table.resize(len, value);
+}

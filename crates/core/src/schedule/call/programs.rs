@@ -1,0 +1,503 @@
+//! The programs: every kind of call, as a table of steps.
+
+use super::{Action, CallProgram, CallStep, Cut, Part, Role, StageId, Stages, Work};
+use crate::error::CallKind;
+use crate::topology::Paths;
+
+/// Where the relay of a rank runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Relays {
+    /// In the caller's thread, at the places that the launch order gives.
+    Inline,
+    /// In a thread of its own.
+    Thread,
+}
+
+impl Relays {
+    /// Both.
+    pub const ALL: [Relays; 2] = [Relays::Inline, Relays::Thread];
+}
+
+/// Properties of an instance that its programs depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CallShape {
+    /// There are other nodes: ranks have relays.
+    pub rails: bool,
+    /// Where relays run.
+    pub relays: Relays,
+    /// Stages that copy engines need, where they move rows.
+    pub engines: Engines,
+}
+
+/// Stages of their own that copy engines need. On the host there are none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Engines {
+    /// Return: they pull rows to where a kernel sums them, since they cannot add.
+    pub pulls: bool,
+    /// Dispatch: they bring in what crossed, which landed elsewhere.
+    pub brings_in: bool,
+    /// Return: outputs have one place, so a call ends when its readers have finished.
+    pub fixed_outputs: bool,
+    /// The caller's thread enqueues, and may run ahead of its stream. A dispatch awaits the stream,
+    /// since it needs the choices. So does a return where relays write to this rank's memory.
+    /// Elsewhere streams tell each other that they are [`Ready`](StageId::Ready).
+    pub enqueues: bool,
+}
+
+use Action::{Admit, Agree, Compute, Run};
+use Part::{Finish, Start, Whole};
+
+impl CallShape {
+    /// Dispatch and `prepare`: counts first, then rows.
+    pub fn dispatch(&self) -> CallProgram {
+        let own = [
+            Compute(Work::AwaitStream),
+            Compute(Work::Sort),
+            Run(StageId::Release, Whole),
+            Compute(Work::Publish),
+            Compute(Work::Announce),
+            Run(StageId::Entry, Start),
+            Compute(Work::StartRelay),
+            Run(StageId::Entry, Finish),
+            Agree,
+            Compute(Work::Judge),
+            Admit,
+            Compute(Work::Place),
+            Compute(Work::Describe),
+            Compute(Work::TellAgreed),
+            Compute(Work::FillRows),
+            Run(StageId::Rows, Start),
+            Run(StageId::Posted, Whole),
+            Run(StageId::Rows, Finish),
+            Compute(Work::FillBringIn),
+            Run(StageId::BringIn, Whole),
+            Compute(Work::JoinRelay),
+            Compute(Work::Report),
+            Compute(Work::Metadata),
+        ];
+        let moves =
+            if self.engines.enqueues { Run(StageId::Posted, Whole) } else { Run(StageId::Rows, Finish) };
+        self.with_relay(self.own(&own), Class::Dispatch, (Run(StageId::Entry, Finish), Some(moves)))
+    }
+
+    /// Dispatch along a known layout, and the gradient of combine.
+    pub fn cached(&self) -> CallProgram {
+        let own = [
+            Run(StageId::Release, Whole),
+            Compute(Work::Take),
+            Run(StageId::Entry, Start),
+            Compute(Work::StartRelay),
+            Run(StageId::Entry, Finish),
+            Agree,
+            Compute(Work::TellAgreed),
+            Compute(Work::Landings),
+            Compute(Work::FillRows),
+            Run(StageId::Rows, Start),
+            Run(StageId::Rows, Finish),
+            Compute(Work::FillBringIn),
+            Run(StageId::BringIn, Whole),
+            Compute(Work::JoinRelay),
+        ];
+        self.with_relay(
+            self.own(&own),
+            Class::Cached,
+            (Run(StageId::Entry, Finish), Some(Run(StageId::Rows, Finish))),
+        )
+    }
+
+    /// Combine, the gradient of dispatch, and the return of weight gradients.
+    pub fn ret(&self) -> CallProgram {
+        let reached = if self.rails { Compute(Work::AwaitStream) } else { Run(StageId::Ready, Start) };
+        let mut own = vec![reached];
+        // A host that runs ahead frees nothing in a return, and its readers are ready when they have read.
+        if self.rails || !self.engines.enqueues {
+            own.push(Run(StageId::Release, Whole));
+        }
+        own.extend([
+            Compute(Work::Offer),
+            Run(StageId::Offer, Start),
+            Compute(Work::StartRelay),
+            Run(StageId::Offer, Finish),
+            Agree,
+            Compute(Work::TellAgreed),
+            Compute(Work::Bases),
+        ]);
+        let (home, join) = (Run(StageId::Home, Whole), Compute(Work::JoinRelay));
+        own.extend(match self.engines.pulls {
+            // The host reads rows where they lie, when all that relays return has landed.
+            false => [home, join, Compute(Work::FillSum), Run(StageId::Sum, Whole)].to_vec(),
+            // Engines pull from local peers while relays return the rest.
+            true => vec![
+                Run(StageId::Ready, Finish),
+                Compute(Work::FillPull),
+                Run(StageId::Pull, Whole),
+                home,
+                join,
+                Run(StageId::PullRest, Whole),
+            ],
+        });
+        if self.engines.fixed_outputs {
+            own.push(Run(StageId::AllRead, Whole));
+        }
+        own.push(Compute(Work::Retire));
+        let first = if self.engines.pulls { StageId::Pull } else { StageId::Home };
+        self.with_relay(self.own(&own), Class::Return, (Run(StageId::Offer, Finish), Some(Run(first, Whole))))
+    }
+
+    /// A new expert map: ranks agree, and nothing moves.
+    pub fn remap(&self) -> CallProgram {
+        let own = [
+            Run(StageId::Release, Whole),
+            Compute(Work::Propose),
+            Run(StageId::Entry, Start),
+            Compute(Work::StartRelay),
+            Run(StageId::Entry, Finish),
+            Agree,
+            Compute(Work::JoinRelay),
+            Compute(Work::Adopt),
+        ];
+        self.with_relay(self.own(&own), Class::Remap, (Run(StageId::Entry, Finish), None))
+    }
+
+    /// Steps behind a dispatch by all-gather, at each rank alone: the layout of an exchange, and
+    /// rows at their places.
+    pub fn regroup(&self) -> CallProgram {
+        let own = [
+            Compute(Work::SortAll),
+            Admit,
+            Compute(Work::PlaceAll),
+            Run(StageId::Regroup, Whole),
+            Compute(Work::Metadata),
+        ];
+        program(own.map(|action| CallStep { role: Role::Own, action }).into(), 0, |_| Vec::new())
+    }
+
+    /// The program of an offloaded relay in calls of this class.
+    fn relay(class: Class) -> CallProgram {
+        let fill_rows = [Compute(Work::FillRelay), Run(StageId::RelayRows, Whole)];
+        match class {
+            Class::Dispatch => {
+                let [fill, rows] = fill_rows;
+                relay(&[Compute(Work::Judge), Admit], &[Compute(Work::Learn), fill, rows])
+            }
+            Class::Cached => relay(&[], &fill_rows),
+            Class::Return => relay(&[], &[Compute(Work::FillReturn), Run(StageId::ReturnRows, Whole)]),
+            Class::Remap => relay(&[], &[]),
+        }
+    }
+
+    /// A round of a collective with so many stages. What a round leaves for the caller may be
+    /// copied out only when the next one has been entered.
+    pub fn round(stages: u8, ends_in_the_next: bool) -> CallProgram {
+        let mut actions = vec![Compute(Work::FillRound), Action::Round(0), Agree];
+        let half = actions.len();
+        actions.push(Compute(Work::CopyOut));
+        actions.extend((1..stages).map(Action::Round));
+        actions.push(Compute(Work::EndRound));
+        if !ends_in_the_next {
+            actions.push(Compute(Work::CopyOut));
+        }
+        let steps = actions.into_iter().map(|action| CallStep { role: Role::Own, action });
+        program(steps.collect(), half, |_| Vec::new())
+    }
+
+    /// Own steps: the second half begins behind the last thing that needs no other rank.
+    fn own(&self, actions: &[Action]) -> CallProgram {
+        let offloaded = self.rails && self.relays == Relays::Thread;
+        let wanted = |action: &&Action| match action {
+            Compute(Work::StartRelay | Work::JoinRelay) => offloaded,
+            Compute(Work::FillBringIn) | Run(StageId::BringIn, _) => self.engines.brings_in,
+            Compute(Work::AwaitStream) | Run(StageId::Posted, _) => self.engines.enqueues,
+            Run(StageId::Ready, _) => self.engines.enqueues && !self.rails,
+            _ => true,
+        };
+        let steps: Vec<_> =
+            actions.iter().filter(wanted).map(|&action| CallStep { role: Role::Own, action }).collect();
+        let ends_start = |step: &CallStep| match step.action {
+            // Its stream is on the way to the call: what the caller's thread does begins with the
+            // second half.
+            action if self.engines.enqueues => action != Run(StageId::Ready, Start),
+            action => matches!(action, Run(_, Finish)),
+        };
+        let half = steps.iter().position(ends_start).unwrap_or(0);
+        let join = CallStep { role: Role::Own, action: Compute(Work::JoinRelay) };
+        program(steps, half, |_| if offloaded { vec![join] } else { Vec::new() })
+    }
+
+    /// With the steps of an inlined relay, at these places of the rank's own.
+    fn with_relay(&self, own: CallProgram, class: Class, places: (Action, Option<Action>)) -> CallProgram {
+        match (self.rails, self.relays) {
+            (true, Relays::Inline) => own.weave(Self::relay(class), places),
+            _ => own,
+        }
+    }
+}
+
+/// Calls in fixed slots, where nobody counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SlotCall {
+    /// Packed slots to their ranks.
+    Dispatch,
+    /// Partial rows home.
+    Combine,
+    /// In place of a combine: nothing comes home.
+    Release,
+}
+
+impl SlotCall {
+    /// All of them.
+    pub const ALL: [SlotCall; 3] = [SlotCall::Dispatch, SlotCall::Combine, SlotCall::Release];
+
+    /// The steps. All operands are constants, so there is nothing to fill and nothing to agree on.
+    pub fn program(self) -> CallProgram {
+        let own: &[Action] = match self {
+            SlotCall::Dispatch => &[
+                Compute(Work::Pack),
+                Run(StageId::Rows, Start),
+                Run(StageId::Rows, Finish),
+                Compute(Work::Check),
+            ],
+            SlotCall::Combine => &[
+                Compute(Work::Partials),
+                Run(StageId::Home, Start),
+                Run(StageId::Home, Finish),
+                Compute(Work::Sum),
+            ],
+            SlotCall::Release => &[Run(StageId::Home, Whole)],
+        };
+        CallShape { rails: false, relays: Relays::Inline, engines: Engines::default() }.own(own)
+    }
+
+    /// The kind of call that it is to callers.
+    pub fn kind(self) -> CallKind {
+        if self == SlotCall::Dispatch { CallKind::Dispatch } else { CallKind::Combine }
+    }
+}
+
+/// Kinds of calls that have one program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Class {
+    Dispatch,
+    Cached,
+    Return,
+    Remap,
+}
+
+impl Class {
+    const ALL: [Class; 4] = [Class::Dispatch, Class::Cached, Class::Return, Class::Remap];
+
+    fn of(kind: CallKind) -> Class {
+        match kind {
+            CallKind::Dispatch | CallKind::Prepare => Class::Dispatch,
+            CallKind::CachedDispatch | CallKind::CombineBackward => Class::Cached,
+            CallKind::Combine | CallKind::DispatchBackward | CallKind::WeightsHome => Class::Return,
+            // Ranks agree, and nothing moves: so do kinds that are not calls of an exchange.
+            _ => Class::Remap,
+        }
+    }
+}
+
+/// The programs of one rank, or of its relay, by kind of call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CallPrograms {
+    all: [CallProgram; 4],
+}
+
+impl CallPrograms {
+    /// A rank's own.
+    pub fn own(shape: CallShape) -> Self {
+        CallPrograms { all: [shape.dispatch(), shape.cached(), shape.ret(), shape.remap()] }
+    }
+
+    /// Those of its relay, where that is not woven in.
+    pub fn relay() -> Self {
+        CallPrograms { all: Class::ALL.map(CallShape::relay) }
+    }
+
+    /// The program of calls of this kind.
+    pub fn of(&self, kind: CallKind) -> &CallProgram {
+        &self.all[Class::of(kind) as usize]
+    }
+}
+
+/// All that one rank runs: its stages, and the programs that order them. It never changes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankPrograms {
+    /// The rank's stages and its relay's.
+    pub stages: Stages,
+    /// Programs of an offloaded relay.
+    pub relay: CallPrograms,
+    /// The rank's own, with what it relays.
+    inline: CallPrograms,
+    /// The rank's own, without.
+    offloaded: CallPrograms,
+    /// Steps behind a dispatch by all-gather.
+    pub regroup: CallProgram,
+    /// There are relays.
+    pub rails: bool,
+}
+
+impl RankPrograms {
+    /// Of the rank of these paths. Blocks come in `chunks` parts; relays sum what they return if
+    /// `sums`.
+    pub fn new(paths: Paths<'_>, chunks: u8, sums: bool, engines: Engines) -> Self {
+        let shape = |relays| CallShape { rails: paths.rails(), relays, engines };
+        RankPrograms {
+            stages: Stages::new(paths, chunks, sums),
+            relay: CallPrograms::relay(),
+            inline: CallPrograms::own(shape(Relays::Inline)),
+            offloaded: CallPrograms::own(shape(Relays::Thread)),
+            regroup: shape(Relays::Inline).regroup(),
+            rails: paths.rails(),
+        }
+    }
+
+    /// Puts another program in the place of the rank's own for calls of this kind, with what it relays.
+    pub fn replace(&mut self, kind: CallKind, program: CallProgram) {
+        self.inline.all[Class::of(kind) as usize] = program;
+    }
+
+    /// The rank's own program for calls of this kind.
+    pub fn own(&self, kind: CallKind, relays: Relays) -> &CallProgram {
+        match relays {
+            Relays::Inline => self.inline.of(kind),
+            Relays::Thread => self.offloaded.of(kind),
+        }
+    }
+}
+
+/// The steps of a relay: it hears all nodes, comes to the verdict of its own rank by itself, then
+/// `moves`.
+fn relay(judge: &[Action], moves: &[Action]) -> CallProgram {
+    let mut actions = vec![
+        Run(StageId::NodeEntered, Whole),
+        Compute(Work::Compose),
+        Run(StageId::CountsSent, Whole),
+        Run(StageId::AllEntered, Whole),
+        Agree,
+        Compute(Work::Bases),
+    ];
+    actions.extend(judge);
+    actions.push(Run(StageId::Agreed, Whole));
+    let half = actions.len();
+    if !moves.is_empty() {
+        actions.push(Run(StageId::Headers, Whole));
+        actions.extend(moves);
+        actions.push(Run(StageId::RelayDone, Whole));
+    }
+    let step = |action| CallStep { role: Role::Relay, action };
+    // A refused call ends here, too: the rank hears that its relay has heard all nodes.
+    let agreed = step(Run(StageId::Agreed, Whole));
+    program(actions.into_iter().map(step).collect(), half, |_| vec![agreed])
+}
+
+/// A program whose cuts leave `tail` to be done.
+fn program(steps: Vec<CallStep>, half: usize, tail: impl Fn(usize) -> Vec<CallStep>) -> CallProgram {
+    let cuts = |&at: &usize| matches!(steps[at].action, Agree | Admit);
+    let cuts = (0..steps.len()).filter(cuts).map(|at| Cut { at: at as u16, tail: tail(at).into() });
+    CallProgram { cuts: cuts.collect(), half: half as u16, steps: steps.into() }
+}
+
+impl CallProgram {
+    /// Puts the steps of a relay between this rank's own signals and its own waits, for one thread
+    /// that plays both.
+    ///
+    /// Inline is the launch order of a stage (own puts and signals, what is relayed, own waits) carried on to the whole
+    /// call. The first half of the relay goes before the step that `hears` other ranks, the second
+    /// before the one that `moves` rows here. Without such a step the call moves nothing, and the relay has no second
+    /// half. The relay's verdict goes: the rank's own comes right behind what the relay heard.
+    pub fn weave(&self, relay: CallProgram, (hears, moves): (Action, Option<Action>)) -> CallProgram {
+        let heard_alone = |step: &&CallStep| !matches!(step.action, Agree | Admit | Compute(Work::Judge));
+        let (heard, moved) = relay.steps.split_at(relay.half());
+        let at = |action| self.steps.iter().position(|step| step.action == action);
+        let end = self.steps.len();
+        let (first, second) = (at(hears).unwrap_or(end), moves.and_then(at).unwrap_or(end));
+        let heard: Vec<_> = heard.iter().filter(heard_alone).copied().collect();
+        let steps = [&self.steps[..first], &heard, &self.steps[first..second], moved, &self.steps[second..]];
+        program(steps.concat(), self.half(), |_| Vec::new())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const INLINE: CallShape = CallShape {
+        rails: true,
+        relays: Relays::Inline,
+        engines: Engines { pulls: false, brings_in: false, fixed_outputs: false, enqueues: false },
+    };
+
+    #[test]
+    fn programs_read_as_the_module_says() {
+        let alone = CallShape { rails: false, ..INLINE };
+        assert_eq!(
+            alone.dispatch().to_string(),
+            "Sort release Publish Announce entry.. / ..entry Agree! Judge Admit! Place Describe TellAgreed FillRows \
+             rows.. ..rows Report Metadata"
+        );
+        assert_eq!(
+            INLINE.ret().to_string(),
+            "release Offer offer.. / [ node entered Compose counts sent all entered Bases agreed ] ..offer Agree! \
+             TellAgreed Bases [ headers FillReturn return rows relay done ] home FillSum sum Retire"
+        );
+        let engines = Engines { pulls: true, enqueues: true, ..Engines::default() };
+        let enqueued = CallShape { rails: false, engines, ..INLINE };
+        assert_eq!(
+            enqueued.dispatch().to_string(),
+            "AwaitStream Sort release Publish Announce entry.. ..entry Agree! Judge Admit! Place Describe TellAgreed \
+             FillRows rows.. posted ..rows Report Metadata"
+        );
+        assert_eq!(
+            enqueued.ret().to_string(),
+            "ready.. / Offer offer.. ..offer Agree! TellAgreed Bases ..ready FillPull pull home pull rest Retire"
+        );
+        let offloaded = CallShape { relays: Relays::Thread, ..INLINE };
+        assert_eq!(
+            CallShape::round(3, true).to_string(),
+            "FillRound stage 0 Agree! / CopyOut stage 1 stage 2 EndRound"
+        );
+        assert_eq!(
+            offloaded.remap().to_string(),
+            "release Propose entry.. StartRelay / ..entry Agree! JoinRelay Adopt"
+        );
+        assert_eq!(
+            CallPrograms::relay().of(CallKind::Prepare).to_string(),
+            "[ node entered Compose counts sent all entered Agree! Bases Judge Admit! agreed / headers Learn \
+             FillRelay relay rows relay done ]"
+        );
+    }
+
+    #[test]
+    fn programs_of_slots_agree_on_nothing() {
+        let lines = SlotCall::ALL.map(|call| call.program().to_string());
+        assert_eq!(lines, ["Pack rows.. / ..rows Check", "Partials home.. / ..home Sum", "home"]);
+        assert!(SlotCall::ALL.iter().all(|call| call.program().cuts().is_empty()));
+    }
+
+    #[test]
+    fn one_thread_judges_a_call_once() {
+        for program in &CallPrograms::own(INLINE).all {
+            let agreements = program.steps().iter().filter(|step| step.action == Agree);
+            assert_eq!(agreements.map(|step| step.role).collect::<Vec<_>>(), [Role::Own], "{program}");
+        }
+    }
+
+    #[test]
+    fn nothing_moves_before_all_cuts() {
+        let moves = |step: &CallStep| {
+            matches!(
+                step.action,
+                Run(StageId::Rows | StageId::RelayRows | StageId::ReturnRows | StageId::Sum, _)
+            )
+        };
+        for relays in Relays::ALL {
+            let shape = CallShape { relays, ..INLINE };
+            let (own, relays) = (CallPrograms::own(shape), CallPrograms::relay());
+            for program in own.all.iter().chain(&relays.all) {
+                let first = program.steps().iter().position(moves).unwrap_or(program.steps().len());
+                assert!(program.cuts().iter().all(|cut| usize::from(cut.at) < first), "{program}");
+            }
+        }
+    }
+}

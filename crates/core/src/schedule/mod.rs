@@ -1,0 +1,46 @@
+//! One schedule, several interpreters.
+//!
+//! A dispatch or a combine is a *program*: operations in ordered tracks, grouped in stages. It is built once (the
+//! skeleton: who signals whom, in which order; what a rank does itself by [`Caller`], what it does for others by
+//! [`Relay`]), filled per call (the [`Operands`]: which bytes), and read by interpreters that do not know each other:
+//!
+//! ```text
+//!                    skeleton (built once)  +  operands (per call)
+//!                                 |
+//!          +----------------+-----+----------+------------------+---------------+
+//!          |                |                |                  |               |
+//!     exec::host         prove             check               time         recorder
+//!     moves bytes    no deadlock, no    random visibility   a model of      timeline
+//!                    race, each byte    within the lanes'   engines, links
+//!                    written once       contract            and cards
+//! ```
+//!
+//! Because a schedule has no branches and every flag word is monotone with one writer, no operation can disable
+//! another. One greedy run therefore decides deadlock-freedom for every interleaving, and the happens-before order
+//! is unique: that is what makes `prove` a proof rather than a sample.
+//!
+//! The operation set stays this small. A new feature is a new plan, not a new operation.
+
+mod caller;
+mod calls;
+mod control;
+mod effect;
+mod fill;
+mod line;
+mod op;
+mod operands;
+mod relay;
+
+pub mod call;
+pub mod collective;
+pub mod stream;
+
+pub use caller::Caller;
+pub use calls::Calls;
+pub use control::{Control, LINE};
+pub use effect::{Bytes, Effect};
+pub use fill::{CallerTables, Parts, RelayTables, Setting};
+pub use line::Line;
+pub use op::{Flag, Item, Level, Op, Slot, Stage};
+pub use operands::{Index, Operand, Operands, Place, Refusal, SpanCopy, Sum, Tag, Target, WindowId};
+pub use relay::Relay;

@@ -1,0 +1,206 @@
+//! What the copy engines of a device are asked for by a call: the steps of its program, counted.
+//!
+//! A copy engine neither gathers nor adds. So rows of the call's own tensors are packed by a kernel first, in the order in
+//! which they leave, and each run of them is one copy; what a relay hands on lies in a block, and each stretch of it is one.
+//! A stage goes to one stream in groups, each a batch of copies and a list of memory operations behind it:
+//!
+//! ```text
+//!   stage    Put a  Signal a  Put b  Signal b  Wait a  Wait b  Put c  Signal c
+//!   stream   | batch: a b | list: signal a, signal b, wait a, wait b | batch: c | list: signal c |
+//! ```
+//!
+//! Not counted are kernels, own rows (the kernel that packs leaves them at their place) and what goes with the rows (it
+//! comes with the counts, by way of the host). What goes to other nodes is a card's: of that only bytes are counted.
+
+use std::ops::AddAssign;
+
+use sidelane_core::error::CallKind;
+use sidelane_core::plan::{Forward, Layout};
+use sidelane_core::schedule::Effect;
+use sidelane_core::schedule::call::{Action, Engines, RankPrograms, Relays, Role, StageId};
+use sidelane_core::schedule::stream::StreamProgram;
+use sidelane_core::schedule::{CallerTables, Item, Op, Operands, RelayTables, Setting};
+
+/// What one rank asks of its engines.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EngineWork {
+    /// Copies to ranks of the same node, and to this rank itself of what it relays.
+    pub copies: u64,
+    /// Bytes that these move.
+    pub bytes: u64,
+    /// Calls that enqueue them, of [`AT_ONCE`](EngineWork::AT_ONCE) copies at most.
+    pub batches: u64,
+    /// Memory operations: words written and awaited.
+    pub words: u64,
+    /// Calls that enqueue these, of [`AT_ONCE`](EngineWork::AT_ONCE) at most.
+    pub lists: u64,
+    /// Bytes to other nodes.
+    pub card_bytes: u64,
+}
+
+impl EngineWork {
+    /// A driver takes no more copies, or memory operations, at once.
+    pub const AT_ONCE: u64 = 255;
+
+    /// Of a dispatch, combine or release of slots.
+    pub fn of_stream(program: &StreamProgram, me: u32) -> Self {
+        Self::of_items(&program.stage().items, &program.operands(), me, |_| true)
+    }
+
+    /// Of the rows of a dispatch that is placed so, at a rank that relays `forward`.
+    pub fn of_dispatch(at: &Setting, layout: &Layout, forward: &Forward) -> Self {
+        let (paths, me) = (at.paths, at.paths.me());
+        let near = |peer| paths.near(peer);
+        let row_bytes = at.sizing.row_bytes;
+        let mut own = CallerTables::new(paths, at.chunks);
+        own.rows(at, layout, false);
+        let rows = Operands {
+            table: &own.table,
+            spans: &own.spans,
+            runs: &layout.runs,
+            rows: &layout.rows,
+            row_bytes,
+            ..Operands::default()
+        };
+        let mut relayed = RelayTables::new(paths, at.chunks);
+        relayed.forward(at, forward, false);
+        let blocks = Operands {
+            table: &relayed.table,
+            spans: &relayed.spans,
+            runs: &forward.runs,
+            rows: &forward.rows,
+            row_bytes,
+            ..Operands::default()
+        };
+        let programs = RankPrograms::new(paths, at.chunks, false, Engines::default());
+        let mut work = EngineWork::default();
+        for step in programs.own(CallKind::Dispatch, Relays::Inline).line(None) {
+            // Entries and counts are the host's.
+            let (operands, stage, part) = match (step.role, step.action) {
+                (Role::Own, Action::Run(StageId::Rows, part)) => (&rows, StageId::Rows, part),
+                (Role::Relay, Action::Run(stage @ (StageId::Headers | StageId::RelayRows), part)) => {
+                    (&blocks, stage, part)
+                }
+                _ => continue,
+            };
+            work += Self::of_items(programs.stages.items(stage, part), operands, me, near);
+        }
+        work
+    }
+
+    /// Of operations of rank `me` that follow one another, in groups that begin with the first put behind a wait.
+    fn of_items(items: &[Item], operands: &Operands, me: u32, near: impl Fn(u32) -> bool) -> Self {
+        let (mut all, mut group, mut waited) = (EngineWork::default(), EngineWork::default(), false);
+        for item in items {
+            match item.op {
+                Op::Put { to, slot } | Op::PutRows { to, slot } => {
+                    let copies = operands.puts(to, slot).into_iter().filter_map(|effect| match effect {
+                        Effect::Copy { from, to: bytes } if !bytes.range.is_empty() => {
+                            (to != me || from.is_some()).then_some(bytes.range.end - bytes.range.start)
+                        }
+                        _ => None,
+                    });
+                    for bytes in copies {
+                        if !near(to) {
+                            group.card_bytes += bytes;
+                            continue;
+                        }
+                        if std::mem::take(&mut waited) {
+                            all += std::mem::take(&mut group).enqueued();
+                        }
+                        group.copies += 1;
+                        group.bytes += bytes;
+                    }
+                }
+                // A card's signal goes with its rows.
+                Op::Signal { to, .. } => group.words += u64::from(near(to)),
+                Op::Wait { .. } => {
+                    group.words += 1;
+                    waited = true;
+                }
+                Op::Reduce { .. } => {}
+            }
+        }
+        all += group.enqueued();
+        all
+    }
+
+    /// One group, with the calls that it takes.
+    fn enqueued(self) -> Self {
+        let calls = |number: u64| number.div_ceil(Self::AT_ONCE);
+        EngineWork { batches: calls(self.copies), lists: calls(self.words), ..self }
+    }
+}
+
+impl AddAssign for EngineWork {
+    fn add_assign(&mut self, other: EngineWork) {
+        self.copies += other.copies;
+        self.bytes += other.bytes;
+        self.batches += other.batches;
+        self.words += other.words;
+        self.lists += other.lists;
+        self.card_bytes += other.card_bytes;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sidelane_core::schedule::call::SlotCall;
+    use sidelane_core::schedule::stream::Slots;
+    use sidelane_core::schedule::{Flag, Level, Operand, Place, Slot, SpanCopy, WindowId};
+
+    /// A stage of rank 9 over spans of 16 bytes.
+    fn work(ops: &[Op], near: impl Fn(u32) -> bool) -> EngineWork {
+        let from = Place::Window { owner: 9, window: WindowId::POOL };
+        let span = SpanCopy { from, from_offset: 0, to: WindowId::POOL, to_offset: 0, len: 16 };
+        let table = [Operand::Spans { first: 0, count: 1 }];
+        let operands = Operands { table: &table, spans: &[span], ..Operands::default() };
+        let items: Vec<_> = ops.iter().map(|&op| Item { track: 0, op }).collect();
+        EngineWork::of_items(&items, &operands, 9, near)
+    }
+
+    fn put(to: u32) -> Op {
+        Op::Put { to, slot: Slot(0) }
+    }
+
+    fn signal(to: u32) -> Op {
+        Op::Signal { to, of: 9, flag: Flag::Landed, level: Level::Call }
+    }
+
+    fn wait(from: u32) -> Op {
+        Op::Wait { from, flag: Flag::Landed, level: Level::Call }
+    }
+
+    #[test]
+    fn a_batch_ends_where_a_copy_has_to_wait() {
+        let ops = [put(0), signal(0), put(1), signal(1), wait(0), wait(1), put(2), signal(2)];
+        let EngineWork { copies, bytes, batches, words, lists, card_bytes } = work(&ops, |_| true);
+        assert_eq!((copies, bytes, batches, words, lists, card_bytes), (3, 48, 2, 5, 2, 0));
+    }
+
+    #[test]
+    fn what_goes_to_other_nodes_is_a_cards_and_its_signal_too() {
+        let ops = [put(0), signal(0), put(5), signal(5), wait(5)];
+        let EngineWork { copies, words, card_bytes, .. } = work(&ops, |peer| peer < 5);
+        assert_eq!((copies, words, card_bytes), (1, 2, 16));
+    }
+
+    #[test]
+    fn a_driver_takes_255_at_once() {
+        let ops: Vec<Op> = (0..256).map(put).chain((0..255).map(signal)).collect();
+        let EngineWork { copies, batches, words, lists, .. } = work(&ops, |_| true);
+        assert_eq!((copies, batches, words, lists), (256, 2, 255, 1));
+    }
+
+    #[test]
+    fn slots_ask_for_a_copy_and_three_words_a_peer() {
+        // The largest group that one list serves.
+        let slots = Slots::new(86, 256, 256).unwrap();
+        let work = EngineWork::of_stream(&StreamProgram::new(SlotCall::Dispatch, slots, 3).unwrap(), 3);
+        assert_eq!((work.copies, work.batches, work.bytes), (85, 1, 85 * 256));
+        assert_eq!((work.words, work.lists), (3 * 85, 1));
+        let release = EngineWork::of_stream(&StreamProgram::new(SlotCall::Release, slots, 3).unwrap(), 3);
+        assert_eq!((release.copies, release.batches, release.words), (0, 0, 3 * 85));
+    }
+}

@@ -1,0 +1,363 @@
+//! Lines at work, event by event.
+//!
+//! Events are taken in order of time, and of their making where times are equal: the same in every run.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap, VecDeque};
+
+use sidelane_core::schedule::Flag;
+
+use super::account::{Bound, Lap, Part, Phase, Timing, Work};
+use super::hardware::at_rate;
+use super::ring::Ring;
+use super::task::{Line, Task};
+use super::tracks::Tracks;
+use super::{Executor, Hardware};
+
+/// What one rank does: the tasks of its host, and what all its lines are asked for.
+#[derive(Debug, Default)]
+pub(super) struct Program {
+    pub tasks: VecDeque<Task>,
+    pub work: Work,
+}
+
+/// A word: at whom, of whom, of which kind.
+type Word = (u32, u32, Flag);
+
+/// Something that happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    /// A line is free.
+    Free(usize),
+    /// A word is raised.
+    Raise(Word, u64),
+    /// The bytes of a copy come to the link of a rank: its line has been in it since `began`, until `end` at least.
+    Near { line: usize, to: u32, ns: u64, began: u64, end: u64 },
+    /// What a rank sent comes to the card of another, the last of it not before `end`; on the host, to a core there.
+    Far { from: u32, to: u32, ns: u64, end: u64 },
+}
+
+/// A line.
+#[derive(Debug, Default)]
+struct State {
+    tasks: Tracks,
+    /// In a task, or waiting.
+    occupied: bool,
+    /// Lines that wait for this one to have nothing to do.
+    joined: Vec<usize>,
+    /// Time in tasks, waits left out.
+    busy: u64,
+}
+
+/// One side of a link or card, or a core: whoever comes first is served first.
+#[derive(Clone, Copy, Debug, Default)]
+struct Server {
+    free: u64,
+    busy: u64,
+}
+
+impl Server {
+    /// Serves for so long, behind whoever came before `now`; returns when it has. Asked when the work is there, never ahead,
+    /// since it would stand idle until then for others.
+    fn serve(&mut self, now: u64, ns: u64) -> u64 {
+        self.free = self.free.max(now) + ns;
+        self.busy += ns;
+        self.free
+    }
+}
+
+pub(super) struct Machine<'a> {
+    hardware: &'a Hardware,
+    ring: Ring,
+    lines: Vec<State>,
+    links: Vec<Server>,
+    cards: Vec<Server>,
+    cores: Vec<Server>,
+    /// Whether these are one for each rank.
+    own_cores: bool,
+    words: HashMap<Word, u64>,
+    waiting: HashMap<Word, (usize, u64)>,
+    /// When the last message of a rank to another is there: words do not overtake it.
+    arrived: HashMap<(u32, u32), u64>,
+    events: BinaryHeap<Reverse<(u64, u64, Event)>>,
+    made: u64,
+    marks: Vec<Vec<(Phase, u64)>>,
+    works: Vec<Work>,
+}
+
+/// Lines that each rank has of its own; cards come behind those of all ranks.
+const OWN: usize = 3;
+
+impl<'a> Machine<'a> {
+    pub fn new(ring: Ring, hardware: &'a Hardware) -> Self {
+        let ranks = ring.played() as usize;
+        let cards = (ring.played() / ring.members * per_node(ring, hardware)) as usize;
+        let lines = || State::default();
+        let own_cores = hardware.executor == Executor::Host && hardware.host.cores == 0;
+        let cores = if own_cores { ranks } else { hardware.host.cores as usize };
+        Machine {
+            hardware,
+            ring,
+            lines: std::iter::repeat_with(lines).take(ranks * OWN + cards).collect(),
+            links: vec![Server::default(); ranks],
+            cards: vec![Server::default(); cards],
+            cores: vec![Server::default(); cores],
+            own_cores,
+            words: HashMap::new(),
+            waiting: HashMap::new(),
+            arrived: HashMap::new(),
+            events: BinaryHeap::new(),
+            made: 0,
+            marks: vec![Vec::new(); ranks],
+            works: vec![Work::default(); ranks],
+        }
+    }
+
+    /// Gives a rank what it has to do.
+    pub fn load(&mut self, rank: u32, program: Program) {
+        self.works[rank as usize] = program.work;
+        let line = self.line(rank, Line::Host);
+        let tasks = &mut self.lines[line].tasks;
+        program.tasks.into_iter().for_each(|task| tasks.push((rank, rank), task));
+        self.lines[line].occupied = true;
+        self.at(0, Event::Free(line));
+    }
+
+    /// Plays to the end.
+    pub fn run(mut self) -> Timing {
+        while let Some(Reverse((now, _, event))) = self.events.pop() {
+            match event {
+                Event::Free(line) => self.step(line, now),
+                Event::Raise(word, value) => {
+                    let seen = self.words.entry(word).or_default();
+                    *seen = value.max(*seen);
+                    if let Some(&(line, _)) = self.waiting.get(&word).filter(|(_, wanted)| *wanted <= value) {
+                        self.waiting.remove(&word);
+                        self.step(line, now);
+                    }
+                }
+                Event::Near { line, to, ns, began, end } => {
+                    let end = end.max(self.links[to as usize].serve(now, ns));
+                    self.free_at(line, end, end - began);
+                }
+                Event::Far { from, to, ns, end } => self.receive(now, (from, to), ns, end),
+            }
+        }
+        assert!(self.waiting.is_empty(), "a proved schedule ends: {:?}", self.waiting);
+        self.timing()
+    }
+
+    /// Does what a line has next, until it is occupied or has nothing to do.
+    fn step(&mut self, line: usize, now: u64) {
+        while let Some((me, task)) = self.lines[line].tasks.pop() {
+            match task {
+                Task::Mark(phase) => self.marks[me as usize].push((phase, now)),
+                Task::Hand(to, task) => {
+                    let partner = match (to, &*task) {
+                        (Line::Card, Task::Send { to, .. } | Task::Signal { to, .. }) => *to,
+                        _ => me,
+                    };
+                    let to = self.line(me, to);
+                    self.lines[to].tasks.push((me, partner), *task);
+                    if !std::mem::replace(&mut self.lines[to].occupied, true) {
+                        self.at(now, Event::Free(to));
+                    }
+                }
+                Task::Join(other) => {
+                    let other = self.line(me, other);
+                    if self.lines[other].occupied {
+                        self.lines[other].joined.push(line);
+                        return;
+                    }
+                }
+                Task::Wait { of, flag, value } => {
+                    let word = (me, of, flag);
+                    if self.words.get(&word).is_none_or(|&seen| seen < value) {
+                        self.waiting.insert(word, (line, value));
+                        self.lines[line].tasks.put_back((me, me), task);
+                        return;
+                    }
+                    return self.occupy(line, now, me, self.per_word(line));
+                }
+                Task::Busy(ns) => return self.occupy(line, now, me, ns),
+                Task::Copy { from, to, copies, bytes } => {
+                    return self.copy(line, now, (me, from, to), copies, bytes);
+                }
+                Task::Send { to, messages, bytes, rest } => {
+                    return self.send(line, now, (me, to), messages, (bytes, rest));
+                }
+                Task::Signal { to, of, flag, value } => {
+                    return self.signal(line, now, me, (to, of, flag), value);
+                }
+            }
+        }
+        self.lines[line].occupied = false;
+        for joined in std::mem::take(&mut self.lines[line].joined) {
+            self.at(now, Event::Free(joined));
+        }
+    }
+
+    /// A line of a rank is busy, on a core where those are counted.
+    fn occupy(&mut self, line: usize, now: u64, me: u32, ns: u64) {
+        let end = self.on_core(me, now, ns);
+        self.free_at(line, end, ns);
+    }
+
+    /// When a core has worked for so long: the rank's own, or the first of all that is free.
+    fn on_core(&mut self, rank: u32, now: u64, ns: u64) -> u64 {
+        let core = match self.own_cores {
+            true => self.cores.get_mut(rank as usize),
+            false => self.cores.iter_mut().min_by_key(|core| core.free),
+        };
+        core.map_or(now + ns, |core| core.serve(now, ns))
+    }
+
+    fn copy(&mut self, line: usize, now: u64, (me, from, to): (u32, u32, u32), copies: u64, bytes: u64) {
+        let Hardware { engines, link, executor, .. } = self.hardware;
+        let prices = copies * engines.per_copy;
+        let rate = if from == to { engines.local_rate } else { engines.rate };
+        let moves = prices + at_rate(bytes, rate);
+        if *executor == Executor::Host {
+            return self.occupy(line, now, me, moves);
+        }
+        let end = now + moves;
+        if from == to {
+            return self.free_at(line, end, moves);
+        }
+        let (to, _) = self.ring.player(to);
+        self.at(now + prices, Event::Near { line, to, ns: at_rate(bytes, link.rate), began: now, end });
+    }
+
+    fn send(
+        &mut self,
+        line: usize,
+        now: u64,
+        (me, to): (u32, u32),
+        messages: u64,
+        (bytes, rest): (u64, u64),
+    ) {
+        let card = self.hardware.card;
+        // Pieces add up to the time of the whole.
+        let moves = at_rate(bytes + rest, card.rate) - at_rate(rest, card.rate);
+        let prices = messages * card.per_message;
+        // On the host into the ring by a core, and out of it by another: there is nothing to copy before it is full.
+        let (end, comes) = match self.hardware.executor {
+            Executor::Host => {
+                let end = self.on_core(me, now, prices + moves);
+                (end, end)
+            }
+            Executor::Device => (now + prices + moves, now + prices),
+        };
+        // Before the line is free, so that a word behind these bytes knows when they are there.
+        self.at(comes, Event::Far { from: me, to, ns: moves, end });
+        self.free_at(line, end, prices + moves);
+    }
+
+    fn receive(&mut self, now: u64, (from, to): (u32, u32), ns: u64, end: u64) {
+        let (player, _) = self.ring.player(to);
+        let served = match self.hardware.executor {
+            Executor::Host => self.on_core(player, now, ns),
+            Executor::Device => {
+                let there = self.card_of(player);
+                self.cards[there].serve(now, ns)
+            }
+        };
+        let last = self.arrived.entry((from, to)).or_default();
+        *last = end.max(served).max(*last);
+    }
+
+    fn signal(&mut self, line: usize, now: u64, me: u32, (to, of, flag): Word, value: u64) {
+        let (player, by) = self.ring.player(to);
+        let word = (player, self.ring.turned_back(of, by), flag);
+        let Hardware { host, link, card, .. } = self.hardware;
+        let ns = self.per_word(line);
+        let said = self.on_core(me, now, ns);
+        let seen = match self.kind(line) {
+            Line::Card => said.max(self.arrived.get(&(me, to)).copied().unwrap_or(0)) + card.latency,
+            Line::Host => said + host.latency,
+            Line::Stream | Line::Compute => said + link.latency,
+        };
+        self.at(seen, Event::Raise(word, value));
+        self.free_at(line, said, ns);
+    }
+
+    fn kind(&self, line: usize) -> Line {
+        match line {
+            _ if line >= self.works.len() * OWN => Line::Card,
+            _ => [Line::Host, Line::Stream, Line::Compute][line % OWN],
+        }
+    }
+
+    /// What a word costs the line that raises it or finds it raised.
+    fn per_word(&self, line: usize) -> u64 {
+        match self.kind(line) {
+            Line::Card => self.hardware.card.per_message,
+            Line::Host => self.hardware.host.signal,
+            Line::Stream | Line::Compute => self.hardware.engines.per_word,
+        }
+    }
+
+    fn timing(self) -> Timing {
+        let ranks = 0..self.works.len() as u32;
+        let ended = |rank: &u32| self.marks[*rank as usize].last().map_or(0, |&(_, at)| at);
+        let slowest = ranks.clone().max_by_key(|rank| (ended(rank), Reverse(*rank))).unwrap_or(0);
+        let mut before = 0;
+        let lap = |&(phase, at): &(Phase, u64)| Lap { phase, ns: at - std::mem::replace(&mut before, at) };
+        let phases: Vec<Lap> = self.marks[slowest as usize].iter().map(lap).collect();
+        let of =
+            |line: Line| ranks.clone().map(|rank| self.lines[self.line(rank, line)].busy).max().unwrap_or(0);
+        let served = |servers: &[Server]| servers.iter().map(|server| server.busy).max().unwrap_or(0);
+        let host = if self.cores.is_empty() { of(Line::Host) } else { served(&self.cores) };
+        let busy = |part| match part {
+            Part::Host => host,
+            Part::Engines => of(Line::Stream),
+            Part::Link => served(&self.links),
+            Part::CardOut => of(Line::Card),
+            Part::CardIn => served(&self.cards),
+            Part::Compute => of(Line::Compute),
+        };
+        let parts = Part::ALL.map(|part| (busy(part), part));
+        let &(most, part) = parts.iter().rev().max_by_key(|(busy, _)| *busy).expect("there are parts");
+        let cards = ranks.clone().map(|rank| self.card_of(rank)).collect::<Vec<_>>();
+        Timing {
+            ns: phases.iter().map(|lap| lap.ns).sum(),
+            busiest: Bound { part, ns: most },
+            roofline: Bound::roofline(&self.works, &cards, self.hardware),
+            most: self.works.iter().fold(Work::default(), |a, &b| a.each(b, u64::max)),
+            total: self.works.iter().fold(Work::default(), |a, &b| a.each(b, |a, b| a + b)),
+            played: self.works.len() as u32,
+            phases,
+        }
+    }
+
+    fn at(&mut self, time: u64, event: Event) {
+        self.made += 1;
+        self.events.push(Reverse((time, self.made, event)));
+    }
+
+    fn free_at(&mut self, line: usize, end: u64, ns: u64) {
+        self.lines[line].busy += ns;
+        self.at(end, Event::Free(line));
+    }
+
+    fn line(&self, rank: u32, line: Line) -> usize {
+        match line {
+            Line::Card => self.works.len() * OWN + self.card_of(rank),
+            _ => rank as usize * OWN + line as usize,
+        }
+    }
+
+    fn card_of(&self, rank: u32) -> usize {
+        let (node, index) = (rank / self.ring.members, rank % self.ring.members);
+        let cards = per_node(self.ring, self.hardware);
+        (node * cards + index * cards / self.ring.members) as usize
+    }
+}
+
+/// Cards of a node.
+fn per_node(ring: Ring, hardware: &Hardware) -> u32 {
+    match hardware.card.per_node {
+        0 => ring.members,
+        cards => cards.min(ring.members),
+    }
+}

@@ -1,0 +1,49 @@
+//! The time interpreter: the same schedules and operands against a model of links, cards and engines.
+//!
+//! ```text
+//!   routings --Placed--> layouts, forwards --the same skeletons and tables as in a real call--> tasks of every rank
+//!                                                                                                    |
+//!   Hardware ----------------------------------------------------------------> events in order of time, integer ns
+//!                                                                                                    |
+//!                                                                  Timing: phases, what is busiest, roofline, counts
+//! ```
+//!
+//! **What a rank is.** A few *lines*, each of which does one task after the other and may wait for words:
+//!
+//! ```text
+//!   host      plans, enqueues, posts, signals, waits               (the host executor also copies and sums here, on a core)
+//!   stream    copies of engines, and the words behind them         2.3 us + bytes / rate each
+//!   compute   kernels that pack, regroup and sum                   launch + bytes / rate of the memory
+//!   card      what crosses: bytes / rate + a price a message       shared by the ranks that share the card
+//! ```
+//!
+//! Bytes also pass the receiver's side of the link or card, first come first served; a copy holds its engine until its last
+//! byte is there, a card goes on. A signal follows the bytes of its track. A single copy therefore takes its price, the
+//! latency and bytes / rate, exactly.
+//!
+//! **How large a group.** Every rank is played where all routings are given. Where those of one node are, that node stands
+//! for all: rank i of node v does at the same time what rank i of the first node does, with nodes counted from its own, so a
+//! signal of the first node's rank to node v is also what node -v says to the first (`ring.rs`). Programs are alike
+//! by construction, since [`Paths`](sidelane_core::topology::Paths) enumerates from the next node on; what is taken for granted is
+//! that the *routing* is as well: true of balanced routing up to chance, and untrue of routing that prefers some nodes. A
+//! test holds the two against each other.
+//!
+//! **What is not in it.** Congestion inside the network, other traffic, clocks that differ, stragglers, the caller's experts.
+
+mod account;
+mod hardware;
+mod lines;
+mod lower;
+mod machine;
+mod placed;
+mod ring;
+mod slots;
+mod task;
+#[cfg(test)]
+mod tests;
+mod tracks;
+
+pub use account::{Bound, Lap, Part, Phase, Timing, Work};
+pub use hardware::{Card, Compute, Engines, Executor, Hardware, Host, Link, UnknownHardware};
+pub use placed::{Case, Placed};
+pub use slots::slots;

@@ -1,0 +1,276 @@
+//! What is timed, placed: the layouts and blocks of the ranks that are played.
+
+use sidelane_core::error::PlanError;
+use sidelane_core::gate::Routing;
+use sidelane_core::plan::{
+    Arrivals, Bins, Block, Counts, Crossing, ExpertMap, Forward, Frame, Layout, Mode, Notes, Order,
+    RowLayout, Sizes, Sizing, Sorted, Spans,
+};
+use sidelane_core::schedule::Control;
+use sidelane_core::topology::{NodeMap, Paths, Route};
+
+use super::lower::Lowering;
+use super::machine::{Machine, Program};
+use super::ring::Ring;
+use super::{Executor, Hardware, Timing};
+
+/// A dispatch and its combine: what is asked.
+#[derive(Clone, Copy, Debug)]
+pub struct Case<'a> {
+    /// Number of nodes, of equal size; ranks are numbered node by node.
+    pub nodes: u32,
+    /// Where experts live: as many on each rank.
+    pub map: &'a ExpertMap,
+    /// Decisions of every rank; or of those of the first node, which then stands for all.
+    pub routings: &'a [Routing<'a>],
+    /// In which order ranks see their rows.
+    pub layout: RowLayout,
+    /// How rows cross.
+    pub route: Route,
+    /// Order of sums: under [`Route::Pxn`] relays sum, unless it is [`Order::Expert`].
+    pub order: Order,
+    /// In how many parts a block goes to its relay.
+    pub chunks: u8,
+    /// Bytes of a row that goes out, and of one that comes home.
+    pub row_bytes: u64,
+    /// Bytes of a row that comes home.
+    pub home_bytes: u64,
+    /// Bytes of a partial sum, as it crosses.
+    pub partial_bytes: u64,
+    /// Whether what goes with the rows (weights, choices) moves with them; else it comes with the counts.
+    pub notes: bool,
+}
+
+/// A [`Case`], placed as its ranks would place it on a machine.
+#[derive(Debug)]
+pub struct Placed {
+    pub(super) ring: Ring,
+    pub(super) nodes: NodeMap,
+    pub(super) route: Route,
+    pub(super) bins: Bins,
+    pub(super) sizing: Sizing,
+    pub(super) control: Control,
+    pub(super) chunks: u8,
+    pub(super) notes: bool,
+    pub(super) hardware: Hardware,
+    pub(super) choices: u64,
+    pub(super) ranks: Vec<Rank>,
+}
+
+/// What one rank has placed.
+#[derive(Debug)]
+pub(super) struct Rank {
+    pub layout: Layout,
+    pub forward: Forward,
+    pub counts: Counts,
+    pub sizes: Sizes,
+    /// Where engines relay: the first of the layout's runs to arrivals.
+    pub arrivals: Option<u32>,
+}
+
+/// What one rank sends, before anybody counts.
+struct Own {
+    sorted: Sorted,
+    crossing: Crossing,
+    words: Vec<u32>,
+}
+
+impl Placed {
+    /// Places a case as the executor of a machine would.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] unless there is a routing for every rank or, where ranks do not share the cores of a host, for
+    /// every rank of one node, nodes and ranks have the same share of ranks and experts, and rows are a multiple of 16 bytes; whatever is wrong with a routing, or
+    /// with the [`Hardware`](Hardware::check).
+    pub fn new(case: &Case, hardware: &Hardware) -> Result<Self, PlanError> {
+        hardware.check()?;
+        let executor = hardware.executor;
+        let ring = ring_of(case, hardware)?;
+        let labels: Vec<u32> = (0..ring.ranks()).map(|rank| rank / ring.members).collect();
+        let nodes = NodeMap::from_labels(&labels);
+        let paths = Paths::new(&nodes, case.route, 0);
+        let crosses = case.route == Route::Pxn && paths.rails();
+        // Engines that relay expert-major rows copy them to arrivals; rank-major, blocks are in relay order.
+        let arrive = executor == Executor::Device && crosses && !case.layout.is_per_rank();
+        let spans = executor == Executor::Device && crosses && case.layout.is_per_rank();
+        let bins = Bins::of_layout(case.layout, case.map, case.order, &nodes);
+        let notes = Notes::of(case.layout, Mode::Eager, spans);
+        let top_k = case.routings.iter().map(Routing::top_k).max().unwrap_or(1);
+        let tokens = case.routings.iter().map(Routing::tokens).max().unwrap_or(0);
+        let sums = crosses && case.order.has_partials();
+        let sizing = Sizing {
+            row_bytes: case.row_bytes,
+            home_bytes: case.home_bytes,
+            words_out: notes.words(top_k),
+            words_home: 1,
+            partial_bytes: sums.then_some(case.partial_bytes),
+        };
+        let choices = u64::from(tokens) * u64::from(top_k);
+        let control = Control::new(&paths, &bins, choices, sizing.note_bytes());
+        let mut placed = Placed {
+            ring,
+            nodes: nodes.clone(),
+            route: case.route,
+            bins,
+            sizing,
+            control,
+            chunks: case.chunks,
+            notes: case.notes,
+            hardware: hardware.clone(),
+            choices,
+            ranks: Vec::new(),
+        };
+        let mut own = placed.sorted(case, notes)?;
+        let words: Vec<Vec<u32>> = own.iter_mut().map(|own| std::mem::take(&mut own.words)).collect();
+        let lay_out = |(me, own)| placed.lay_out(me, own, &words, top_k, (arrive, spans));
+        let ranks = (0..).zip(&mut own).map(lay_out).collect();
+        placed.ranks = ranks;
+        for me in 0..ring.played() {
+            placed.ranks[me as usize].forward = placed.forward(me, sums, spans, arrive);
+        }
+        Ok(placed)
+    }
+
+    /// Times a dispatch.
+    pub fn dispatch(&self) -> Timing {
+        self.timed(Lowering::dispatch)
+    }
+
+    /// Times a combine: rows back to their tokens. The gradient of a dispatch is the same, with a word more for each row, of its weight.
+    pub fn combine(&self) -> Timing {
+        self.timed(Lowering::combine)
+    }
+
+    /// Times the gradient of a combine: those of tokens to the rows that were summed, along the layout of the dispatch, in rows as they
+    /// come home. Nothing is counted or placed.
+    pub fn combine_backward(&self) -> Timing {
+        self.timed(Lowering::combine_backward)
+    }
+
+    fn timed<'a>(&'a self, program: fn(Lowering<'a>) -> Program) -> Timing {
+        let mut machine = Machine::new(self.ring, &self.hardware);
+        for me in 0..self.ring.played() {
+            machine.load(me, program(Lowering::new(self, me)));
+        }
+        machine.run()
+    }
+
+    pub(super) fn paths(&self, me: u32) -> Paths<'_> {
+        Paths::new(&self.nodes, self.route, me)
+    }
+
+    pub(super) fn frame(&self, me: u32) -> Frame<'_> {
+        let Placed { bins, chunks, sizing, .. } = self;
+        let (paths, chunks, sizing) = (self.paths(me), *chunks, *sizing);
+        Frame { bins, paths, align: 1, chunks, sizing, mode: Mode::Eager }
+    }
+
+    fn sorted(&self, case: &Case, notes: Notes) -> Result<Vec<Own>, PlanError> {
+        let sort = |(me, routing): (u32, &Routing)| {
+            let (mut sorted, mut crossing) = (Sorted::default(), Crossing::default());
+            sorted.fill(case.map, &self.bins, notes, me, routing)?;
+            crossing.fill(&self.bins, &self.paths(me), &sorted);
+            let mut words = sorted.counts.clone();
+            crossing.staged(&self.paths(me), &mut words);
+            Ok(Own { sorted, crossing, words })
+        };
+        (0..).zip(case.routings).map(sort).collect()
+    }
+
+    fn lay_out(
+        &self,
+        me: u32,
+        Own { sorted, crossing, .. }: &mut Own,
+        words: &[Vec<u32>],
+        top_k: u32,
+        (arrive, spans): (bool, bool),
+    ) -> Rank {
+        let frame = self.frame(me);
+        let mut rank = Rank::empty();
+        let (bins, mut turned) = (self.bins.count() as usize, Vec::new());
+        rank.counts.clear(words[0].len() as u32);
+        for source in 0..self.ring.ranks() {
+            let (player, by) = self.ring.player(source);
+            let (of_bins, staged) = words[player as usize].split_at(bins);
+            turned.clear();
+            turned.extend(self.ring.turned(of_bins, by));
+            turned.extend(self.ring.turned(staged, by));
+            rank.counts.add(me, source, &turned);
+        }
+        rank.sizes.fill(&self.bins, 1, &rank.counts.total, None);
+        let Rank { layout, counts, sizes, arrivals, .. } = &mut rank;
+        if spans {
+            Spans::default().arrange(&frame, (&mut *sorted, &mut *crossing), counts, sizes);
+        }
+        let mut own = Arrivals::default();
+        if arrive {
+            own.arrange(&frame, sorted, crossing);
+            own.pack(&frame, sorted, crossing);
+        }
+        layout.fill(&frame, (&*sorted, &*crossing), top_k, counts, sizes);
+        if arrive {
+            own.add_runs(&frame, sorted, layout, (counts, sizes));
+            *arrivals = Some(own.first_run);
+        }
+        rank
+    }
+
+    /// What the relay of a rank knows: the blocks of its sources, each as the rank that stands for it has it.
+    fn forward(&self, me: u32, sums: bool, spans: bool, arrive: bool) -> Forward {
+        let block = |source: u32, nth: usize| -> Block {
+            let (player, _) = self.ring.player(source);
+            self.ranks[player as usize].layout.blocks[nth].clone()
+        };
+        let mut forward = Forward::default();
+        forward.spans = spans;
+        if arrive && !sums {
+            let paths = self.paths(me);
+            let nth = |source| paths.of(source).relays().take_while(|&relay| relay != me).count();
+            forward.blocks = paths.sources().map(|source| block(source, nth(source))).collect();
+        } else {
+            forward.know(&self.frame(me), sums, block);
+        }
+        forward
+    }
+}
+
+impl Rank {
+    fn empty() -> Self {
+        Rank {
+            layout: Layout::default(),
+            forward: Forward::default(),
+            counts: Counts::default(),
+            sizes: Sizes::default(),
+            arrivals: None,
+        }
+    }
+}
+
+fn ring_of(case: &Case, hardware: &Hardware) -> Result<Ring, PlanError> {
+    let bad =
+        |parameter, seen: u32, expected| PlanError::BadParameter { parameter, seen: seen.into(), expected };
+    let (ranks, given) = (case.map.ranks(), case.routings.len() as u32);
+    if case.nodes == 0 || !ranks.is_multiple_of(case.nodes) {
+        return Err(bad("nodes", case.nodes, "a number that divides that of the ranks"));
+    }
+    let members = ranks / case.nodes;
+    if given != ranks && given != members {
+        return Err(bad("routings", given, "one for every rank, or for every rank of a node"));
+    }
+    let even = |rank| case.map.slots_of(rank).len() == case.map.slots_of(0).len();
+    let whole = given == ranks;
+    if !whole && !(0..ranks).all(even) {
+        return Err(bad("experts", case.map.slots(), "as many on each rank, where one node stands for all"));
+    }
+    if !whole && hardware.executor == Executor::Host && hardware.host.cores > 0 {
+        return Err(bad("routings", given, "one for every rank, where ranks share cores"));
+    }
+    if case.chunks == 0 {
+        return Err(bad("chunks", 0, "1 or more"));
+    }
+    let sizes = [("row bytes", case.row_bytes), ("home bytes", case.home_bytes)];
+    if let Some(&(parameter, seen)) = sizes.iter().find(|(_, n)| *n == 0 || !n.is_multiple_of(16)) {
+        return Err(PlanError::BadParameter { parameter, seen, expected: "a multiple of 16" });
+    }
+    Ok(Ring { nodes: case.nodes, members, whole })
+}

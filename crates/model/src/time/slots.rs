@@ -1,0 +1,104 @@
+//! Slots on a stream: dispatch and combine of one node that streams carry out alone.
+
+use sidelane_core::error::PlanError;
+use sidelane_core::plan::SlotShape;
+use sidelane_core::schedule::call::{Action, Part, SlotCall, Work};
+use sidelane_core::schedule::stream::{Slots, StreamProgram};
+use sidelane_core::schedule::{Item, Level, Op};
+
+use super::hardware::at_rate;
+use super::machine::{Machine, Program};
+use super::ring::Ring;
+use super::task::{Line, Task};
+use super::{Hardware, Phase, Timing};
+
+/// Times a dispatch and a combine of `ranks` ranks of one node, whose slots have this shape; rows come home in `home_bytes`.
+///
+/// ```
+/// use sidelane_core::plan::SlotShape;
+/// use sidelane_model::time::slots;
+///
+/// let [dispatch, _] = slots(8, SlotShape::new(128, 8, 7168 * 2)?, 7168 * 2, &"h100-cx7".parse()?)?;
+/// assert_eq!(dispatch.most.copies, 7);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// [`PlanError::BadParameter`] for a group or sizes that slots cannot have, or [hardware](Hardware::check) that nothing is
+/// timed on.
+pub fn slots(
+    ranks: u32,
+    shape: SlotShape,
+    home_bytes: u64,
+    hardware: &Hardware,
+) -> Result<[Timing; 2], PlanError> {
+    hardware.check()?;
+    let slots = Slots::new(ranks, shape.bytes(), u64::from(shape.max_tokens()) * home_bytes)?;
+    let rows = u64::from(shape.max_tokens()) * u64::from(ranks);
+    // Packed: tokens are read, all slots written. Summed: a partial of each rank is read, tokens written.
+    let packed = (u64::from(shape.max_tokens()) + rows) * shape.row_bytes();
+    let summed = (rows + u64::from(shape.max_tokens())) * home_bytes;
+    let ring = Ring { nodes: 1, members: ranks, whole: true };
+    let time = |call: SlotCall, kernel_bytes| {
+        let mut machine = Machine::new(ring, hardware);
+        for me in 0..ranks {
+            let program = StreamProgram::new(call, slots, me)?;
+            machine.load(me, enqueued(call, &program, me, kernel_bytes, hardware));
+        }
+        Ok(machine.run())
+    };
+    Ok([time(SlotCall::Dispatch, packed)?, time(SlotCall::Combine, summed)?])
+}
+
+/// A call on a stream, by its program. A kernel packs or sums so many bytes.
+fn enqueued(
+    call: SlotCall,
+    stream: &StreamProgram,
+    me: u32,
+    kernel_bytes: u64,
+    hardware: &Hardware,
+) -> Program {
+    let mut program = Program::default();
+    program.work.kernel_bytes = kernel_bytes;
+    let steps = call.program();
+    for step in steps.line(None) {
+        let (phase, bytes) = match step.action {
+            Action::Run(_, part) => {
+                move_part(&mut program, stream, part, me, hardware);
+                continue;
+            }
+            Action::Compute(Work::Pack) => (Phase::Pack, kernel_bytes),
+            Action::Compute(Work::Check) => (Phase::Regroup, 0),
+            Action::Compute(Work::Sum) => (Phase::Sum, kernel_bytes),
+            // Experts leave partial rows where they are sent from.
+            _ => continue,
+        };
+        let kernel = Task::Busy(hardware.compute.launch + at_rate(bytes, hardware.compute.rate));
+        let hand = Task::Hand(Line::Compute, Box::new(kernel));
+        program.tasks.extend([hand, Task::Join(Line::Compute), Task::Mark(phase)]);
+    }
+    program
+}
+
+/// One half of the stage, or both. The second ends when the stream has done all of it.
+fn move_part(program: &mut Program, stream: &StreamProgram, part: Part, me: u32, hardware: &Hardware) {
+    for Item { op, .. } in stream.stage().part(part) {
+        for copy in stream.copies(op) {
+            program.work.copies += 1;
+            program.work.near_bytes += copy.span.len;
+            let task = Task::Copy { from: me, to: copy.to, copies: 1, bytes: copy.span.len };
+            program.tasks.push_back(Task::Hand(Line::Stream, Box::new(task)));
+        }
+        let task = match *op {
+            Op::Signal { to, of, flag, level: Level::Credit } => Task::Signal { to, of, flag, value: 1 },
+            // Nobody sees a word that is set back in the call that is timed.
+            Op::Signal { .. } => Task::Busy(hardware.engines.per_word),
+            Op::Wait { from, flag, .. } => Task::Wait { of: from, flag, value: 1 },
+            Op::Put { .. } | Op::PutRows { .. } | Op::Reduce { .. } => continue,
+        };
+        program.tasks.push_back(Task::Hand(Line::Stream, Box::new(task)));
+    }
+    if part != Part::Start {
+        program.tasks.extend([Task::Join(Line::Stream), Task::Mark(Phase::Move)]);
+    }
+}

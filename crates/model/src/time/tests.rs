@@ -1,0 +1,322 @@
+use proptest::prelude::*;
+use sidelane_core::error::PlanError;
+use sidelane_core::gate::{Pattern, Routing, synthetic};
+use sidelane_core::plan::{ExpertMap, Order, RowLayout, SlotShape};
+use sidelane_core::schedule::Flag;
+use sidelane_core::topology::Route;
+
+use super::machine::{Machine, Program};
+use super::ring::Ring;
+use super::task::{Line, Task};
+use super::*;
+
+fn h100() -> Hardware {
+    "h100-cx7".parse().unwrap()
+}
+
+/// The host of one machine, in round figures.
+fn host() -> Hardware {
+    let figures = r#"{
+        "name": "host", "executor": "host",
+        "engines": {"per_copy": 50, "rate": 10000, "local_rate": 10000, "per_word": 0, "per_call": 0},
+        "link": {"rate": 10000, "load_rate": 8000, "latency": 100},
+        "card": {"per_node": 0, "rate": 8000, "per_message": 100, "message_bytes": 65536, "latency": 100},
+        "compute": {"rate": 8000, "launch": 0},
+        "host": {"cores": 2, "signal": 50, "latency": 100, "sort": 10000, "place": 5000, "per_bin": 2000}
+    }"#;
+    serde_json::from_str(figures).unwrap()
+}
+
+/// The group of a case, and its decisions.
+struct Group {
+    nodes: u32,
+    map: ExpertMap,
+    routings: Vec<Routing<'static>>,
+}
+
+/// Everybody draws; or the first node does.
+fn group((nodes, members): (u32, u32), tokens: u32, whole: bool) -> Group {
+    let (experts, ranks) = (4 * nodes * members, nodes * members);
+    let drawn = if whole { ranks } else { members };
+    let draw = |rank| synthetic(Pattern::Uniform, experts, 8, tokens, 5, rank).unwrap();
+    Group {
+        nodes,
+        map: ExpertMap::contiguous(experts, ranks).unwrap(),
+        routings: (0..drawn).map(draw).collect(),
+    }
+}
+
+fn case(group: &Group, layout: RowLayout, route: Route, order: Order) -> Case<'_> {
+    Case {
+        nodes: group.nodes,
+        map: &group.map,
+        routings: &group.routings,
+        layout,
+        route,
+        order,
+        chunks: 4,
+        row_bytes: 4096,
+        home_bytes: 4096,
+        partial_bytes: 8192,
+        notes: true,
+    }
+}
+
+/// All ways of a group, on both executors, if it is one for a host: dispatch, combine and its gradient.
+fn timed(group: &Group, change: impl Fn(Hardware) -> Hardware) -> Vec<(String, Timing)> {
+    let mut all = Vec::new();
+    let whole = group.routings.len() as u32 == group.map.ranks();
+    for hardware in [change(h100()), change(host())].into_iter().take(if whole { 2 } else { 1 }) {
+        for (layout, route) in RowLayout::ALL.into_iter().flat_map(|l| Route::ALL.map(|r| (l, r))) {
+            for order in Order::ALL {
+                let placed = Placed::new(&case(group, layout, route, order), &hardware).unwrap();
+                let title = format!("{} {} {} {}", hardware.name, layout.name(), route.name(), order.name());
+                all.push((format!("dispatch {title}"), placed.dispatch()));
+                all.push((format!("combine {title}"), placed.combine()));
+                all.push((format!("gradient of combine {title}"), placed.combine_backward()));
+            }
+        }
+    }
+    all
+}
+
+/// Time of one task on one line of the first of two ranks, on a node or on two.
+fn alone(nodes: u32, task: Task, line: Line) -> u64 {
+    let hardware = h100();
+    let ring = Ring { nodes, members: 2 / nodes, whole: true };
+    let mut machine = Machine::new(ring, &hardware);
+    let wait = Task::Wait { of: 0, flag: Flag::Landed, value: 1 };
+    let signal = Task::Signal { to: 1, of: 0, flag: Flag::Landed, value: 1 };
+    let hand = |task| Task::Hand(line, Box::new(task));
+    let program = |tasks: Vec<Task>| Program { tasks: tasks.into(), ..Program::default() };
+    machine.load(0, program(vec![hand(task), hand(signal), Task::Join(line), Task::Mark(Phase::Move)]));
+    machine.load(1, program(vec![wait, Task::Mark(Phase::Move)]));
+    machine.run().ns
+}
+
+#[test]
+fn a_single_copy_takes_its_price_its_bytes_and_the_latency() {
+    let Hardware { engines, link, card, host, .. } = h100();
+    let bytes = 38_000_000;
+    let copy = Task::Copy { from: 0, to: 1, copies: 1, bytes };
+    let word = engines.per_word + link.latency + host.signal;
+    assert_eq!(alone(1, copy, Line::Stream), engines.per_copy + bytes * 1000 / engines.rate + word);
+    let message = Task::Send { to: 1, messages: 3, bytes: 47_000_000, rest: 0 };
+    let word = card.per_message + card.latency + host.signal;
+    // The word's own message overlaps with nothing: it stands behind the bytes on the card.
+    assert_eq!(alone(2, message, Line::Card), 3 * card.per_message + 1_000_000 + word);
+}
+
+#[test]
+fn a_link_serves_others_until_a_copy_comes_to_it() {
+    let hardware = h100();
+    let mut machine = Machine::new(Ring { nodes: 1, members: 3, whole: true }, &hardware);
+    let bytes = 3_800_000;
+    // Prices of ten copies are paid by the engine before their bytes come; one copy of another rank comes meanwhile.
+    for (me, copies) in [(0, 10), (1, 1)] {
+        let copy = Task::Copy { from: me, to: 2, copies, bytes };
+        let signal = Task::Signal { to: 2, of: me, flag: Flag::Landed, value: 1 };
+        let hand = |task| Task::Hand(Line::Stream, Box::new(task));
+        let tasks = [hand(copy), hand(signal), Task::Join(Line::Stream), Task::Mark(Phase::Move)];
+        machine.load(me, Program { tasks: tasks.into(), ..Program::default() });
+    }
+    let wait = Task::Wait { of: 1, flag: Flag::Landed, value: 1 };
+    machine.load(2, Program { tasks: [wait, Task::Mark(Phase::Move)].into(), ..Program::default() });
+    // Ten prices and 10 us of bytes each: nobody waits for the other, as 2.3 + 10 us are before 23.
+    assert_eq!(machine.run().ns, 23_000 + 10_000 + hardware.engines.per_word);
+}
+
+#[test]
+fn a_core_of_its_own_sends_and_receives_beside_its_copies() {
+    let mut hardware = host();
+    hardware.host.cores = 0;
+    let mut machine = Machine::new(Ring { nodes: 2, members: 1, whole: true }, &hardware);
+    let send = |to| Task::Hand(Line::Card, Box::new(Task::Send { to, messages: 1, bytes: 80_000, rest: 0 }));
+    for me in 0..2 {
+        let tasks = [send(1 - me), Task::Busy(1_000), Task::Join(Line::Card), Task::Mark(Phase::Move)];
+        machine.load(me, Program { tasks: tasks.into(), ..Program::default() });
+    }
+    // In: a price of 100 and 10 us of bytes, beside 1 us of other work; out of the ring 10 us more, by the same core.
+    assert_eq!(machine.run().busiest, Bound { part: Part::Host, ns: 1_000 + 10_100 + 10_000 });
+}
+
+#[test]
+fn hardware_that_would_divide_by_zero_is_refused_by_name() {
+    let group = group((2, 1), 4, true);
+    let case = case(&group, RowLayout::RankMajor, Route::Direct, Order::Expert);
+    let refused = |change: fn(&mut Hardware)| {
+        let mut hardware = h100();
+        change(&mut hardware);
+        let of_slots = slots(8, SlotShape::new(4, 8, 4096).unwrap(), 4096, &hardware).unwrap_err();
+        let placed = Placed::new(&case, &hardware).unwrap_err();
+        match (of_slots, placed) {
+            (
+                PlanError::BadParameter { parameter, seen, .. },
+                PlanError::BadParameter { parameter: same, .. },
+            ) if parameter == same => (parameter, seen),
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(refused(|h| h.card.message_bytes = 0), ("card.message_bytes", 0));
+    assert_eq!(refused(|h| h.link.rate = 0), ("link.rate", 0));
+    assert_eq!(refused(|h| h.compute.rate = 0), ("compute.rate", 0));
+    assert_eq!(refused(|h| h.engines.per_copy = u64::MAX), ("engines.per_copy", u64::MAX));
+    assert_eq!(refused(|h| h.host.cores = u32::MAX), ("host.cores", u64::from(u32::MAX)));
+}
+
+#[test]
+fn every_way_ends_and_its_phases_add_up_above_the_roofline() {
+    for shape in [(1, 4), (2, 2), (3, 2)] {
+        let group = group(shape, 96, true);
+        let alone = |mut hardware: Hardware| {
+            hardware.host.cores = 0;
+            hardware
+        };
+        for (title, timing) in timed(&group, |hardware| hardware).into_iter().chain(timed(&group, alone)) {
+            assert_eq!(timing.phases.iter().map(|lap| lap.ns).sum::<u64>(), timing.ns, "{title}");
+            assert!(
+                timing.ns >= timing.roofline.ns && timing.roofline.ns > 0,
+                "{shape:?} {title}: {timing:?}"
+            );
+            assert_eq!(timing.played, shape.0 * shape.1);
+        }
+    }
+}
+
+#[test]
+fn the_same_case_takes_the_same_time() {
+    let group = group((2, 3), 64, true);
+    assert_eq!(timed(&group, |hardware| hardware), timed(&group, |hardware| hardware));
+}
+
+#[test]
+fn one_node_that_stands_for_all_takes_as_long_as_all_played() {
+    // Routing is drawn by chance, so the slowest of 32 ranks is slower than the slowest of 4.
+    let (whole, one) = (group((8, 4), 512, true), group((8, 4), 512, false));
+    for ((title, whole), (_, one)) in timed(&whole, |h| h).into_iter().zip(timed(&one, |h| h)) {
+        let ratio = one.ns as f64 / whole.ns as f64;
+        assert!((0.93..=1.01).contains(&ratio), "{title}: {} of {}", one.ns, whole.ns);
+        assert_eq!((whole.played, one.played), (32, 4));
+    }
+}
+
+#[test]
+fn one_node_stands_exactly_for_others_that_decide_as_it_does() {
+    let one = group((4, 2), 64, false);
+    let (each, experts) = (one.map.experts() as i32 / 4, one.map.experts() as i32);
+    let turned = |rank: u32| {
+        let (decided, by) = (&one.routings[rank as usize % 2], rank as i32 / 2 * each);
+        let ids: Vec<i32> = decided.experts().iter().map(|id| (id + by) % experts).collect();
+        Routing::new(8, ids, decided.weights().to_vec()).unwrap()
+    };
+    let whole = Group { nodes: 4, map: one.map.clone(), routings: (0..8).map(turned).collect() };
+    for ((title, whole), (_, one)) in timed(&whole, |h| h).into_iter().zip(timed(&one, |h| h)) {
+        assert_eq!((whole.most, whole.roofline), (one.most, one.roofline), "{title}");
+        assert_eq!(whole.ns, one.ns, "{title}");
+    }
+}
+
+#[test]
+fn copies_and_bytes_are_those_that_engines_are_counted_for() {
+    use crate::EngineWork;
+    use sidelane_core::plan::{Everyone, Forward, Frame, Known, Layout, Mode};
+    use sidelane_core::schedule::{Setting, WindowId};
+    let group = group((2, 3), 80, true);
+    for layout in RowLayout::ALL {
+        let case = Case { notes: false, ..case(&group, layout, Route::Direct, Order::Expert) };
+        let placed = Placed::new(&case, &h100()).unwrap();
+        let frame = Frame { mode: Mode::Eager, ..placed.frame(0) };
+        let notes = sidelane_core::plan::Notes::of(layout, Mode::Eager, false);
+        let (mut everyone, mut work) = (Everyone::default(), Vec::new());
+        let sort = |me: u32, sorted: &mut sidelane_core::plan::Sorted| {
+            sorted.fill(&group.map, &placed.bins, notes, me, &group.routings[me as usize])
+        };
+        everyone.sort(&frame, 8, sort).unwrap();
+        everyone.each(&frame, (8, 80), |frame, Known { sorted, crossing, counts, sizes }, _| {
+            let mut layout = Layout::default();
+            layout.fill(frame, (sorted, crossing), 8, counts, sizes);
+            let (paths, control, sizing) = (frame.paths, &placed.control, placed.sizing);
+            let setting = Setting {
+                paths,
+                control,
+                sizing,
+                chunks: 4,
+                parity: 0,
+                far: WindowId::POOL,
+                fixed_rows: None,
+            };
+            work.push(EngineWork::of_dispatch(&setting, &layout, &Forward::default()));
+        });
+        let timing = placed.dispatch();
+        let sum = |of: fn(&EngineWork) -> u64| work.iter().map(of).sum::<u64>();
+        assert_eq!(timing.total.copies, sum(|work| work.copies), "{layout:?}");
+        assert_eq!(timing.total.near_bytes, sum(|work| work.bytes), "{layout:?}");
+        // Messages that count, and headers, cross beside the rows.
+        let beside = timing.total.far_bytes - sum(|work| work.card_bytes);
+        assert!(beside > 0 && beside < timing.total.far_bytes / 20, "{layout:?}: {beside}");
+    }
+}
+
+#[test]
+fn a_gradient_of_combine_is_a_dispatch_of_rows_alone_that_nobody_plans() {
+    let group = group((2, 3), 256, true);
+    for (layout, route) in RowLayout::ALL.into_iter().flat_map(|l| Route::ALL.map(|r| (l, r))) {
+        let bare = Case { notes: false, row_bytes: 2048, ..case(&group, layout, route, Order::Expert) };
+        let as_home = Placed::new(&Case { row_bytes: bare.home_bytes, ..bare }, &h100()).unwrap();
+        let (dispatch, gradient) =
+            (as_home.dispatch(), Placed::new(&bare, &h100()).unwrap().combine_backward());
+        let title = format!("{layout:?} {route:?}: {dispatch:?} {gradient:?}");
+        // Whatever the type in which rows went out.
+        assert_eq!(gradient, as_home.combine_backward(), "{title}");
+        let moved = |timing: &Timing| {
+            [timing.total.copies, timing.total.near_bytes, timing.total.own_bytes, timing.total.kernel_bytes]
+        };
+        assert_eq!(moved(&gradient), moved(&dispatch), "{title}");
+        // Messages tell that a node is there, without counts.
+        assert!(gradient.total.far_bytes <= dispatch.total.far_bytes, "{title}");
+        let choices = 256 * 8;
+        let host = h100().host;
+        assert!(gradient.ns + (host.sort + host.place) * choices / 1000 / 2 < dispatch.ns, "{title}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn faster_links_and_cards_are_never_slower(by in 1..40u64, which in 0..5usize) {
+        let group = group((2, 2), 48, true);
+        let faster = |hardware: Hardware| {
+            let mut h = hardware;
+            match which {
+                0 => h.engines.rate += h.engines.rate * by / 10,
+                1 => h.link.rate += h.link.rate * by / 10,
+                2 => h.card.rate += h.card.rate * by / 10,
+                3 => h.compute.rate += h.compute.rate * by / 10,
+                _ => h.engines.per_copy = h.engines.per_copy * 10 / (10 + by),
+            }
+            h
+        };
+        for ((title, slow), (_, fast)) in timed(&group, |h| h).into_iter().zip(timed(&group, faster)) {
+            prop_assert!(fast.ns <= slow.ns, "{}: {} after {}", title, fast.ns, slow.ns);
+        }
+    }
+
+    #[test]
+    fn slots_grow_with_their_bytes(tokens in 1..200u32, more in 1..50u32) {
+        let time = |tokens| slots(8, SlotShape::new(tokens, 8, 4096).unwrap(), 4096, &h100()).unwrap();
+        let (few, many) = (time(tokens), time(tokens + more));
+        prop_assert!(few.iter().zip(&many).all(|(few, many)| few.ns < many.ns));
+    }
+}
+
+#[test]
+fn one_node_stands_for_no_others_where_ranks_share_cores() {
+    let one = group((2, 2), 16, false);
+    let case = case(&one, RowLayout::ExpertMajor, Route::Pxn, Order::Expert);
+    let refused = Placed::new(&case, &host()).unwrap_err();
+    assert!(matches!(refused, PlanError::BadParameter { parameter: "routings", seen: 2, .. }), "{refused}");
+    let mut hardware = host();
+    hardware.host.cores = 0;
+    assert!(Placed::new(&case, &hardware).is_ok());
+}

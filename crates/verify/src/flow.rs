@@ -1,0 +1,268 @@
+//! Flow of values between the steps of a call: a program is well formed if every step finds those
+//! it needs.
+//!
+//! `prove` orders accesses to windows between ranks. Within a rank a step also needs values that
+//! lie in no window: a verdict, a layout, operands. Here each step names those it needs and those
+//! it gives, and each kind of call what it owes its caller. A program that lacks one is named
+//! before anything is unrolled.
+
+use std::fmt;
+
+use sidelane_core::schedule::call::{Action, CallProgram, CallStep, Part, Role, StageId, Work};
+
+/// A value that one step of a rank gives to later ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Value {
+    /// The caller's stream has reached the call.
+    Reached,
+    /// Streams of local peers await that this rank's has reached the call.
+    Ready,
+    /// What this rank's stream does next waits until those of its local peers have reached the
+    /// call.
+    PeersReady,
+    /// All that local peers move here is enqueued.
+    Posted,
+    /// The choices of this rank, sorted into bins.
+    Choices,
+    /// The tag of this rank's entry.
+    Tag,
+    /// This rank has entered.
+    Entered,
+    /// The tags of all ranks can be read.
+    AllTags,
+    /// All ranks found that the call goes on.
+    Verdict,
+    /// Sizes of what all ranks receive.
+    Sizes,
+    /// Where rows of this rank land.
+    Landings,
+    /// Operands of the stage that moves rows; of a round, those of all its stages.
+    Operands,
+    /// Rows lie in the slots that the stage moves.
+    Packed,
+    /// The call can no longer be refused; a waiting caller knows.
+    Told,
+    /// This rank's rows are out.
+    Sent,
+    /// Rows have landed here.
+    Landed,
+    /// Operands of the stage that brings in what landed elsewhere.
+    BringInOperands,
+    /// Rows that landed elsewhere are here.
+    BroughtIn,
+    /// Rows that relays return have landed here.
+    Returned,
+    /// The sums of this rank's tokens are complete.
+    Summed,
+    /// The result of the call is in place: a handle, a chunk in the pool, an expert map.
+    Settled,
+    /// Metadata was read.
+    Metadata,
+    /// An offloaded relay is at work.
+    RelayStarted,
+    /// An offloaded relay has finished.
+    RelayBack,
+    /// The message to other nodes.
+    Message,
+    /// Other nodes have it.
+    MessageSent,
+    /// The rank knows that its relay has heard all nodes.
+    Answered,
+    /// Headers, or offers, of sources.
+    Headers,
+    /// Blocks of sources, as headers describe them.
+    Blocks,
+    /// Where the memory of this node's ranks begins.
+    Bases,
+    /// All that is relayed has moved.
+    Relayed,
+    /// The rank knows that its relay has finished.
+    Done,
+    /// Collective: this stage of the round is over.
+    Stage(u8),
+    /// Collective: what the round has left for the caller is known.
+    Due,
+    /// Collective: the caller has what the round has left.
+    Copied,
+}
+
+/// A step, or the caller, lacks a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lacking {
+    /// The step; nothing where the call ends without what it owes.
+    pub step: Option<CallStep>,
+    /// The value.
+    pub value: Value,
+}
+
+impl fmt::Display for Lacking {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.step {
+            Some(step) => write!(f, "{} comes before {:?}", step.action, self.value),
+            None => write!(f, "the call ends without {:?}", self.value),
+        }
+    }
+}
+
+/// Checks that every step of a program finds what it needs, and that the call ends with all that `whole`, a
+/// well-formed program of the same call, ends with.
+///
+/// # Errors
+/// The first step that lacks a value.
+pub fn check(program: &CallProgram, whole: &CallProgram) -> Result<(), Lacking> {
+    let given = flow(program, whole)?;
+    let lacking = flow(whole, whole)?.into_iter().find(|value| !given.contains(value));
+    match lacking {
+        Some((_, value)) => Err(Lacking { step: None, value }),
+        None => Ok(()),
+    }
+}
+
+/// All values that are given, if each is there when a step needs it. A value that no step of
+/// `whole` gives comes from outside: a handle has a layout, and the verdict of an inlined relay
+/// is its rank's.
+fn flow(program: &CallProgram, whole: &CallProgram) -> Result<Vec<(Role, Value)>, Lacking> {
+    let gives =
+        |value: &(Role, Value)| whole.steps().iter().any(|step| given_by(whole, step).contains(value));
+    let mut given = Vec::new();
+    for &step in program.steps() {
+        for need in needs(&step) {
+            let need = match (need, gives(&need)) {
+                (_, true) => need,
+                ((Role::Relay, Value::Verdict), _) if gives(&(Role::Own, Value::Verdict)) => {
+                    (Role::Own, Value::Verdict)
+                }
+                _ => continue,
+            };
+            if !given.contains(&need) {
+                return Err(Lacking { step: Some(step), value: need.1 });
+            }
+        }
+        let due = given.contains(&(step.role, Value::Due));
+        // Copies of what an earlier round has left say nothing of this one.
+        given.extend(given_by(whole, &step).into_iter().filter(|(_, value)| due || *value != Value::Copied));
+    }
+    Ok(given)
+}
+
+/// Values that a step gives. The last cut of each role gives the verdict.
+fn given_by(program: &CallProgram, step: &CallStep) -> Vec<(Role, Value)> {
+    let last = program
+        .steps()
+        .iter()
+        .rev()
+        .find(|other| other.role == step.role && matches!(other.action, Action::Agree | Action::Admit));
+    let verdict = matches!(step.action, Action::Agree | Action::Admit) && last == Some(step);
+    let values = if verdict { vec![Value::Verdict] } else { gives(step.action) };
+    values.into_iter().map(|value| (step.role, value)).collect()
+}
+
+fn gives(action: Action) -> Vec<Value> {
+    use Value::*;
+    let values: &[Value] = match action {
+        // The first stage of a round is its entry.
+        Action::Round(0) => &[AllTags, Stage(0)],
+        Action::Round(nth) => &[Stage(nth)],
+        Action::Run(StageId::Entry | StageId::Offer, Part::Start) => &[Entered],
+        Action::Run(StageId::Entry | StageId::Offer, _) | Action::Run(StageId::AllEntered, _) => &[AllTags],
+        Action::Run(StageId::Rows | StageId::Home, Part::Start) => &[Sent],
+        Action::Run(StageId::Rows | StageId::Regroup, _) => &[Landed],
+        Action::Run(StageId::Posted, _) => &[Posted],
+        Action::Run(StageId::Ready, Part::Start) => &[Ready],
+        Action::Run(StageId::Ready, _) => &[PeersReady],
+        Action::Run(StageId::BringIn, _) => &[BroughtIn],
+        Action::Run(StageId::Home, _) => &[Returned],
+        Action::Run(StageId::Sum | StageId::PullRest, _) => &[Summed],
+        Action::Run(StageId::CountsSent, _) => &[MessageSent],
+        Action::Run(StageId::Agreed, _) => &[Answered],
+        Action::Run(StageId::Headers, _) => &[Headers],
+        Action::Run(StageId::RelayRows | StageId::ReturnRows, _) => &[Relayed],
+        Action::Run(StageId::RelayDone, _) => &[Done],
+        Action::Compute(work) => match work {
+            Work::AwaitStream => &[Reached],
+            Work::Sort => &[Choices],
+            Work::Announce | Work::Take | Work::Offer | Work::Propose => &[Tag],
+            Work::StartRelay => &[RelayStarted],
+            Work::JoinRelay => &[RelayBack],
+            Work::Judge => &[Sizes],
+            Work::Place | Work::Landings => &[Landings],
+            Work::Bases => &[Bases],
+            Work::TellAgreed => &[Told],
+            Work::FillRows | Work::FillSum | Work::FillPull | Work::FillRelay | Work::FillReturn => {
+                &[Operands]
+            }
+            Work::FillBringIn => &[BringInOperands],
+            Work::Report | Work::Retire | Work::Adopt | Work::Check => &[Settled],
+            Work::Pack | Work::Partials => &[Packed],
+            Work::Sum => &[Summed],
+            Work::Metadata => &[Metadata],
+            Work::Compose => &[Message],
+            Work::Learn => &[Blocks],
+            Work::SortAll => &[Choices, Sizes],
+            Work::PlaceAll => &[Landings, Operands],
+            Work::FillRound => &[Operands],
+            Work::EndRound => &[Due],
+            Work::CopyOut => &[Copied],
+            _ => &[],
+        },
+        _ => &[],
+    };
+    values.to_vec()
+}
+
+fn needs(step: &CallStep) -> Vec<(Role, Value)> {
+    use Value::*;
+    let values: &[Value] = match step.action {
+        Action::Round(0) => &[Operands],
+        Action::Round(nth) => &[Verdict, Operands, Stage(nth - 1)],
+        Action::Run(StageId::Entry | StageId::Offer, Part::Start) => &[Tag, Reached, Ready],
+        Action::Run(StageId::Entry | StageId::Offer, _) => &[Entered, RelayStarted],
+        Action::Run(StageId::Rows, Part::Start) => &[Verdict, Operands, Packed],
+        Action::Run(StageId::Posted, _) => &[Sent],
+        Action::Run(StageId::Rows, _) => &[Sent, Posted],
+        Action::Run(StageId::Ready, Part::Finish) => &[Verdict],
+        Action::Run(StageId::Home, Part::Start) => &[Packed],
+        Action::Run(StageId::Home, Part::Finish) => &[Sent],
+        Action::Run(StageId::BringIn, _) => &[BringInOperands],
+        Action::Run(StageId::Home, _) => &[Verdict],
+        Action::Run(StageId::Sum | StageId::PullRest, _) => &[Verdict, Operands, Returned],
+        Action::Run(StageId::Pull, _) => &[Verdict, Operands, PeersReady],
+        Action::Run(StageId::Regroup, _) => &[Verdict, Operands],
+        Action::Run(StageId::CountsSent, _) => &[Message],
+        Action::Run(StageId::Agreed, _) => &[AllTags],
+        Action::Run(StageId::Headers, _) => &[Verdict],
+        Action::Run(StageId::RelayRows | StageId::ReturnRows, _) => &[Verdict, Operands],
+        Action::Run(StageId::RelayDone, _) => &[Relayed],
+        Action::Agree => &[AllTags],
+        Action::Admit => &[Sizes],
+        Action::Compute(work) => match work {
+            Work::Sort => &[Reached],
+            Work::Publish => &[Choices],
+            Work::StartRelay => &[Entered],
+            Work::JoinRelay => &[RelayStarted],
+            Work::Judge => &[AllTags],
+            Work::Place => &[Choices, Sizes, Verdict],
+            Work::Describe => &[Landings],
+            Work::TellAgreed => &[Verdict],
+            Work::Adopt => &[Verdict, RelayBack],
+            Work::Landings => &[Verdict],
+            Work::Bases => &[AllTags],
+            Work::FillRows => &[Landings],
+            Work::FillSum | Work::FillPull => &[Bases],
+            Work::FillBringIn => &[Landed],
+            Work::Report => &[Landed, BroughtIn, RelayBack],
+            Work::Metadata => &[Landed, BroughtIn],
+            Work::Check => &[Landed],
+            Work::Sum => &[Returned],
+            Work::Retire => &[Summed, RelayBack],
+            Work::Learn => &[Headers],
+            Work::FillRelay => &[Blocks, Bases, Headers],
+            Work::FillReturn => &[Headers, Bases],
+            Work::PlaceAll => &[Choices, Sizes, Verdict],
+            Work::EndRound | Work::CopyOut => &[Verdict],
+            _ => &[],
+        },
+        _ => &[],
+    };
+    values.iter().map(|&value| (step.role, value)).collect()
+}

@@ -1,0 +1,14 @@
+//! Proof, random check and mutants of the schedules in [`sidelane_core::schedule`].
+//!
+//! ```text
+//!   script of calls --story--> operations of all ranks --prove--> no deadlock, no race, each byte written once
+//!                                        |          \--check--> random visibility within the lanes' contract
+//!                                 mutate, call_mutate: planted bugs that both must find
+//! ```
+
+pub mod call_mutate;
+pub mod check;
+pub mod flow;
+pub mod mutate;
+pub mod prove;
+pub mod story;

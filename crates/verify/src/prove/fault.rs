@@ -1,0 +1,206 @@
+//! What can be wrong with a story, and where.
+
+use std::fmt;
+use std::ops::Range;
+
+use sidelane_core::schedule::{Level, Op, WindowId};
+
+use crate::story::Role;
+
+/// One operation, or one touch of the planner or the caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OpRef {
+    /// Whose.
+    pub rank: u32,
+    /// What of the rank does it.
+    pub role: Role,
+    /// In which call of the story.
+    pub call: usize,
+    /// In which stage; touches come before its operations.
+    pub stage: &'static str,
+    /// Position in the stage.
+    pub index: usize,
+    /// What it does.
+    pub what: What,
+}
+
+/// What an [`OpRef`] does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum What {
+    /// An operation, with the value of its flag.
+    Op(Op, u64),
+    /// The planner or the caller reads this.
+    Reads(&'static str),
+    /// The planner or the caller writes this.
+    Writes(&'static str),
+}
+
+/// The first thing found wrong.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Fault {
+    /// An operation waits for ever.
+    #[error("deadlock on {queues} queues: {op} has {seen:#x}, and nobody raises that further")]
+    Deadlock {
+        /// Onto how many queues the tracks were folded.
+        queues: u32,
+        /// The wait.
+        op: OpRef,
+        /// The value the word has.
+        seen: u64,
+    },
+    /// Two accesses to the same bytes, one of them a write, that nothing orders.
+    #[error("race: {a} and {b} on bytes {bytes:?} of rank {owner}'s {}", name(*window))]
+    Race {
+        /// One access.
+        a: OpRef,
+        /// The other.
+        b: OpRef,
+        /// Whose window.
+        owner: u32,
+        /// Which window.
+        window: WindowId,
+        /// The bytes.
+        bytes: Range<u64>,
+    },
+    /// Bytes are read that their call did not write, or writes only later.
+    #[error("unwritten: {reader} finds bytes {bytes:?} of rank {owner}'s {} not written by call {of}", name(*window))]
+    Unwritten {
+        /// The reader.
+        reader: OpRef,
+        /// The call that should have written them.
+        of: usize,
+        /// Whose window.
+        owner: u32,
+        /// Which window.
+        window: WindowId,
+        /// The first bytes missing.
+        bytes: Range<u64>,
+    },
+    /// Bytes are written twice in one call.
+    #[error("written twice: {a} and {b} on bytes {bytes:?} of rank {owner}'s {}", name(*window))]
+    WrittenTwice {
+        /// One write.
+        a: OpRef,
+        /// The other.
+        b: OpRef,
+        /// Whose window.
+        owner: u32,
+        /// Which window.
+        window: WindowId,
+        /// The bytes.
+        bytes: Range<u64>,
+    },
+    /// Bytes are overwritten before their last reader.
+    #[error("overwritten: {writer} comes before {reader} on bytes {bytes:?} of rank {owner}'s {}", name(*window))]
+    Overwritten {
+        /// The later call's write.
+        writer: OpRef,
+        /// The reader that came too late.
+        reader: OpRef,
+        /// Whose window.
+        owner: u32,
+        /// Which window.
+        window: WindowId,
+        /// The bytes.
+        bytes: Range<u64>,
+    },
+    /// Bytes are overwritten by an earlier call.
+    #[error("lost: {write} comes before {by} on bytes {bytes:?} of rank {owner}'s {}", name(*window))]
+    Lost {
+        /// The write that is lost.
+        write: OpRef,
+        /// The write that undoes it.
+        by: OpRef,
+        /// Whose window.
+        owner: u32,
+        /// Which window.
+        window: WindowId,
+        /// The bytes.
+        bytes: Range<u64>,
+    },
+    /// A flag word that does not grow is raised while it stands: a wait may take its last signal for this one.
+    #[error("still raised: {signal} finds what call {since} said, which nobody has set back")]
+    StillRaised {
+        /// The signal.
+        signal: OpRef,
+        /// The call that raised the word before.
+        since: usize,
+    },
+    /// A flag word is raised from two tracks.
+    #[error("two writers of one flag word: {a} and {b}")]
+    TwoWriters {
+        /// A signal.
+        a: OpRef,
+        /// A signal of the same word from another track.
+        b: OpRef,
+    },
+    /// A flag word does not grow.
+    #[error("not monotone: {b} follows {a}")]
+    NotMonotone {
+        /// A signal.
+        a: OpRef,
+        /// The next of the same word, to no higher value.
+        b: OpRef,
+    },
+    /// A random run ends with other bytes than the run in order.
+    #[error(
+        "seed {seed}: rank {rank}{role} saw other bytes in call {call} than when everything happens in order"
+    )]
+    Differs {
+        /// The seed.
+        seed: u64,
+        /// Whose outcome differs.
+        rank: u32,
+        /// What of the rank saw it.
+        role: Role,
+        /// In which call.
+        call: usize,
+    },
+}
+
+fn name(window: WindowId) -> &'static str {
+    match window {
+        WindowId::POOL => "pool",
+        WindowId::CONTROL => "control window",
+        WindowId::TWIN => "twin of the pool",
+        _ => "window",
+    }
+}
+
+impl fmt::Display for OpRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let OpRef { rank, role, call, stage, index, what } = self;
+        write!(f, "rank {rank}{role}, call {call}, {stage}[{index}] ({what})")
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Role::Own => "",
+            Role::Relay => "'s relay",
+            Role::Transfers => "'s transfers",
+        })
+    }
+}
+
+impl fmt::Display for What {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            What::Op(Op::Put { to, .. }, _) => write!(f, "put to {to}"),
+            What::Op(Op::PutRows { to, .. }, _) => write!(f, "put rows to {to}"),
+            What::Op(Op::Signal { of, flag, level: Level::Nothing, .. }, value) => {
+                write!(f, "set back {} of {of}, {value:#x}", flag.name())
+            }
+            What::Op(Op::Signal { to, of, flag, .. }, value) => {
+                write!(f, "signal {} of {of} to {to}, {value:#x}", flag.name())
+            }
+            What::Op(Op::Wait { from, flag, .. }, value) => {
+                write!(f, "wait for {} of {from}, {value:#x}", flag.name())
+            }
+            What::Op(Op::Reduce { .. }, _) => f.write_str("reduce"),
+            What::Reads(what) => write!(f, "reads {what}"),
+            What::Writes(what) => write!(f, "writes {what}"),
+        }
+    }
+}

@@ -1,0 +1,345 @@
+//! The dispatches of a script: what each rank's planners and caller do in them.
+
+use std::rc::Rc;
+
+use sidelane_core::error::{CallKind, PlanError};
+use sidelane_core::plan::{Arrivals, Chunk, Forward, Frame};
+use sidelane_core::schedule::call::{Action, Role, StageId, Work};
+use sidelane_core::schedule::{Flag, Parts, RelayTables};
+
+use super::filled::{Filled, Tables};
+use super::place::Placed;
+use super::sample::Told;
+use super::tell::{Extent, Handle, Member, Teller, Until, bad};
+use super::walk::Actor;
+use super::{Script, Slip, Touch};
+
+/// A dispatch, or one along a known layout.
+struct Sending<'s> {
+    kind: CallKind,
+    handle: u64,
+    /// Rows are placed anew: with headers, and metadata beside the rows.
+    noted: bool,
+    until: Until,
+    placed: &'s Placed,
+    /// Memory that each rank takes: for the rows that land and their metadata, behind it for the blocks that it relays.
+    ground: &'s [Extent],
+    /// The rank that makes another call.
+    odd: Option<u32>,
+}
+
+/// A dispatch that is told, and its memory.
+pub(super) struct Dispatched {
+    pub told: Vec<Told>,
+    pub placed: Rc<Placed>,
+    pub ground: Vec<Extent>,
+}
+
+/// One rank in a dispatch.
+struct Sender<'s, 'a> {
+    teller: &'s Teller<'a>,
+    me: u32,
+    call: &'s Sending<'s>,
+    own: Rc<Filled>,
+    /// Where copy engines bring in what landed elsewhere; what they find there first.
+    brought_in: Option<(Rc<Filled>, Vec<Touch>)>,
+    /// The relay's messages, and the rows that it passes on.
+    messages: Rc<Filled>,
+    relayed: Option<Rc<Filled>>,
+}
+
+impl Teller<'_> {
+    pub(super) fn dispatch(
+        &mut self,
+        routing: usize,
+        keep: bool,
+        until: Until,
+    ) -> Result<Vec<Told>, PlanError> {
+        let Dispatched { told, placed, ground } = self.dispatched(routing, until, &[])?;
+        let kept = self.leave(ground, &placed, keep);
+        if until == Until::End {
+            self.handles.push(Handle { call: self.call, placed, kept });
+        }
+        Ok(told)
+    }
+
+    /// A dispatch that keeps its memory. Behind what lands at each rank there is room for `behind`
+    /// bytes.
+    pub(super) fn dispatched(
+        &mut self,
+        routing: usize,
+        until: Until,
+        behind: &[u64],
+    ) -> Result<Dispatched, PlanError> {
+        self.members.iter_mut().for_each(|member| member.dispatches += 1);
+        let placed = Rc::new(self.place(routing)?);
+        let ground = self.land(&placed, behind);
+        let handle = self.members[0].calls.number();
+        let (kind, odd) = (CallKind::Dispatch, (until == Until::Tags).then_some(0));
+        let sending = Sending { kind, handle, noted: true, until, placed: &placed, ground: &ground, odd };
+        let told = self.ranks().map(|me| self.send(me, &sending)).collect();
+        Ok(Dispatched { told, placed, ground })
+    }
+
+    pub(super) fn cached(&mut self, handle: usize, until: Until) -> Result<Vec<Told>, PlanError> {
+        let placed = Rc::clone(&self.handle(handle)?.placed);
+        let ground = self.land(&placed, &[]);
+        let kind = CallKind::CachedDispatch;
+        let (placed, handle) = (&*placed, handle as u64);
+        let sending = Sending { kind, handle, noted: false, until, placed, ground: &ground, odd: None };
+        let told = self.ranks().map(|me| self.send(me, &sending)).collect();
+        self.leave(ground, placed, false);
+        Ok(told)
+    }
+
+    /// A call in which nothing moves.
+    pub(super) fn agree(&mut self) -> Vec<Told> {
+        self.members.iter_mut().for_each(Member::licensed);
+        let ranks = self.members.len();
+        let (layouts, forwards, arrivals) = (vec![Rc::default(); ranks], Vec::new(), Vec::new());
+        let placed = Placed { layouts, forwards, arrivals, numbers: Default::default() };
+        let (kind, until, ground) = (CallKind::ExpertMap, Until::Tags, vec![0..0; ranks]);
+        let (placed, ground) = (&placed, &ground[..]);
+        let sending = Sending { kind, handle: 0, noted: false, until, placed, ground, odd: None };
+        self.ranks().map(|me| self.send(me, &sending)).collect()
+    }
+
+    /// Rank 0 enters a return, the others a dispatch. Until it has read the tags, a rank does what it would do if all
+    /// made its call: so both are told, and each rank takes its part of one.
+    pub(super) fn mixed(&mut self, routing: usize, handle: usize) -> Result<Vec<Told>, PlanError> {
+        if self.handle(handle)?.kept.is_some() {
+            return Err(bad("handle", handle, "one whose rows the caller does not keep"));
+        }
+        let before = self.members.clone();
+        let mut told = self.dispatch(routing, false, Until::Tags)?;
+        let dispatched = std::mem::replace(&mut self.members, before);
+        let returned = self.ret(handle, Parts { rows: true, weights: false }, false, Until::Tags)?;
+        self.members.splice(1.., dispatched.into_iter().skip(1));
+        told.splice(..1, returned.into_iter().take(1));
+        Ok(told)
+    }
+
+    fn send(&self, me: u32, call: &Sending) -> Told {
+        // What a call is to move is known, also where it is refused: a rank that goes on moves it.
+        let moves = !call.placed.forwards.is_empty();
+        let sender = Sender {
+            teller: self,
+            me,
+            call,
+            own: self.own_rows(me, call),
+            brought_in: (moves && self.brings_in()).then(|| self.brought_in(me, call)),
+            messages: self.messages(me, self.counted(call)),
+            relayed: (moves && self.paths(me).rails()).then(|| self.relayed_rows(me, call)),
+        };
+        self.told(me, (call.kind, call.until), &sender)
+    }
+
+    fn own_rows(&self, me: u32, call: &Sending) -> Rc<Filled> {
+        let (layout, ground) = (&call.placed.layouts[me as usize], call.ground);
+        let (mut tables, _) = self.tables(me);
+        tables.tags.fill(self.tag(call.kind, call.handle, ground[me as usize].start));
+        tables.landing = ground.iter().map(|extent| extent.start).collect();
+        if !call.placed.forwards.is_empty() {
+            let setting = self.setting(me, self.parity(me, Slip::OneHeader));
+            tables.rows(&setting, layout, call.noted);
+            if self.arrives() {
+                let first = call.placed.arrivals[me as usize];
+                tables.to_arrivals(&setting, layout, first, |rows| self.landing(rows));
+            }
+        }
+        let (layout, row_bytes) = (Rc::clone(layout), self.script.row_bytes);
+        self.filled(me, Tables::Caller { tables, layout, row_bytes })
+    }
+
+    /// Rows that engines bring in, and the planner's accesses before.
+    fn brought_in(&self, me: u32, call: &Sending) -> (Rc<Filled>, Vec<Touch>) {
+        let (layout, forward) = (&call.placed.layouts[me as usize], &call.placed.forwards[me as usize]);
+        let (mut tables, _) = self.tables(me);
+        tables.landing = call.ground.iter().map(|extent| extent.start).collect();
+        let (setting, landing) = (self.setting(me, 0), self.landing(layout.landed));
+        let mut touches = Vec::new();
+        if self.arrives() {
+            let landed: Vec<_> = self.far_segments(me, call.placed);
+            let desk = self.desk(landing, &call.ground[me as usize]);
+            tables.bring_notes_in(&setting, &landed, landing, desk);
+            touches = self.arrivals_found(me, call.placed, &landed, desk);
+        } else {
+            tables.bring_in(&setting, forward, landing, call.noted);
+        }
+        let (layout, row_bytes) = (Rc::clone(layout), self.script.row_bytes);
+        (self.filled(me, Tables::Caller { tables, layout, row_bytes }), touches)
+    }
+
+    /// The messages of a relay.
+    pub(super) fn messages(&self, me: u32, counts: bool) -> Rc<Filled> {
+        let (_, mut tables) = self.tables(me);
+        tables.messages(&self.setting(me, self.parity(me, Slip::OneMessage)), counts);
+        self.filled(me, self.relayed(me, tables, &Rc::default()))
+    }
+
+    /// The rows that a relay passes on.
+    fn relayed_rows(&self, me: u32, call: &Sending) -> Rc<Filled> {
+        let mut forward = Rc::clone(&call.placed.forwards[me as usize]);
+        let (_, mut tables) = self.tables(me);
+        tables.bases = call.ground.iter().map(|extent| extent.start).collect();
+        let setting = self.setting(me, self.parity(me, Slip::OneHeader));
+        if self.arrives() {
+            let Script { align, chunks, mode, .. } = *self.script;
+            let (bins, sizing, paths) = (&self.bins, self.sizing, self.paths(me));
+            let frame = Frame { bins, paths, align, chunks, sizing, mode };
+            let (counts, sizes) = &call.placed.numbers;
+            let mut runs = Arrivals::default();
+            let own = (Rc::make_mut(&mut forward), &mut runs);
+            tables.hand_on(&setting, &frame, own, (counts, sizes), |rows| self.landing(rows));
+        } else {
+            tables.forward(&setting, &forward, call.noted);
+        }
+        self.filled(me, self.relayed(me, tables, &forward))
+    }
+
+    /// What a relay and its rank read and write on the way to a verdict, in any call. `counts`: its rank counts; `alike`:
+    /// so do its local peers.
+    pub(super) fn verdict(
+        &self,
+        me: u32,
+        role: Role,
+        action: Action,
+        (counts, alike): (bool, bool),
+    ) -> Vec<Touch> {
+        let paths = self.paths(me);
+        let members = || paths.locals().chain([me]);
+        let mut tags = self.tags_read(me, Flag::Entry, paths.locals());
+        if role == Role::Relay {
+            tags.extend(self.tags_read(me, Flag::Block, [me]));
+        }
+        match action {
+            Action::Compute(Work::Publish) if counts => self.counts_written(me),
+            // A relay without sources elsewhere composes no message.
+            Action::Compute(Work::Compose) if paths.told().next().is_none() => Vec::new(),
+            Action::Compute(Work::Compose) => {
+                if counts && alike {
+                    tags.extend(self.counts_read(me, members()));
+                }
+                tags.extend(self.messages_written(me, counts));
+                tags
+            }
+            Action::Agree | Action::Admit => {
+                tags.extend(self.messages_read(me, false));
+                tags
+            }
+            Action::Compute(Work::Judge) if counts => {
+                let mut counted = self.counts_read(me, members());
+                counted.extend(self.messages_read(me, true));
+                counted
+            }
+            Action::Compute(Work::Landings) => {
+                tags.extend(self.messages_read(me, false));
+                tags
+            }
+            Action::Compute(Work::Bases) => tags,
+            _ => Vec::new(),
+        }
+    }
+
+    /// Whether ranks count: they do unless all sizes are fixed.
+    fn counted(&self, call: &Sending) -> bool {
+        call.noted && self.script.mode.slots().is_none()
+    }
+
+    /// Tables of a relay that knows these blocks.
+    pub(super) fn relayed(&self, me: u32, tables: RelayTables, forward: &Rc<Forward>) -> Tables {
+        let mut chunks = vec![Chunk::default(); self.members.len()];
+        let landed = forward.blocks.first().map_or(&[][..], |block| &block.landed);
+        for (&rank, &landed) in self.paths(me).served_by(me).iter().zip(landed) {
+            chunks[rank as usize] = self.sizing.offer(landed);
+        }
+        Tables::Relay { tables, forward: Rc::clone(forward), chunks, held_by: self.ranks().collect() }
+    }
+
+    /// After the release: takes extents of the exact size at every rank. What lands has room for
+    /// `behind` bytes behind it, where relays take blocks, too.
+    fn land(&mut self, placed: &Placed, behind: &[u64]) -> Vec<Extent> {
+        let held = self.handles.iter().rev().find_map(|handle| handle.kept.clone());
+        let held = held.filter(|_| self.script.slip == Some(Slip::AnnounceHeld));
+        let (mut all, arrives) = (Vec::new(), self.arrives());
+        let (sizing, fixed) = (self.sizing, self.fixed_rows());
+        let landing = |rows| sizing.landing(fixed.unwrap_or(rows));
+        for (me, (member, layout)) in self.members.iter_mut().zip(&placed.layouts).enumerate() {
+            member.licensed();
+            if let Some(held) = &held {
+                member.pool.give(&held[me]);
+            }
+            let staged = if self.script.slip == Some(Slip::StageUnasked) { 0 } else { layout.staged };
+            let bytes = match arrives {
+                true => landing(layout.landed).staging() + u64::from(staged) * self.sizing.row_bytes,
+                false => self.sizing.extent_bytes(layout.landed, staged),
+            };
+            let behind = landing(layout.landed).bytes() + behind.get(me).copied().unwrap_or(0);
+            all.push(member.pool.take(bytes.max(behind)));
+        }
+        all
+    }
+
+    /// What was staged is free again. The caller gives the landed rows back, or keeps them.
+    fn leave(&mut self, ground: Vec<Extent>, placed: &Placed, keep: bool) -> Option<Vec<Extent>> {
+        let (mut kept, arrives) = (Vec::new(), self.arrives());
+        let (sizing, fixed) = (self.sizing, self.fixed_rows());
+        for ((member, extent), layout) in self.members.iter_mut().zip(ground).zip(&placed.layouts) {
+            match keep {
+                true => {
+                    let landing = sizing.landing(fixed.unwrap_or(layout.landed));
+                    let len = if arrives { landing.arrivals().1 } else { landing.bytes() };
+                    kept.push(member.pool.keep(&extent, extent.start..extent.start + len));
+                }
+                false => member.pool.give(&extent),
+            }
+        }
+        keep.then_some(kept)
+    }
+}
+
+impl Actor for Sender<'_, '_> {
+    fn footprint(&self, role: Role, action: Action) -> Vec<Touch> {
+        let Sender { teller, me, call, .. } = *self;
+        match (role, action) {
+            (Role::Own, Action::Compute(Work::Describe)) if call.noted => {
+                teller.headers_written(me, &call.placed.layouts[me as usize])
+            }
+            (Role::Relay, Action::Compute(Work::Learn)) => {
+                teller.headers_read(me, &call.placed.forwards[me as usize])
+            }
+            (Role::Own, Action::Compute(Work::FillBringIn)) => {
+                self.brought_in.as_ref().map_or(Vec::new(), |(_, touches)| touches.clone())
+            }
+            _ => {
+                let alike = call.odd.is_none_or(|odd| !teller.paths(me).near(odd));
+                teller.verdict(me, role, action, (teller.counted(call), alike))
+            }
+        }
+    }
+
+    fn filled(&self, stage: StageId) -> &Rc<Filled> {
+        match stage {
+            StageId::BringIn => self.brought_in.as_ref().map_or(&self.own, |(filled, _)| filled),
+            StageId::NodeEntered | StageId::CountsSent | StageId::AllEntered | StageId::Agreed => {
+                &self.messages
+            }
+            StageId::Headers | StageId::RelayRows | StageId::RelayDone => {
+                self.relayed.as_ref().unwrap_or(&self.messages)
+            }
+            _ => &self.own,
+        }
+    }
+
+    fn end(&self) -> Vec<Touch> {
+        let Sender { teller, me, call, .. } = *self;
+        let (layout, ground) = (&call.placed.layouts[me as usize], &call.ground[me as usize]);
+        match (call.until, teller.arrives()) {
+            // What is gathered is no caller's: what follows reads it.
+            (Until::End, _) if teller.exchange.is_some() => Vec::new(),
+            (Until::End, true) => teller.arrivals_regrouped(me, call.placed, ground),
+            (Until::End, false) => teller.landed_read(me, layout, ground, teller.call, call.noted),
+            _ => Vec::new(),
+        }
+    }
+}

@@ -1,0 +1,301 @@
+//! Unrolls rounds of collectives, and the messages of a pipeline.
+//!
+//! ```text
+//!   round     | enter | read tags | stage | ... | copy to the caller
+//!   landed    | enter | read tags | land | the caller reads ... until the next round | enter
+//!   message   | (wait for the slot) put, signal | wait for the part | copy to the caller | answer
+//! ```
+
+mod pipeline;
+
+use std::ops::Range;
+use std::rc::Rc;
+
+use sidelane_core::dtype::{Dtype, Wire};
+use sidelane_core::error::{CallKind, PlanError};
+use sidelane_core::schedule::call::{Action, Work};
+use sidelane_core::schedule::collective::{self, Copied, Program, Round, Rounds, Seat, Staging};
+use sidelane_core::schedule::{Calls, Control, Flag, Item, Op, WindowId};
+use sidelane_core::topology::NodeMap;
+
+use super::effect::Effects;
+use super::{Bytes, Effect, Part, Role, Scene, Step, Story, Touch};
+use crate::call_mutate::{CallChange, CallMutation};
+
+pub(super) use pipeline::tell as tell_pipeline;
+pub use pipeline::{PipelineScript, PipelineSlip};
+
+/// What a group is to do, all ranks in the same order.
+#[derive(Clone, Debug)]
+pub struct CollectiveScript<'a> {
+    /// Which ranks share memory.
+    pub nodes: &'a NodeMap,
+    /// Where bytes lie.
+    pub staging: Staging,
+    /// The rounds.
+    pub calls: &'a [CollectiveCall],
+    /// A rule that is broken: `None`, except to see that `prove` notices.
+    pub slip: Option<CollectiveSlip>,
+    /// A bug in the steps of all rounds of a program, for the same reason.
+    pub mutation: Option<(Program, CallMutation)>,
+}
+
+/// One round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CollectiveCall {
+    /// All ranks carry a program out.
+    Round {
+        /// Which.
+        program: Program,
+        /// Bytes; of an all-to-all, of each rank for each.
+        len: u64,
+    },
+    /// Rank 0 enters the first, all others the second: every rank leaves when it has read the tags.
+    Mixed {
+        /// What rank 0 enters, and the others.
+        programs: [Program; 2],
+        /// Bytes, or as many as a program has places for.
+        len: u64,
+    },
+}
+
+/// Rules that could be broken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CollectiveSlip {
+    /// Places are not doubled.
+    OneHalf,
+    /// What has come is copied to the caller a round late.
+    CopyLate,
+    /// Tags are read when the call is over.
+    TagsLate,
+    /// What lands in place is put before all have entered.
+    LandFirst,
+    /// What has landed in place is read when the next round has been entered.
+    ReadOn,
+}
+
+impl CollectiveSlip {
+    /// All slips.
+    pub const ALL: [CollectiveSlip; 5] = [
+        CollectiveSlip::OneHalf,
+        CollectiveSlip::CopyLate,
+        CollectiveSlip::TagsLate,
+        CollectiveSlip::LandFirst,
+        CollectiveSlip::ReadOn,
+    ];
+}
+
+/// A rank's tables in one round.
+#[derive(Debug)]
+struct Filled {
+    rounds: Rounds,
+    me: u32,
+    ranks: u32,
+    step: usize,
+    /// Bytes of an element, and of one of a partial sum.
+    sizes: (u64, u64),
+    call: u64,
+}
+
+impl Effects for Filled {
+    fn effects(&self, step: &Step) -> Vec<Effect> {
+        let operands = self.rounds.operands(self.step, self.call);
+        match step.op {
+            Op::Put { to, slot } => operands.puts(to, slot),
+            Op::Signal { to, of, flag, level } => operands.tag(to, flag, level).map_or(Vec::new(), |_| {
+                let at = Control::tag(of, flag, self.ranks, Calls::parity_of(self.call));
+                vec![Effect::Tag(Bytes::new(to, WindowId::CONTROL, at, Control::TAG_BYTES))]
+            }),
+            Op::Reduce { slot } => {
+                let partial = operands.row_bytes / self.sizes.0 * self.sizes.1;
+                operands.sums(slot, (self.me, partial))
+            }
+            Op::PutRows { .. } | Op::Wait { .. } => Vec::new(),
+        }
+    }
+}
+
+/// Epoch of all stories.
+const EPOCH: u16 = 1;
+/// Type of all elements.
+const DTYPE: Dtype = Dtype::Bf16;
+
+pub(super) fn tell(script: &CollectiveScript) -> Result<Story, PlanError> {
+    let ranks = script.nodes.ranks();
+    if script.staging.ranks() != ranks {
+        let (parameter, expected) = ("ranks", "as many as there are places for");
+        return Err(PlanError::BadParameter { parameter, seen: ranks.into(), expected });
+    }
+    let mut tellers: Vec<Teller> = (0..ranks)
+        .map(|me| {
+            let seat = Seat { nodes: script.nodes.clone(), me, staging: script.staging };
+            let calls = Calls::new(EPOCH);
+            let none = Vec::new;
+            let (slip, mutation) = (script.slip, script.mutation);
+            Teller { seat, slip, mutation, calls, late: none(), later: none(), lent: none() }
+        })
+        .collect();
+    let calls = script.calls.iter().enumerate();
+    let calls =
+        calls.map(|(number, call)| tellers.iter_mut().map(|teller| teller.part(number, call)).collect());
+    let calls = calls.collect::<Result<_, PlanError>>()?;
+    Ok(Story {
+        ranks,
+        actors: ranks,
+        control_bytes: Flag::COUNT as u64 * u64::from(ranks) * 64,
+        pool_bytes: script.staging.bytes(),
+        calls,
+        assumed: Vec::new(),
+    })
+}
+
+struct Teller {
+    seat: Seat,
+    slip: Option<CollectiveSlip>,
+    mutation: Option<(Program, CallMutation)>,
+    calls: Calls,
+    /// What is touched when the next round has been entered, and the one behind it.
+    late: Vec<Touch>,
+    later: Vec<Touch>,
+    /// What the caller reads in place until it enters the next round.
+    lent: Vec<Touch>,
+}
+
+impl Teller {
+    fn part(&mut self, number: usize, call: &CollectiveCall) -> Result<Part, PlanError> {
+        let me = self.seat.me;
+        let (program, len, complete) = match *call {
+            CollectiveCall::Round { program, len } => (program, len, true),
+            CollectiveCall::Mixed { programs, len } => (programs[usize::from(me > 0)], len, false),
+        };
+        self.calls.enter();
+        let most = self.seat.most(program);
+        let len = if complete { len } else { len.min(most) };
+        if len > most {
+            let (parameter, expected) = ("len", "what fits the places of a round");
+            return Err(PlanError::BadParameter { parameter, seen: len, expected });
+        }
+        let sends: Vec<_> =
+            (0..self.seat.ranks()).map(|to| u64::from(to) * len..(u64::from(to) + 1) * len).collect();
+        let parity = if self.slip == Some(CollectiveSlip::OneHalf) { 0 } else { self.calls.parity() };
+        let round = Round { program, parity, at: 0, len, dtype: DTYPE, wire: Wire::F32 };
+        let mut rounds = Rounds::new(self.seat.ranks());
+        rounds.sends.clone_from(&sends);
+        rounds.fill(&self.seat, &round);
+        for (from, bytes) in (0..).zip(&sends) {
+            match program {
+                Program::AllToAll if from != me => rounds.arrived(&self.seat, parity, from, bytes.clone()),
+                Program::AllGather => rounds.gathered(&self.seat, parity, from, bytes.clone()),
+                _ => {}
+            }
+        }
+        let copies: Vec<Touch> = rounds.copies.iter().map(|copied| read(copied, number)).collect();
+        let tags = self.tags(number);
+        let filled = |step| {
+            let sizes = (DTYPE.size() as u64, Wire::F32.size() as u64);
+            let (ranks, call) = (self.seat.ranks(), self.calls.value());
+            Rc::new(Filled { rounds: rounds.clone(), me, ranks, step, sizes, call })
+        };
+        let collective::Skeleton { mut steps, mut call } = self.seat.skeleton(program);
+        let mut goes_on = false;
+        if let Some((_, bug)) = self.mutation.filter(|(planted, _)| *planted == program) {
+            call = bug.plant(&call);
+            goes_on = bug.change == CallChange::GoOn { rank: me };
+        }
+        let complete = complete || goes_on;
+        let mut touches = std::mem::take(&mut self.lent);
+        let mut scenes = Vec::new();
+        // What the round before has left for the caller.
+        let mut due = std::mem::replace(&mut self.late, std::mem::take(&mut self.later));
+        match self.slip {
+            Some(CollectiveSlip::LandFirst) if program == Program::Landed => put_first(&mut steps),
+            Some(CollectiveSlip::ReadOn) => due.append(&mut touches),
+            _ => {}
+        }
+        let cut = call.cut_at(Action::Agree).filter(|_| !complete);
+        for step in call.line(cut) {
+            match step.action {
+                Action::Round(nth) => {
+                    let (filled, stage) = (filled(nth.into()), &steps[usize::from(nth)].stage);
+                    let value = filled.rounds.operands(nth.into(), filled.call).call;
+                    let (name, touches) = (stage.name, std::mem::take(&mut touches));
+                    let steps = stage.items.iter().map(|item| told(item, value)).collect();
+                    scenes.push(Scene { name, first: 0, touches, steps, filled });
+                }
+                Action::Agree if self.slip == Some(CollectiveSlip::TagsLate) => {
+                    self.late.extend(tags.iter().cloned());
+                }
+                Action::Agree => touches.extend(tags.iter().cloned()),
+                Action::Compute(Work::CopyOut) => touches.append(&mut due),
+                Action::Compute(Work::EndRound) => match self.slip {
+                    Some(CollectiveSlip::CopyLate) if program.ends_in_the_next() => {
+                        self.later.extend(copies.iter().cloned());
+                    }
+                    Some(CollectiveSlip::CopyLate) => self.late.extend(copies.iter().cloned()),
+                    _ => due.extend(copies.iter().cloned()),
+                },
+                _ => {}
+            }
+        }
+        if complete {
+            self.late.append(&mut due);
+        }
+        if program == Program::Landed && complete {
+            let landed = self.landed(len, number);
+            touches.push(landed.clone());
+            self.lent.push(landed);
+        }
+        scenes.push(Scene { name: "end", first: 0, touches, steps: Vec::new(), filled: filled(0) });
+        Ok(Part { rank: me, role: Role::Own, call: number, kind: program.kind(), scenes })
+    }
+
+    /// All parts, in place.
+    fn landed(&self, part: u64, of: usize) -> Touch {
+        let Range { start, end } = self.seat.landed(part);
+        let bytes = Bytes::new(self.seat.me, WindowId::POOL, start, end - start);
+        Touch { what: "what has landed", bytes, write: false, of }
+    }
+
+    /// What everybody said on entering.
+    fn tags(&self, of: usize) -> Vec<Touch> {
+        let Seat { me, .. } = self.seat;
+        let ranks = self.seat.ranks();
+        let tag = |from| {
+            let at = Control::tag(from, Flag::Entry, ranks, self.calls.parity());
+            Touch {
+                what: "tag",
+                bytes: Bytes::new(me, WindowId::CONTROL, at, Control::TAG_BYTES),
+                write: false,
+                of,
+            }
+        };
+        (0..ranks).filter(|&from| from != me).map(tag).collect()
+    }
+}
+
+/// Everything that is put goes before the words and waits of the entry.
+fn put_first(steps: &mut [collective::Step]) {
+    if let [enter, land] = steps {
+        let is_put = |item: &Item| matches!(item.op, Op::Put { .. });
+        enter.stage.items.splice(..0, land.stage.items.extract_if(.., |item| is_put(item)));
+    }
+}
+
+fn read(copied: &Copied, of: usize) -> Touch {
+    let Copied { owner, offset, len, .. } = *copied;
+    Touch { what: "what has come", bytes: Bytes::new(owner, WindowId::POOL, offset, len), write: false, of }
+}
+
+/// An operation in a call of this value.
+fn told(item: &Item, call: u64) -> Step {
+    let operands = sidelane_core::schedule::Operands { call, ..Default::default() };
+    let value = match item.op {
+        Op::Signal { level, .. } | Op::Wait { level, .. } => operands.value(level),
+        _ => 0,
+    };
+    Step { track: item.track, set: 0, op: item.op, value }
+}
+
+fn part(rank: u32, call: usize, kind: CallKind, scenes: Vec<Scene>) -> Part {
+    Part { rank, role: Role::Own, call, kind, scenes }
+}

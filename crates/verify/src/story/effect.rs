@@ -1,0 +1,53 @@
+//! What one operation does to the windows.
+
+use std::fmt;
+
+use sidelane_core::schedule::{Bytes, Control, Effect, Op, WindowId};
+
+use super::filled::Filled;
+use super::{Scene, Step};
+
+/// What the slots of a scene are filled with.
+pub(super) trait Effects: fmt::Debug {
+    /// What a step does, besides raising or awaiting a flag that grows.
+    fn effects(&self, step: &Step) -> Vec<Effect>;
+
+    /// The call that wrote what puts read from windows; `None`: their own.
+    fn sources_of(&self) -> Option<usize> {
+        None
+    }
+}
+
+impl Scene {
+    /// What `step` does, besides raising or awaiting a flag that grows.
+    pub fn effects(&self, step: &Step) -> Vec<Effect> {
+        self.filled.effects(step)
+    }
+
+    /// The call that wrote what puts read from windows; `None`: their own.
+    pub fn sources_of(&self) -> Option<usize> {
+        self.filled.sources_of()
+    }
+}
+
+impl Effects for Filled {
+    fn effects(&self, step: &Step) -> Vec<Effect> {
+        let operands = self.operands();
+        match step.op {
+            Op::Put { to, slot } | Op::PutRows { to, slot } => operands.puts(to, slot),
+            Op::Signal { to, of, flag, level } => {
+                let at = Control::tag(of, flag, self.ranks, self.tag_parity);
+                let tag = operands.tag(to, flag, level);
+                tag.map(|_| Effect::Tag(Bytes::new(to, WindowId::CONTROL, at, Control::TAG_BYTES)))
+                    .into_iter()
+                    .collect()
+            }
+            Op::Reduce { slot } => operands.sums(slot, (self.rank, self.partial_bytes)),
+            Op::Wait { .. } => Vec::new(),
+        }
+    }
+
+    fn sources_of(&self) -> Option<usize> {
+        self.sources_of
+    }
+}

@@ -1,0 +1,376 @@
+//! A *story*: what a whole group does over consecutive calls, unrolled from the functions that the real calls use.
+//!
+//! ```text
+//!   script: nodes, route, experts, routings, calls
+//!      |  Sorted, Counts, Layout, Forward, Caller, Relay, Calls, fill     the same code as in a real call
+//!      v
+//!   story[call][actor] = scenes:   touches | steps  ->  touches | steps  -> ...  -> touches
+//!                                  ^ planner, caller     ^ a join of all tracks lies between two scenes
+//! ```
+//!
+//! *Touches* are what the planner and the caller read and write in the windows between two stages. No executor runs
+//! them, but they are what the licences are for, so `prove` orders them like any other access.
+//!
+//! A script of dispatches by all-gather tells the calls of the instance that gathers. Behind each
+//! one every rank copies its own rows to their places. That is a call of the story of its own.
+//!
+//! An *actor* is what runs by itself: a rank, or, where its relay is [offloaded](Relays::Thread), the rank's own program and its
+//! relay's, which know each other only through flags. Slots on [streams](StreamScript) have stories of their own kind: there an
+//! actor is a stream.
+
+mod arrivals;
+mod calls;
+mod collective;
+mod effect;
+mod filled;
+mod gathered;
+mod place;
+mod pool;
+mod returns;
+mod sample;
+mod streams;
+mod tell;
+mod touch;
+mod walk;
+
+use std::rc::Rc;
+
+use sidelane_core::error::{CallKind, PlanError};
+use sidelane_core::gate::Routing;
+use sidelane_core::plan::{ExpertMap, Mode, Notes, Order, RowLayout, Strategy};
+use sidelane_core::schedule::stream::Slots;
+use sidelane_core::schedule::{Level, Op, Parts};
+use sidelane_core::topology::{NodeMap, Route};
+
+use crate::call_mutate::{CallMutation, ProgramId};
+
+pub use collective::{CollectiveCall, CollectiveScript, CollectiveSlip, PipelineScript, PipelineSlip};
+pub use sidelane_core::schedule::call::Relays;
+pub use sidelane_core::schedule::{Bytes, Effect};
+pub use streams::{StreamCall, StreamScript, StreamSlip, Streams};
+
+use effect::Effects;
+
+/// What a group is to do.
+#[derive(Clone, Debug)]
+pub struct Script<'a> {
+    /// Which ranks share memory.
+    pub nodes: &'a NodeMap,
+    /// How rows reach other nodes.
+    pub route: Route,
+    /// In how many parts a block goes to its relay.
+    pub chunks: u8,
+    /// Where relays run.
+    pub relays: Relays,
+    /// Where experts live.
+    pub map: &'a ExpertMap,
+    /// Segments start at multiples of this many rows.
+    pub align: u32,
+    /// Order of sums.
+    pub order: Order,
+    /// In which order a rank sees its rows.
+    pub layout: RowLayout,
+    /// Rows cross in relay order, and relays hand them on in spans: rank-major, over [`Route::Pxn`].
+    pub spans: bool,
+    /// Every row goes to every rank, in as many segments as a rank has experts; of the routings only the number of tokens
+    /// counts, and that they go along.
+    pub gathers: bool,
+    /// How dispatches go out. By all-gather, the calls are dispatches of an instance that gathers
+    /// for the one of this script, and what every rank copies behind each is a call of the story.
+    pub strategy: Strategy,
+    /// Copy engines move rows within nodes, and rails reach twins of the pools alone. Engines read what is offered in a
+    /// return, too, which they cannot add: rows come home first.
+    pub pulls: bool,
+    /// With `pulls`: rails reach the pools themselves, and there are no twins but the planners' desks.
+    pub straight: bool,
+    /// With `pulls`: callers' threads enqueue, and run ahead of their streams. These are actors of their own.
+    pub enqueues: bool,
+    /// How much a rank receives; what does not fit is dropped.
+    pub mode: Mode,
+    /// Bytes of one row: a multiple of 16.
+    pub row_bytes: u64,
+    /// Routings that dispatches choose from: `[set][rank]`.
+    pub routings: &'a [Vec<Routing<'a>>],
+    /// The calls.
+    pub calls: &'a [Call],
+    /// Whose programs are told; `None`: everybody's. The others are taken at their word: that they put what their programs
+    /// say, where and in the call in which they say it, and raise the flags that they are to raise. Whoever waits for them
+    /// learns nothing from it, so what is proved of a sample holds in the group. Three whole nodes of equal ones show every
+    /// kind of meeting: two accesses lie in the memory of one node, and are made by ranks of two others at most.
+    pub sample: Option<&'a [u32]>,
+    /// A rule that whoever plans breaks: `None`, except to see that `prove` notices.
+    pub slip: Option<Slip>,
+    /// A bug in one of the programs of each rank, for the same reason.
+    pub mutation: Option<(ProgramId, CallMutation)>,
+}
+
+impl Script<'_> {
+    /// What goes with the rows.
+    fn notes(&self) -> Notes {
+        if self.gathers { Notes::Gathered } else { Notes::of(self.layout, self.mode, self.spans) }
+    }
+}
+
+/// One call of the group. Handles are numbered by the dispatches that were not refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Call {
+    /// Dispatch with counts.
+    Dispatch {
+        /// Which set of routings.
+        routing: usize,
+        /// Whether the caller keeps the rows and reads them again at the handle's next return.
+        keep: bool,
+    },
+    /// Dispatch along a known layout (gradient of a combine).
+    Cached {
+        /// The handle.
+        handle: usize,
+    },
+    /// Rows back to their tokens (combine, gradient of dispatch).
+    Return {
+        /// The handle.
+        handle: usize,
+        /// What comes home.
+        parts: Parts,
+        /// Whether the rows are a tensor of the caller that is copied into the pool during the call.
+        copied: bool,
+    },
+    /// A dispatch whose input some rank refuses: every rank leaves when it has read what all count.
+    RefusedDispatch {
+        /// Which set of routings.
+        routing: usize,
+    },
+    /// A dispatch by all-gather that lacks room for the rows of some rank: every rank leaves when
+    /// it has sorted the choices of all.
+    RefusedRegroup {
+        /// Which set of routings.
+        routing: usize,
+    },
+    /// A dispatch along a known layout whose input some rank refuses: every rank leaves when it has read the tags.
+    RefusedCached {
+        /// The handle.
+        handle: usize,
+    },
+    /// A return whose input some rank refuses: every rank leaves when it has read the tags.
+    RefusedReturn {
+        /// The handle.
+        handle: usize,
+    },
+    /// Ranks agree on something, and nothing moves.
+    Agree,
+    /// Ranks disagree: rank 0 enters a return, the others a dispatch. Every rank leaves when it has read the tags.
+    Mixed {
+        /// Which set of routings.
+        routing: usize,
+        /// The handle; its rows are not kept.
+        handle: usize,
+    },
+}
+
+/// Rules of memory that a planner could break. The schedule's own mutations are in [`mutate`](crate::mutate).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Slip {
+    /// The chunk of a return is free again when the return ends, not when its readers have said so.
+    FreeBeforeAck,
+    /// The announced extent is taken from rows that the caller still holds.
+    AnnounceHeld,
+    /// Room is asked for the rows that land, and not for the blocks that are taken behind them.
+    StageUnasked,
+    /// A relay takes the blocks of all its sources in one place.
+    ShareStaging,
+    /// All relays bring home to one place.
+    ShareHome,
+    /// Sums wait to be sent where others come home.
+    ShareOutbox,
+    /// Publications are not doubled.
+    OnePublication,
+    /// Messages are not doubled.
+    OneMessage,
+    /// Headers are not doubled.
+    OneHeader,
+    /// Publications are doubled by the parity of the dispatch, which ranks that made another call do not count.
+    CountDispatches,
+    /// Tags are not doubled.
+    OneTag,
+}
+
+impl Slip {
+    /// All slips.
+    pub const ALL: [Slip; 11] = [
+        Slip::FreeBeforeAck,
+        Slip::AnnounceHeld,
+        Slip::StageUnasked,
+        Slip::ShareStaging,
+        Slip::ShareHome,
+        Slip::ShareOutbox,
+        Slip::OnePublication,
+        Slip::OneMessage,
+        Slip::OneHeader,
+        Slip::CountDispatches,
+        Slip::OneTag,
+    ];
+}
+
+/// A read or write by the planner or the caller, between two stages.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Touch {
+    /// What is read or written.
+    pub what: &'static str,
+    /// Where.
+    pub bytes: Bytes,
+    /// Whether it is written.
+    pub write: bool,
+    /// The call whose bytes are written, or must be seen.
+    pub of: usize,
+}
+
+/// One operation, its generation resolved to a number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// Its track.
+    pub track: u32,
+    /// Of which set of flags its word is: 0, but for microbatches on streams, which have one each.
+    pub set: u32,
+    /// The operation.
+    pub op: Op,
+    /// Value of a Signal or Wait, which tells its call from all others; 0 for other operations.
+    pub value: u64,
+}
+
+impl Step {
+    /// The value as the word itself sees it: a constant, where words do not grow.
+    pub fn in_memory(&self) -> u64 {
+        match self.op {
+            Op::Signal { level: Level::Nothing, .. } => 0,
+            Op::Signal { level: Level::Credit, .. } | Op::Wait { level: Level::Credit, .. } => 1,
+            _ => self.value,
+        }
+    }
+
+    /// Whether it sets a word of its own rank back.
+    pub fn sets_back(&self) -> bool {
+        matches!(self.op, Op::Signal { level: Level::Nothing, .. })
+    }
+}
+
+/// A stage, or half of one, with what happens before it.
+#[derive(Clone, Debug)]
+pub struct Scene {
+    /// Name of the stage; "end" after the last.
+    pub name: &'static str,
+    /// Position in the stage of the first operation.
+    pub first: usize,
+    /// What planner and caller do first, in this order.
+    pub touches: Vec<Touch>,
+    /// The operations, in launch order.
+    pub steps: Vec<Step>,
+    filled: Rc<dyn Effects>,
+}
+
+/// What an actor is to its rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// The rank itself, with all that nobody else does for it.
+    Own,
+    /// What it relays, in a thread of its own.
+    Relay,
+    /// What it transfers, on a stream of its own.
+    Transfers,
+}
+
+/// What one actor does in one call.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// The rank.
+    pub rank: u32,
+    /// What of the rank this is.
+    pub role: Role,
+    /// Position of the call in the story.
+    pub call: usize,
+    /// What the rank calls.
+    pub kind: CallKind,
+    /// The stages, and a last scene without operations.
+    pub scenes: Vec<Scene>,
+}
+
+/// A script, unrolled.
+#[derive(Clone, Debug)]
+pub struct Story {
+    /// Number of ranks of the group.
+    pub ranks: u32,
+    /// Number of actors: those of the ranks that are told, then those of their relays, if these are away and there are any.
+    /// Of a story of streams: see [`Streams`].
+    pub actors: u32,
+    /// Bytes of the control windows.
+    pub control_bytes: u64,
+    /// Bytes of the largest pool.
+    pub pool_bytes: u64,
+    /// `calls[call][actor]`.
+    pub calls: Vec<Vec<Part>>,
+    /// What ranks that are not told write.
+    pub assumed: Vec<Assumed>,
+}
+
+/// Bytes that a rank outside the sample is taken to write.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Assumed {
+    /// In which call.
+    pub call: usize,
+    /// Which bytes of a rank in the sample.
+    pub bytes: Bytes,
+}
+
+impl Story {
+    /// Unrolls a script.
+    ///
+    /// # Errors
+    /// A routing that cannot be placed; [`PlanError::BadParameter`] for a handle or a set of routings that does not
+    /// exist, or if nodes and experts are of groups of different size.
+    pub fn tell(script: &Script) -> Result<Story, PlanError> {
+        tell::tell(script)
+    }
+
+    /// Unrolls a script of slots on streams.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] for a microbatch whose dispatch is not followed by a combine or release, and for nodes of
+    /// another number of ranks.
+    pub fn of_streams(script: &StreamScript) -> Result<Story, PlanError> {
+        streams::tell(script)
+    }
+
+    /// Unrolls rounds of collectives.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] for a round that does not fit its places, and for nodes of another number of ranks.
+    pub fn of_collectives(script: &CollectiveScript) -> Result<Story, PlanError> {
+        collective::tell(script)
+    }
+
+    /// Unrolls the messages between the stages of a pipeline.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] for places of another number of ranks than there are stages.
+    pub fn of_pipeline(script: &PipelineScript) -> Result<Story, PlanError> {
+        collective::tell_pipeline(script)
+    }
+
+    /// What ranks enqueue on streams, each in an order of its own, one stream for each microbatch: for
+    /// [`ends`](crate::prove::ends), since nothing is said of what is moved.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] if there are more orders than ranks.
+    pub fn of_queues(slots: Slots, orders: &[Vec<StreamCall>]) -> Result<Story, PlanError> {
+        streams::fold(slots, orders)
+    }
+
+    /// Number of operations.
+    pub fn operations(&self) -> usize {
+        self.calls.iter().flatten().flat_map(|part| &part.scenes).map(|scene| scene.steps.len()).sum()
+    }
+
+    /// The parts of one actor, call after call.
+    pub fn parts_of(&self, actor: u32) -> impl Iterator<Item = &Part> {
+        self.calls.iter().map(move |call| &call[actor as usize])
+    }
+}

@@ -1,0 +1,212 @@
+//! The returns of a script: what each rank's planners and caller do in them.
+
+use std::rc::Rc;
+
+use sidelane_core::error::{CallKind, PlanError};
+use sidelane_core::schedule::call::{Action, Role, StageId, Work};
+use sidelane_core::schedule::{CallerTables, Flag, Parts, RelayTables, Tag};
+
+use super::filled::{Filled, Tables};
+use super::sample::Told;
+use super::tell::{Extent, Handle, Teller, Until};
+use super::walk::Actor;
+use super::{Slip, Touch};
+
+/// Bytes where rows come home that callers' threads enqueue: more than any script here has.
+const STAGING: u64 = 1 << 20;
+
+/// Contribution of a rank to a return.
+struct Offer {
+    chunk: Extent,
+    /// For what relays bring home and, behind it, for sums that are to be sent; or for rows that engines bring.
+    staging: Extent,
+    /// Where sums wait.
+    outbox: u64,
+    tags: Vec<Tag>,
+    /// Where what each relay brings has its place.
+    bases: Vec<u64>,
+}
+
+/// A return, as all ranks have entered it.
+struct Returning<'s> {
+    handle: &'s Handle,
+    parts: Parts,
+    copied: bool,
+    until: Until,
+    offers: &'s [Offer],
+}
+
+impl Teller<'_> {
+    pub(super) fn ret(
+        &mut self,
+        handle: usize,
+        parts: Parts,
+        copied: bool,
+        until: Until,
+    ) -> Result<Vec<Told>, PlanError> {
+        // A stream copies rows that lie elsewhere before it says that it is ready.
+        let copied = copied && !self.script.enqueues;
+        let found = self.handle(handle)?;
+        let known = found.clone();
+        found.kept = None;
+        let offers: Vec<Offer> = self.ranks().map(|me| self.offer(me, handle, &known, copied)).collect();
+        let call = Returning { handle: &known, parts, copied, until, offers: &offers };
+        let bring = |me| self.told(me, (CallKind::Combine, until), &self.returner(me, &call));
+        let told = self.ranks().map(bring).collect();
+        let fixed = self.fixed_rows().is_some();
+        for (member, offer) in self.members.iter_mut().zip(offers) {
+            if !self.script.enqueues {
+                member.pool.give(&offer.staging);
+            }
+            // Nobody reads what was offered in a call that was refused.
+            if fixed {
+                // Its place is that of the next outputs, too.
+            } else if until < Until::End || self.script.slip == Some(Slip::FreeBeforeAck) {
+                member.pool.give(&offer.chunk);
+            } else {
+                member.offered.push(offer.chunk);
+            }
+            if until == Until::End {
+                member.calls.returned();
+            }
+        }
+        Ok(told)
+    }
+
+    /// Takes the memory of a return, around the release.
+    fn offer(&mut self, me: u32, number: usize, handle: &Handle, copied: bool) -> Offer {
+        let paths = self.paths(me);
+        let layout = &handle.placed.layouts[me as usize];
+        let fixed = self.fixed_rows();
+        let size = self.sizing.offer(fixed.unwrap_or(layout.landed)).bytes();
+        let home = CallerTables::home_bytes(&paths, layout);
+        let at = self.setting(me, 0);
+        let wait = RelayTables::outbox_bytes(&at, &handle.placed.forwards[me as usize]);
+        let member = &mut self.members[me as usize];
+        if let Some(kept) = &handle.kept {
+            member.pool.give(&kept[me as usize]);
+        }
+        let chunk = if fixed.is_some() {
+            // Within a budget outputs have one place, which experts write before the call.
+            member.licensed();
+            member.output.get_or_insert_with(|| member.pool.take(size)).clone()
+        } else {
+            let early = (!copied).then(|| member.pool.take(size));
+            // A host that runs ahead frees nothing here.
+            if paths.rails() || !self.script.enqueues {
+                member.licensed();
+            }
+            early.unwrap_or_else(|| member.pool.take(size))
+        };
+        let pulled = if self.script.pulls { layout.terms.len() as u64 * self.sizing.home_bytes } else { 0 };
+        let staging = match self.script.enqueues {
+            // All calls have one place for rows that come home.
+            true => member.staging.get_or_insert_with(|| member.pool.take(STAGING)).clone(),
+            false => member.pool.take(home + wait + pulled),
+        };
+        let (at, (mut tables, _)) = (self.setting(me, 0), self.tables(me));
+        match self.script.pulls {
+            true => tables.stage_rows(&at, layout, staging.start),
+            false => tables.stage(&paths, layout, staging.start),
+        }
+        if self.script.slip == Some(Slip::ShareHome) {
+            paths.relays().for_each(|relay| tables.bases[relay as usize] = staging.start);
+        }
+        let shared = self.script.slip == Some(Slip::ShareOutbox);
+        let outbox = staging.start + if shared { 0 } else { home };
+        tables.offer(&paths, self.tag(CallKind::Combine, number as u64, 0), chunk.start);
+        Offer { chunk, staging, outbox, tags: tables.tags, bases: tables.bases }
+    }
+
+    fn returner<'s>(&'s self, me: u32, call: &'s Returning<'s>) -> Returner<'s, 's> {
+        let (paths, layout) = (self.paths(me), &call.handle.placed.layouts[me as usize]);
+        let Offer { staging, tags, bases, outbox, .. } = &call.offers[me as usize];
+        let (mut tables, _) = self.tables(me);
+        tables.tags.clone_from(tags);
+        tables.bases.clone_from(bases);
+        for near in paths.locals().chain([me]) {
+            tables.bases[near as usize] = call.offers[near as usize].chunk.start;
+        }
+        if self.script.pulls {
+            tables.pull(&self.setting(me, 0), layout, staging.start);
+        } else {
+            tables.sum(&self.setting(me, 0), layout, call.parts);
+        }
+        let row_bytes = self.script.row_bytes;
+        let own = self.filled(me, Tables::Caller { tables, layout: Rc::clone(layout), row_bytes });
+        let returned = paths.rails().then(|| {
+            let forward = &call.handle.placed.forwards[me as usize];
+            let (_, mut tables) = self.tables(me);
+            tables.bases = call.offers.iter().map(|offer| offer.chunk.start).collect();
+            tables.offers = call.offers.iter().map(|offer| offer.tags[me as usize].base).collect();
+            tables.home(&self.setting(me, 0), forward, &self.bins, call.parts, *outbox);
+            self.filled(me, self.relayed(me, tables, forward))
+        });
+        Returner { teller: self, me, call, own, messages: self.messages(me, false), returned }
+    }
+}
+
+/// One rank in a return.
+struct Returner<'s, 'a> {
+    teller: &'s Teller<'a>,
+    me: u32,
+    call: &'s Returning<'s>,
+    own: Rc<Filled>,
+    /// The relay's messages, and the rows that it returns.
+    messages: Rc<Filled>,
+    returned: Option<Rc<Filled>>,
+}
+
+impl Returner<'_, '_> {
+    fn chunk_written(&self) -> Vec<Touch> {
+        let Returner { teller, me, call, .. } = *self;
+        let layout = &call.handle.placed.layouts[me as usize];
+        teller.chunk_written(me, layout, &call.offers[me as usize].chunk, call.parts)
+    }
+}
+
+impl Actor for Returner<'_, '_> {
+    fn begin(&self) -> Vec<Touch> {
+        let Returner { teller, me, call, .. } = *self;
+        let layout = &call.handle.placed.layouts[me as usize];
+        let kept = call.handle.kept.as_ref();
+        let mut touches = kept.map_or(Vec::new(), |kept| {
+            teller.landed_read(me, layout, &kept[me as usize], call.handle.call, true)
+        });
+        // Experts write their outputs before the call; what lies elsewhere is copied amid it.
+        touches.extend(if call.copied { Vec::new() } else { self.chunk_written() });
+        touches
+    }
+
+    fn footprint(&self, role: Role, action: Action) -> Vec<Touch> {
+        let Returner { teller, me, call, .. } = *self;
+        match (role, action) {
+            (Role::Own, Action::Compute(Work::Offer)) if call.copied => self.chunk_written(),
+            (Role::Relay, Action::Compute(Work::FillReturn)) => {
+                teller.tags_read(me, Flag::Block, teller.paths(me).sources())
+            }
+            _ => teller.verdict(me, role, action, (false, true)),
+        }
+    }
+
+    fn filled(&self, stage: StageId) -> &Rc<Filled> {
+        match stage {
+            StageId::NodeEntered | StageId::CountsSent | StageId::AllEntered | StageId::Agreed => {
+                &self.messages
+            }
+            StageId::Headers | StageId::ReturnRows | StageId::RelayDone => {
+                self.returned.as_ref().unwrap_or(&self.messages)
+            }
+            _ => &self.own,
+        }
+    }
+
+    fn end(&self) -> Vec<Touch> {
+        let Returner { teller, me, call, .. } = *self;
+        if call.until < Until::End || !teller.script.pulls {
+            return Vec::new();
+        }
+        let terms = call.handle.placed.layouts[me as usize].terms.len() as u64;
+        teller.home_read(me, call.offers[me as usize].staging.start, terms * teller.sizing.home_bytes)
+    }
+}

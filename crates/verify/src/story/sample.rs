@@ -1,0 +1,134 @@
+//! A story of some ranks of a group that is too large to be told as a whole.
+//!
+//! The programs of the ranks in the sample are told in full. The others are taken at their word: that they do what their
+//! programs say, in the call in which they say it.
+//!
+//! ```text
+//!   an outsider's signal to the sample   awaited no more: it comes; and whoever awaited it learns nothing from it
+//!   an outsider's put to the sample      counts as written, by the call in which it is made; who else writes there, and
+//!                                        when, is not looked at
+//!   what the sample does to outsiders    is not looked at
+//! ```
+//!
+//! So an order of two accesses is found from fewer signals than there are, never from more: what is proved of the sample
+//! is true of the whole group, as far as the outsiders keep their word. Two accesses that meet lie in the memory of one
+//! node and are made by ranks of two others at most; so, in a group of equal nodes, three whole nodes show every kind of
+//! meeting. Not shown is that nobody waits in a circle that runs through outsiders.
+
+use std::collections::HashMap;
+
+use sidelane_core::error::CallKind;
+use sidelane_core::schedule::call::{CallProgram, RankPrograms, Role};
+use sidelane_core::schedule::{Flag, Op};
+
+use super::tell::{Teller, Until};
+use super::walk::{Actor, walk};
+use super::{Bytes, Effect, Scene};
+use crate::call_mutate::{CallChange, ProgramId, programs_of};
+
+/// What one rank does in one call, as far as it is told.
+pub(super) enum Told {
+    /// The scenes of its actors.
+    Inside(CallKind, Vec<Vec<Scene>>),
+    /// What comes of it in the sample.
+    Outside(Hearsay),
+}
+
+/// What an outsider does to ranks of the sample.
+#[derive(Default)]
+pub(super) struct Hearsay {
+    /// Words that it raises, and to what.
+    pub raised: Vec<(Word, u64)>,
+    pub written: Vec<Bytes>,
+}
+
+/// A flag word: at whom, of whom, of which kind.
+pub(super) type Word = (u32, u32, Flag);
+
+/// To what outsiders have raised words of the sample.
+pub(super) type Raised = HashMap<Word, u64>;
+
+impl Teller<'_> {
+    /// What a rank does in a call of this kind: its own program and, where that is another, its relay's.
+    pub(super) fn told(&self, me: u32, (kind, until): (CallKind, Until), actor: &impl Actor) -> Told {
+        let programs = self.programs(me);
+        let scenes =
+            self.walked(me, (&programs, &programs_of(&programs, kind, self.script.relays)), until, actor);
+        self.known(me, kind, scenes)
+    }
+
+    /// What a rank does behind a dispatch by all-gather. Its relay does nothing.
+    pub(super) fn regrouped(&self, me: u32, until: Until, actor: &impl Actor) -> Told {
+        let programs = self.programs(me);
+        let actors = programs_of(&programs, CallKind::Dispatch, self.script.relays).len();
+        let regroup = [(ProgramId::Regroup, &programs.regroup)];
+        let mut scenes = self.walked(me, (&programs, &regroup), until, actor);
+        scenes.resize(actors, Vec::new());
+        self.known(me, CallKind::Unknown, scenes)
+    }
+
+    /// The scenes of these programs of a rank.
+    fn walked(
+        &self,
+        me: u32,
+        (programs, all): (&RankPrograms, &[(ProgramId, &CallProgram)]),
+        until: Until,
+        actor: &impl Actor,
+    ) -> Vec<Vec<Scene>> {
+        let mut scenes = Vec::new();
+        for &(id, program) in all {
+            let planted = self.script.mutation.filter(|(planted, _)| *planted == id).map(|(_, bug)| bug);
+            let goes_on = planted.is_some_and(|bug| bug.change == CallChange::GoOn { rank: me });
+            let until = if goes_on { Until::End } else { until };
+            let role = if matches!(id, ProgramId::Relay(_)) { Role::Relay } else { Role::Own };
+            let (paths, enqueues) = (self.paths(me), self.script.enqueues);
+            let planted = planted.map(|bug| bug.plant(program));
+            let line = (planted.as_ref().unwrap_or(program), role, until);
+            scenes.extend(walk(programs, line, enqueues.then_some(paths), actor));
+        }
+        scenes
+    }
+
+    fn known(&self, me: u32, kind: CallKind, scenes: Vec<Vec<Scene>>) -> Told {
+        match self.inside(me) {
+            true => Told::Inside(kind, scenes),
+            false => Told::Outside(self.hearsay(scenes.iter().flatten())),
+        }
+    }
+
+    fn inside(&self, rank: u32) -> bool {
+        self.script.sample.is_none_or(|sample| sample.contains(&rank))
+    }
+
+    fn hearsay<'s>(&self, scenes: impl Iterator<Item = &'s Scene>) -> Hearsay {
+        let mut hearsay = Hearsay::default();
+        for (scene, step) in scenes.flat_map(|scene| scene.steps.iter().map(move |step| (scene, step))) {
+            let (Op::Put { to, .. } | Op::PutRows { to, .. } | Op::Signal { to, .. }) = step.op else {
+                continue;
+            };
+            if !self.inside(to) {
+                continue;
+            }
+            if let Op::Signal { of, flag, .. } = step.op {
+                hearsay.raised.push(((to, of, flag), step.value));
+            }
+            let written = scene.effects(step).into_iter().filter_map(|effect| match effect {
+                Effect::Copy { to, .. } | Effect::Tag(to) => Some(to),
+                _ => None,
+            });
+            hearsay.written.extend(written);
+        }
+        hearsay
+    }
+}
+
+impl Scene {
+    /// Without the waits for what outsiders have raised.
+    pub(super) fn believe(&mut self, me: u32, raised: &Raised) {
+        let comes = |word: Word, value| raised.get(&word).is_some_and(|&raised| raised >= value);
+        self.steps.retain(|step| match step.op {
+            Op::Wait { from, flag, .. } => !comes((me, from, flag), step.value),
+            _ => true,
+        });
+    }
+}

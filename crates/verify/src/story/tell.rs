@@ -1,0 +1,299 @@
+//! Unrolls a script: plays the planners and the caller of every rank.
+//!
+//! ```text
+//!   dispatch   | release | free offered, take extents, write publication | entry | read tags, counts; write headers | rows | caller reads rows
+//!   cached     | release | free offered, take extents                    | entry | read tags                        | rows | caller reads rows
+//!   return     caller writes chunk | release | free offered, take staging | entry | read tags | home | sum | free staging, offer chunk
+//!
+//!   relay      | node entered | read tags, counts; write messages | counts sent | all entered | read messages, counts | agreed
+//!              | headers | read headers or offers | ...
+//! ```
+
+use std::ops::Range;
+use std::rc::Rc;
+
+use sidelane_core::error::PlanError;
+use sidelane_core::gate::Routing;
+use sidelane_core::plan::{Bins, Chunk, ExpertMap, Sizing, Strategy};
+use sidelane_core::schedule::call::{Engines, RankPrograms};
+use sidelane_core::schedule::{CallerTables, Calls, Control, Parts, RelayTables, Setting, WindowId};
+use sidelane_core::topology::{Paths, Route};
+
+use super::filled::{Filled, Tables};
+use super::gathered::{Exchange, gathering};
+use super::place::Placed;
+use super::pool::Pool;
+use super::sample::{Raised, Told};
+use super::{Assumed, Call, Part, Role, Script, Story};
+
+/// Epoch of all stories.
+const EPOCH: u16 = 1;
+
+pub(super) type Extent = Range<u64>;
+
+/// How far a call gets.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Until {
+    /// Ranks leave when they have read the tags.
+    Tags,
+    /// Ranks leave when they have read tags and counts.
+    Counts,
+    /// To the end.
+    End,
+}
+
+/// What one rank remembers from call to call.
+#[derive(Clone)]
+pub(super) struct Member {
+    pub calls: Calls,
+    /// Dispatches alone: see [`Slip::CountDispatches`].
+    pub dispatches: u64,
+    pub pool: Pool,
+    pub offered: Vec<Extent>,
+    /// The one place of outputs, where there is a budget on a device.
+    pub output: Option<Extent>,
+    /// The one place of rows that come home, where callers' threads enqueue.
+    pub staging: Option<Extent>,
+}
+
+/// A dispatch that calls can follow.
+#[derive(Clone)]
+pub(super) struct Handle {
+    pub call: usize,
+    pub placed: Rc<Placed>,
+    pub kept: Option<Vec<Extent>>,
+}
+
+pub(super) struct Teller<'a> {
+    pub(super) script: &'a Script<'a>,
+    pub(super) bins: Bins,
+    pub(super) control: Control,
+    pub(super) sizing: Sizing,
+    pub(super) members: Vec<Member>,
+    pub(super) handles: Vec<Handle>,
+    /// The call that is told next.
+    pub(super) call: usize,
+    /// The instance that this one gathers for.
+    pub(super) exchange: Option<Exchange<'a>>,
+    calls: Vec<Vec<Part>>,
+    outside: Raised,
+    assumed: Vec<Assumed>,
+}
+
+pub(super) fn tell(script: &Script) -> Result<Story, PlanError> {
+    let ranks = script.nodes.ranks();
+    if script.map.ranks() != ranks {
+        return Err(bad("ranks of the expert map", script.map.ranks() as usize, "as many as the nodes have"));
+    }
+    match script.strategy {
+        Strategy::Exchange => Teller::new(script).tell(),
+        Strategy::Gather => {
+            let map = ExpertMap::contiguous(ranks, ranks)?;
+            let gathering = gathering(script, &map);
+            Teller { exchange: Some(Exchange::new(script)), ..Teller::new(&gathering) }.tell()
+        }
+    }
+}
+
+pub(super) fn bad(parameter: &'static str, seen: usize, expected: &'static str) -> PlanError {
+    PlanError::BadParameter { parameter, seen: seen as u64, expected }
+}
+
+/// Sizes of what moves.
+pub(super) fn sizing(script: &Script) -> Sizing {
+    let top_k = script.routings.iter().flatten().map(|routing| routing.top_k()).max().unwrap_or(1);
+    let rails = Paths::new(script.nodes, script.route, 0).rails();
+    let sums = script.order.has_partials() && script.route == Route::Pxn && rails;
+    Sizing {
+        row_bytes: script.row_bytes,
+        home_bytes: script.row_bytes,
+        words_out: script.notes().words(top_k),
+        words_home: script.layout.words_home(top_k),
+        // As if rows were bf16 and partials f32.
+        partial_bytes: sums.then_some(2 * script.row_bytes),
+    }
+}
+
+impl<'a> Teller<'a> {
+    fn tell(mut self) -> Result<Story, PlanError> {
+        for (number, call) in self.script.calls.iter().enumerate() {
+            self.members.iter_mut().for_each(|member| member.calls.enter());
+            let gathers = self.exchange.is_some();
+            let told = match *call {
+                Call::Dispatch { routing, keep } if gathers => self.gather(routing, keep, Until::End)?,
+                Call::RefusedRegroup { routing } if gathers => self.gather(routing, false, Until::Counts)?,
+                Call::RefusedDispatch { routing } => self.dispatch(routing, false, Until::Counts)?,
+                _ if gathers => return Err(bad("call", number, "a dispatch, where rows are gathered")),
+                Call::RefusedRegroup { .. } => {
+                    return Err(bad("call", number, "one of an instance that gathers no rows"));
+                }
+                Call::Dispatch { routing, keep } => self.dispatch(routing, keep, Until::End)?,
+                Call::Cached { handle } => self.cached(handle, Until::End)?,
+                Call::RefusedCached { handle } => self.cached(handle, Until::Tags)?,
+                Call::Return { handle, parts, copied } => self.ret(handle, parts, copied, Until::End)?,
+                Call::RefusedReturn { handle } => {
+                    self.ret(handle, Parts { rows: true, weights: false }, false, Until::Tags)?
+                }
+                Call::Agree => self.agree(),
+                Call::Mixed { routing, handle } => self.mixed(routing, handle)?,
+            };
+            self.add(told);
+        }
+        let actors = self.calls.first().map_or(0, Vec::len) as u32;
+        let pool_bytes = self.members.iter().map(|member| member.pool.high).max().unwrap_or(0);
+        let (ranks, control_bytes) = (self.script.nodes.ranks(), self.control.bytes());
+        Ok(Story { ranks, actors, control_bytes, pool_bytes, calls: self.calls, assumed: self.assumed })
+    }
+
+    /// The running call is told; the next one runs.
+    pub(super) fn add(&mut self, told: Vec<Told>) {
+        let parts = self.parts(told);
+        self.calls.push(parts);
+        self.call += 1;
+    }
+
+    fn new(script: &'a Script<'a>) -> Self {
+        let routings = || script.routings.iter().flatten();
+        let entries = |routing: &Routing| match script.gathers {
+            true => routing.tokens() as usize * script.nodes.ranks() as usize,
+            false => routing.experts().len(),
+        };
+        let entries = routings().map(entries).max().unwrap_or(0);
+        let bins = Bins::of_layout(script.layout, script.map, script.order, script.nodes);
+        let (paths, sizing) = (Paths::new(script.nodes, script.route, 0), sizing(script));
+        Teller {
+            script,
+            control: Control::new(&paths, &bins, entries as u64, sizing.note_bytes()),
+            bins,
+            sizing,
+            members: vec![Member::new(); script.nodes.ranks() as usize],
+            handles: Vec::new(),
+            call: 0,
+            exchange: None,
+            calls: Vec::new(),
+            outside: Raised::new(),
+            assumed: Vec::new(),
+        }
+    }
+
+    /// The parts of all actors in the running call.
+    fn parts(&mut self, told: Vec<Told>) -> Vec<Part> {
+        let (mut own, mut others, call) = (Vec::new(), Vec::new(), self.call);
+        for (rank, told) in (0..).zip(told) {
+            match told {
+                Told::Inside(kind, all) => {
+                    // No relay is offloaded where callers' threads enqueue.
+                    let beside = if self.script.enqueues { Role::Transfers } else { Role::Relay };
+                    for (scenes, role) in all.into_iter().zip([Role::Own, beside]) {
+                        let part = Part { rank, role, call, kind, scenes };
+                        if role == Role::Own { own.push(part) } else { others.push(part) }
+                    }
+                }
+                Told::Outside(hearsay) => {
+                    self.assumed.extend(hearsay.written.into_iter().map(|bytes| Assumed { call, bytes }));
+                    self.outside.extend(hearsay.raised);
+                }
+            }
+        }
+        own.append(&mut others);
+        for part in &mut own {
+            part.scenes.iter_mut().for_each(|scene| scene.believe(part.rank, &self.outside));
+        }
+        own
+    }
+
+    pub(super) fn filled(&self, rank: u32, tables: Tables) -> Rc<Filled> {
+        self.filled_from(None, rank, tables)
+    }
+
+    /// With sources in windows that an earlier call wrote.
+    pub(super) fn filled_from(&self, sources_of: Option<usize>, rank: u32, tables: Tables) -> Rc<Filled> {
+        let (ranks, calls) = (self.script.nodes.ranks(), self.members[rank as usize].calls);
+        let partial_bytes = self.sizing.partial_bytes.unwrap_or(0);
+        let tag_parity = self.tag_parity(rank);
+        Rc::new(Filled { rank, ranks, calls, tag_parity, partial_bytes, sources_of, tables })
+    }
+
+    /// The programs of a rank.
+    pub(super) fn programs(&self, me: u32) -> RankPrograms {
+        let shape = Engines {
+            pulls: self.script.pulls,
+            brings_in: self.brings_in(),
+            fixed_outputs: self.fixed_rows().is_some(),
+            enqueues: self.script.enqueues,
+        };
+        let sums = self.sizing.partial_bytes.is_some();
+        RankPrograms::new(self.paths(me), self.script.chunks, sums, shape)
+    }
+
+    /// Whether copy engines bring in what landed elsewhere.
+    pub(super) fn brings_in(&self) -> bool {
+        let rails = self.paths(0).rails();
+        self.script.pulls && rails && (self.arrives() || !self.script.straight)
+    }
+
+    /// Empty tables of both.
+    pub(super) fn tables(&self, me: u32) -> (CallerTables, RelayTables) {
+        let (paths, chunks) = (self.paths(me), self.script.chunks);
+        (CallerTables::new(paths, chunks), RelayTables::new(paths, chunks))
+    }
+
+    pub(super) fn setting(&self, me: u32, parity: u64) -> Setting<'_> {
+        Setting {
+            paths: self.paths(me),
+            control: &self.control,
+            sizing: self.sizing,
+            chunks: self.script.chunks,
+            parity,
+            far: if self.script.pulls && !self.script.straight { WindowId::TWIN } else { WindowId::POOL },
+            fixed_rows: self.fixed_rows(),
+        }
+    }
+
+    /// Rows that landing memory is laid out for, where engines move rows within a budget.
+    pub(super) fn fixed_rows(&self) -> Option<u32> {
+        self.script.mode.budget().filter(|_| self.script.pulls)
+    }
+
+    /// What lands at a rank if so many rows do.
+    pub(super) fn landing(&self, rows: u32) -> Chunk {
+        self.sizing.landing(self.fixed_rows().unwrap_or(rows))
+    }
+
+    /// Whether engines relay.
+    pub(super) fn arrives(&self) -> bool {
+        self.script.pulls && self.script.route == Route::Pxn && self.paths(0).rails()
+    }
+
+    pub(super) fn handle(&mut self, handle: usize) -> Result<&mut Handle, PlanError> {
+        self.handles.get_mut(handle).ok_or(bad("handle", handle, "one of an earlier dispatch"))
+    }
+
+    pub(super) fn paths(&self, me: u32) -> Paths<'a> {
+        Paths::new(self.script.nodes, self.script.route, me)
+    }
+
+    pub(super) fn ranks(&self) -> Range<u32> {
+        0..self.script.nodes.ranks()
+    }
+}
+
+impl Member {
+    fn new() -> Self {
+        Member {
+            calls: Calls::new(EPOCH),
+            dispatches: 0,
+            pool: Pool::default(),
+            offered: Vec::new(),
+            output: None,
+            staging: None,
+        }
+    }
+
+    /// The readers of what was offered have said so: it is free.
+    pub fn licensed(&mut self) {
+        for extent in std::mem::take(&mut self.offered) {
+            self.pool.give(&extent);
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! Walks the straight lines of call programs, and records a scene for each stage.
+//!
+//! ```text
+//!   thread    own      release | publish | entry | agree, judge, describe | rows | metadata
+//!             relay    node entered | compose | counts sent | all entered | agree, judge | agreed | headers | ..
+//!
+//!   inline    release | publish | entry.. | node entered .. agreed | ..entry | agree, judge, describe | rows.. | ..
+//! ```
+//!
+//! The order comes from the [program](sidelane_core::schedule::call) that the real call follows. What planners touch in windows
+//! between two stages is the footprint of the steps between them.
+
+use std::rc::Rc;
+
+use sidelane_core::schedule::call::{Action, CallProgram, Part, RankPrograms, Role, StageId, Work};
+use sidelane_core::schedule::{Flag, Item, Level, Line, Op};
+use sidelane_core::topology::Paths;
+
+use super::filled::Filled;
+use super::tell::Until;
+use super::{Scene, Step, Touch};
+
+/// Accesses and operands of one rank in one call. The order comes from the program.
+pub(super) trait Actor {
+    /// Accesses of the caller before the call.
+    fn begin(&self) -> Vec<Touch> {
+        Vec::new()
+    }
+
+    /// Reads and writes of a step in windows.
+    fn footprint(&self, role: Role, action: Action) -> Vec<Touch>;
+
+    /// Operands of a stage.
+    fn filled(&self, stage: StageId) -> &Rc<Filled>;
+
+    /// Accesses of the caller after the call.
+    fn end(&self) -> Vec<Touch>;
+}
+
+/// The scenes of one program of a rank, driven as far as `until`: those of its thread and, where that enqueues, those of its
+/// stream.
+///
+/// A stream begins what it is given when it is given it, or later. Before each stage of the stream stands a wait for the
+/// host, which has come so far; the host waits for the stream in one step alone. What the caller does with rows, kernels do
+/// on the stream.
+pub(super) fn walk(
+    programs: &RankPrograms,
+    (program, role, until): (&CallProgram, Role, Until),
+    enqueues: Option<Paths<'_>>,
+    actor: &impl Actor,
+) -> Vec<Vec<Scene>> {
+    let cut = match until {
+        Until::Tags => program.cut_at(Action::Agree),
+        Until::Counts => program.cut_at(Action::Admit),
+        Until::End => None,
+    };
+    let lines = if enqueues.is_some() { 2 } else { 1 };
+    let mut lines: Vec<Scenes> = (0..lines).map(|_| Scenes::default()).collect();
+    let last = lines.len() - 1;
+    let base = actor.filled(StageId::Release);
+    let mut enqueued = 0;
+    // The host has come so far: what it gives the stream next comes after that.
+    let mut enqueue = |lines: &mut [Scenes], me: u32| {
+        enqueued += 1;
+        let (flag, level) = (Flag::Posted, Level::Part(enqueued));
+        lines[0].word("enqueued", base, (me, Op::Signal { to: me, of: me, flag, level }));
+        lines[last].word("enqueued", base, (me, Op::Wait { from: me, flag, level }));
+    };
+    if role == Role::Own {
+        // The caller's kernels are enqueued behind the calls before.
+        enqueues.iter().for_each(|paths| enqueue(&mut lines, paths.me()));
+        lines[last].touches.extend(actor.begin());
+    }
+    for step in program.line(cut) {
+        let Action::Run(stage, part) = step.action else {
+            lines[0].touches.extend(actor.footprint(step.role, step.action));
+            if let (Action::Compute(Work::AwaitStream), Some(paths)) = (step.action, enqueues) {
+                let me = paths.me();
+                let (from, of, flag, level) = (me, me, Flag::Ready, Level::Call);
+                lines[last].word("reached", base, (me, Op::Signal { to: me, of, flag, level }));
+                lines[0].word("reached", base, (me, Op::Wait { from, flag, level }));
+            }
+            continue;
+        };
+        let filled = actor.filled(stage);
+        let (items, start) = (programs.stages.items(stage, part), programs.stages.of(stage).start().len());
+        let first = if part == Part::Finish { start } else { 0 };
+        let Some(paths) = enqueues else {
+            lines[0].stage(stage, (part, first), filled, steps(filled, items));
+            continue;
+        };
+        // One thread: it comes to each operation when it is done with those before.
+        let line = |item: &Item| item.op.line(paths);
+        let mut first = first;
+        for run in items.chunk_by(|one, next| line(one) == line(next)) {
+            let at = if line(&run[0]) == Line::Stream { last } else { 0 };
+            if at == last {
+                enqueue(&mut lines, paths.me());
+            }
+            lines[at].stage(stage, (part, first), filled, steps(filled, run));
+            first += run.len();
+        }
+    }
+    if role == Role::Own {
+        // So are those that follow.
+        enqueues.iter().for_each(|paths| enqueue(&mut lines, paths.me()));
+        lines[last].touches.extend(actor.end());
+    }
+    lines.into_iter().map(|line| line.end(base)).collect()
+}
+
+/// Scenes of one actor, and what it touches before the next.
+#[derive(Default)]
+struct Scenes {
+    all: Vec<Scene>,
+    touches: Vec<Touch>,
+}
+
+impl Scenes {
+    fn stage(&mut self, stage: StageId, (part, first): (Part, usize), filled: &Rc<Filled>, steps: Vec<Step>) {
+        match self.all.last_mut() {
+            // Halves with nothing between them are one stage: an executor need not join its tracks there.
+            Some(scene) if part == Part::Finish && scene.name == stage.name() && self.touches.is_empty() => {
+                scene.steps.extend(steps);
+            }
+            _ => self.push(stage.name(), first, filled, steps),
+        }
+    }
+
+    /// A scene of one operation on a word between a host and its stream.
+    fn word(&mut self, name: &'static str, filled: &Rc<Filled>, (track, op): (u32, Op)) {
+        self.push(name, 0, filled, steps(filled, &[Item { track, op }]));
+    }
+
+    fn push(&mut self, name: &'static str, first: usize, filled: &Rc<Filled>, steps: Vec<Step>) {
+        let (touches, filled) = (std::mem::take(&mut self.touches), Rc::clone(filled) as Rc<_>);
+        self.all.push(Scene { name, first, touches, steps, filled });
+    }
+
+    fn end(mut self, filled: &Rc<Filled>) -> Vec<Scene> {
+        self.push("end", 0, filled, Vec::new());
+        self.all
+    }
+}
+
+fn steps(filled: &Filled, items: &[Item]) -> Vec<Step> {
+    let operands = filled.operands();
+    let value = |op| match op {
+        Op::Signal { level, .. } | Op::Wait { level, .. } => operands.value(level),
+        _ => 0,
+    };
+    items.iter().map(|&Item { track, op }| Step { track, set: 0, op, value: value(op) }).collect()
+}
