@@ -307,7 +307,9 @@ fn an_ended_world_takes_no_more_bytes_of_a_source() {
             fabric.silence("card1");
             let target = window.target(1, 0, 4096).unwrap();
             rail.put(target, &window.bytes(0).unwrap()[..4096], lanes.patience(1)).unwrap();
-        } else {
+        }
+        group.gather(&[]).unwrap();
+        if world.rank() == 1 {
             world.cancel();
         }
         while world.health().check().is_ok() {
