@@ -71,9 +71,9 @@ impl Group {
     }
 
     /// Touches so many bytes of the pool of each other member of this node, so that no first call
-    /// pays for page faults. All members must have their worlds by then: whoever touches memory
-    /// first decides where it lies. A rank that cannot goes on, as others wait for it, and pays in
-    /// its first call.
+    /// pays for page faults. All members must have made their worlds before: the first rank to
+    /// touch a page decides where it lies. A rank that fails here continues, because others wait
+    /// for it, and pays in its first call.
     pub(crate) fn touch_pools(&self, bytes: u64) {
         for &rank in self.ranks.iter().filter(|&&rank| rank != self.ranks[self.me as usize]) {
             if let Err(error) = self.shared.heap.touch(rank, bytes) {
