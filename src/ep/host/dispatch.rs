@@ -85,7 +85,7 @@ impl HostExchange {
         }
     }
 
-    /// What rows go out by: this instance, or the one that gathers for it.
+    /// Instance that sends the rows: this one, or the one that gathers for it.
     fn exchange(&mut self) -> &mut HostExchange {
         match self.gather {
             Some(ref mut gather) => &mut gather.engine,
