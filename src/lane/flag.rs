@@ -7,8 +7,8 @@
 //!   byte 40   tag of odd calls
 //! ```
 //!
-//! The tag is written before the value and read after it. Two tags are enough: a writer can be one call ahead of a
-//! reader, never two, because each call waits for everybody's entry.
+//! The tag is written before the value and read after it. Two tags are enough: a writer can be one
+//! call ahead of a reader, never two, because each call waits for everybody's entry.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -96,8 +96,9 @@ impl<'a> FlagLine<'a> {
     }
 }
 
-/// A fence of all orders. On x86-64 the compiler makes a locked instruction of one, during which readers of the line that was
-/// just written have to wait: between distant cores that was a quarter of a signal's way.
+/// A fence of all orders. On x86-64 the compiler makes a locked instruction of one, during which
+/// readers of the line that was just written have to wait: between distant cores that was a quarter
+/// of a signal's way.
 #[inline]
 fn fence() {
     #[cfg(target_arch = "x86_64")]

@@ -1,16 +1,17 @@
 //! The yardstick: the bytes of a call moved by bare loops, nothing else.
 //!
-//! No counts, no placement, no flags, no checks per call: addresses are resolved once, then each run is gathered and
-//! each token summed. What a dispatch or combine takes beyond this is the library's own cost.
+//! No counts, no placement, no flags, no checks per call: addresses are resolved once, then each
+//! run is gathered and each token summed. What a dispatch or combine takes beyond this is the
+//! library's own cost.
 //!
 //! ```text
 //!   dispatch   own rows -> their places here, or scratch for those that cross | relayed rows: scratch -> their places here
 //!   combine    relayed rows, or their partial sums -> scratch | rows here, and scratch for what comes home -> sums
 //! ```
 //!
-//! What crosses to other nodes is written to scratch of this rank, and what is made of what came from there is read from
-//! scratch: so each byte of the plan is written once, on one side of the rail. Between machines as many bytes are sent
-//! instead, in bare writes ([`Raw`]).
+//! What crosses to other nodes is written to scratch of this rank, and what is made of what came
+//! from there is read from scratch: so each byte of the plan is written once, on one side of the
+//! rail. Between machines as many bytes are sent instead, in bare writes ([`Raw`]).
 
 use std::sync::Arc;
 
@@ -46,8 +47,8 @@ pub struct Moves<'a> {
     pub scratch: &'a Window,
 }
 
-/// A call's moves, ready to run. It keeps the port alive whose windows it holds addresses of; whoever runs it must hold
-/// the extents it was built from exclusively.
+/// A call's moves, ready to run. It keeps the port alive whose windows it holds addresses of;
+/// whoever runs it must hold the extents it was built from exclusively.
 #[derive(Debug)]
 pub struct Floor {
     _port: Arc<Port>,
@@ -133,8 +134,8 @@ struct Scratch {
 }
 
 impl Scratch {
-    /// Written to at once, with small numbers of every type: memory that was never written is no memory yet, and reading
-    /// it would cost nothing.
+    /// Written to at once, with small numbers of every type: memory that was never written is no
+    /// memory yet, and reading it would cost nothing.
     fn take(&mut self, bytes: u64) -> *mut u8 {
         const NUMBERS: u64 = 0x3c00_3c00_3c00_3c00;
         self.pieces.push(vec![[NUMBERS; 8]; bytes.div_ceil(64) as usize]);
@@ -146,11 +147,13 @@ impl Scratch {
 unsafe impl Send for Floor {}
 
 impl Port {
-    /// The moves of a dispatch and its combine, ready to run. The rows of that dispatch must have landed at all ranks of
-    /// this node, and nobody may write there before all have built theirs: what this rank hands on is learnt from there.
+    /// The moves of a dispatch and its combine, ready to run. The rows of that dispatch must have
+    /// landed at all ranks of this node, and nobody may write there before all have built theirs:
+    /// what this rank hands on is learnt from there.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`](crate::error::MemoryError) if any of it lies outside its window.
+    /// [`MemoryError::OutOfBounds`](crate::error::MemoryError) if any of it lies outside its
+    /// window.
     pub fn floor(self: &Arc<Self>, moves: &Moves<'_>) -> Result<Floor, Error> {
         let mut scratch = Scratch::default();
         let (mut runs, mut rows) = (Vec::new(), moves.layout.rows.clone());
@@ -235,7 +238,8 @@ impl Port {
         Ok(())
     }
 
-    /// What this rank hands on, from scratch that holds what its sources sent: the rows that have landed.
+    /// What this rank hands on, from scratch that holds what its sources sent: the rows that have
+    /// landed.
     fn relayed_runs(
         &self,
         moves: &Moves<'_>,

@@ -65,7 +65,8 @@ impl Lanes {
         Paths::new(&self.nodes, self.route, self.rank)
     }
 
-    /// Who writes the words here that speak of `peer`: the rank itself, its relay on this node, or this rank's own relay.
+    /// Who writes the words here that speak of `peer`: the rank itself, its relay on this node, or
+    /// this rank's own relay.
     pub fn writer_of(&self, peer: u32) -> u32 {
         match self.reach.get(peer as usize) {
             Some(Reach::Relayed) => self.paths().of(peer).relay_to(self.rank),
@@ -73,9 +74,10 @@ impl Lanes {
         }
     }
 
-    /// What ends a wait for a word of this kind that speaks of `peer`. Whoever has to wait for others before it can write
-    /// the word is waited for a little longer: it knows better who is late, and is to be heard first. So it is with
-    /// relays, and with a rank of another node that says its whole node has entered.
+    /// What ends a wait for a word of this kind that speaks of `peer`. Whoever has to wait for
+    /// others before it can write the word is waited for a little longer: it knows better who is
+    /// late, and is to be heard first. So it is with relays, and with a rank of another node that
+    /// says its whole node has entered.
     pub fn patience_for(&self, peer: u32, flag: Flag) -> Patience<'_> {
         let patience = self.patience(self.writer_of(peer));
         let waits_itself = match (self.reach.get(peer as usize), flag) {

@@ -1,4 +1,5 @@
-//! Where the bytes of an operation come from and go to, besides windows: the caller's tensors, and rows by index.
+//! Where the bytes of an operation come from and go to, besides windows: the caller's tensors, and
+//! rows by index.
 
 use crate::error::LaneError;
 use crate::plan::RowRun;

@@ -10,7 +10,8 @@ use crate::memory::Mapped;
 /// A window: one range of bytes at each rank of the group.
 #[derive(Clone, Debug)]
 pub struct Window {
-    /// The mapping in which the windows of this node lie; one of nobody's, where they are memory of devices.
+    /// The mapping in which the windows of this node lie; one of nobody's, where they are memory of
+    /// devices.
     pub mapped: Arc<Mapped>,
     /// Per rank of the group: where its part is.
     pub parts: Vec<Part>,
@@ -23,7 +24,7 @@ pub struct Window {
 pub struct Part {
     /// Its member of the mapping.
     pub member: u32,
-    /// Number of the region at its owner, for partners that have it not mapped.
+    /// Number of the region at its owner, for peers that have it not mapped.
     pub region: u32,
     /// First byte in the member or region.
     pub offset: u64,

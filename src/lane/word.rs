@@ -12,11 +12,12 @@ use crate::schedule::Flag;
 pub const COPY_ENGINE: &str = "copy engine";
 
 impl Lanes {
-    /// Waits until a word here that a device of rank `from` writes has at least `value`; `look` is called between looks,
-    /// and may end the wait. Rails are attended to meanwhile.
+    /// Waits until a word here that a device of rank `from` writes has at least `value`; `look` is
+    /// called between looks, and may end the wait. Rails are attended to meanwhile.
     ///
     /// # Errors
-    /// [`LaneError::Deadline`], the world's [`Cause`](crate::error::Cause) of death, or what `look` says.
+    /// [`LaneError::Deadline`], the world's [`Cause`](crate::error::Cause) of death, or what `look`
+    /// says.
     pub fn wait_for_word(
         &self,
         word: &AtomicU64,
@@ -27,8 +28,8 @@ impl Lanes {
         self.outlast(word, value, (from, flag), self.patience(from), look)
     }
 
-    /// Waits until this rank's own stream has set a word here; `look` as above. There is no deadline: the caller's own work may
-    /// come first.
+    /// Waits until this rank's own stream has set a word here; `look` as above. There is no
+    /// deadline: the caller's own work may come first.
     ///
     /// # Errors
     /// The world's [`Cause`](crate::error::Cause) of death, an interruption, or what `look` says.

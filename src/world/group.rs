@@ -86,7 +86,7 @@ impl Group {
     /// not the lanes.
     ///
     /// # Errors
-    /// [`BootstrapError::Deadline`] naming who did not come, or the world's cause of death.
+    /// [`BootstrapError::Deadline`] naming who did not come, or the world's cause.
     pub fn gather(&self, blob: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
         let key = self.step();
         let deadline = self.shared.options.clocks.deadline;

@@ -37,8 +37,8 @@ impl Straight {
     /// Collective.
     ///
     /// # Errors
-    /// The world's cause of death; [`BootstrapError::Malformed`],
-    /// [`LaneError`](crate::error::LaneError) for what makes no sense.
+    /// The world's cause; [`BootstrapError::Malformed`], [`LaneError`](crate::error::LaneError) for
+    /// what makes no sense.
     pub fn new(group: &Group, lanes: &Lanes, memory: &DeviceMemory) -> Result<Result<Self, Detour>, Error> {
         let (facts, len) = (memory.context.facts(), memory.own.len());
         let ordered = facts.write_order != WriteOrder::None || facts.flush_remote_writes;

@@ -162,7 +162,7 @@ impl Window {
     /// may not have landed.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`], the world's cause of death,
+    /// [`MemoryError::OutOfBounds`], the world's cause,
     /// [`LaneError::Deadline`](crate::error::LaneError) if a remote peer takes nothing.
     pub fn put(&mut self, peer: u32, offset: u64, src: &[u8]) -> Result<(), Error> {
         self.step_put(peer, offset, src)?;
@@ -210,7 +210,7 @@ impl Window {
     /// before that signal is then visible.
     ///
     /// # Errors
-    /// [`LaneError::Deadline`](crate::error::LaneError), or the world's cause of death.
+    /// [`LaneError::Deadline`](crate::error::LaneError), or the world's cause.
     pub fn wait_until(&mut self, peer: u32, value: u64) -> Result<(), Error> {
         self.step_wait(peer, Flag::Landed, value)
     }

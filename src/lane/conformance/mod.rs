@@ -262,7 +262,8 @@ fn play(scenario: &Scenario, world: &World) {
     let _ = group.gather(&[]);
 }
 
-/// The suite between two processes, and so between two machines: as `tests/testbed` starts it on both.
+/// The suite between two processes, and so between two machines: as `tests/testbed` starts it on
+/// both.
 #[test]
 #[ignore = "needs two processes that find each other by the environment"]
 fn the_lane_between_two_machines_conforms() {

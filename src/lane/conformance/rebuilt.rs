@@ -1,12 +1,14 @@
-//! A world that ends in the middle of dispatches and is built again while packets of the old one are still on the wire:
-//! a rank's part. `tests/testbed` starts it on two machines, holds the wire, and says by files when to go on.
+//! A world that ends in the middle of dispatches and is built again while packets of the old one
+//! are still on the wire: a rank's part. `tests/testbed` starts it on two machines, holds the wire,
+//! and says by files when to go on.
 //!
 //! ```text
 //!   ranks   dispatch, dispatch .. | rank 3 cancels | rebuild, epoch 1 |            | dispatches, verified
 //!   wire    ------------------ held .................................. let go -----------------------
 //! ```
 //!
-//! Ranks 0 and 2 keep the old world, whose queue pairs are in error then; ranks 1 and 3 drop it, and theirs are gone.
+//! Ranks 0 and 2 keep the old world, whose queue pairs are in error then; ranks 1 and 3 drop it,
+//! and theirs are gone.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -151,7 +153,8 @@ fn placed(all: &[(Routing<'_>, Vec<bf16>)], rank: u32) -> Vec<bf16> {
     rows
 }
 
-/// What comes home from experts that change nothing: each token as often as it was chosen, rounded once.
+/// What comes home from experts that change nothing: each token as often as it was chosen, rounded
+/// once.
 fn summed(routing: &Routing<'_>, x: &[bf16]) -> Vec<bf16> {
     let times = |token: u32| routing.experts_of(token).iter().filter(|&&expert| expert >= 0).count();
     let rows = x.chunks_exact(HIDDEN).zip(0..TOKENS);

@@ -1,5 +1,5 @@
-//! How many work requests come of some puts and a signal: exactly, by the rail's own count, by its forecast and by the
-//! card's.
+//! How many work requests come of some puts and a signal: exactly, by the rail's own count, by its
+//! forecast and by the card's.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -67,12 +67,13 @@ pub(super) fn pattern(i: u64) -> u8 {
     (i.wrapping_mul(37) ^ (i >> 6).wrapping_mul(101)) as u8 | 1
 }
 
-/// `count` rows, no two of them neighbours.
+/// `count` rows, no two of them local peers.
 fn scattered(count: usize) -> Vec<u32> {
     (0..count as u32).map(|row| 2 * (row * 7 % 61)).collect()
 }
 
-/// Cards that take `pieces` pieces to a request and, if `held`, execute only when they are looked at.
+/// Cards that take `pieces` pieces to a request and, if `held`, execute only when they are looked
+/// at.
 pub(super) fn fabric(pieces: u32, held: bool) -> Arc<Fabric> {
     let fabric = Fabric::new(&["card0"]);
     fabric.change("card0", |card| card.sges = pieces);
@@ -311,7 +312,8 @@ fn telling_a_partner_that_its_signals_were_taken_does_not_end_a_write_that_is_ga
 /// Parts of a block that is handed on.
 const CHUNKS: usize = 4;
 
-/// What each rank asks of its card in a dispatch of `tokens` tokens into fixed slots, when all words have been named.
+/// What each rank asks of its card in a dispatch of `tokens` tokens into fixed slots, when all
+/// words have been named.
 fn dispatched(route: Route, signal: SignalMode, tokens: usize, registered: bool) -> Vec<RailCounters> {
     const HIDDEN: usize = 64;
     let nodes: &[u32] = if route == Route::Pxn { &[0, 0, 1, 1] } else { &[0, 1] };

@@ -17,8 +17,8 @@ pub struct Counters {
     pub copied: u64,
     /// Completions of receives.
     pub received: u64,
-    /// Completions that said a request had failed: the first fault of a rail, and what was under way behind it. Late
-    /// requests of a dead world end here.
+    /// Completions that said a request had failed: the first fault of a rail, and what was in
+    /// flight behind it. Late requests of a dead world end here.
     pub failed: u64,
 }
 

@@ -14,12 +14,12 @@ use super::{Stuck, Target};
 use crate::device::{Context, Range};
 use crate::lane::wait::Patience;
 
-/// A rank's memory on its device, and that of neighbours, to be registered with its cards.
+/// A rank's memory on its device, and that of local peers, to be registered with its cards.
 #[derive(Debug)]
 pub struct DeviceMemory {
     /// The device that reaches all of it.
     pub context: Arc<Context>,
-    /// This rank's, to which partners may write.
+    /// This rank's, to which peers may write.
     pub own: Range,
     /// Neighbours', which may be sent: whose, by position in the group.
     pub neighbours: Vec<(u32, Range)>,
@@ -34,7 +34,8 @@ pub struct DeviceMemory {
 pub enum Registration {
     /// By a descriptor (dma-buf).
     DmaBuf,
-    /// By its address, which a module of the kernel knows (nvidia-peermem); why not by a descriptor.
+    /// By its address, which a module of the kernel knows (nvidia-peermem); why not by a
+    /// descriptor.
     Address(NoDmaBuf),
 }
 
@@ -67,7 +68,8 @@ pub enum NoDmaBuf {
 pub enum Detour {
     /// This lane registers memory of the host alone.
     Lane(&'static str),
-    /// Signals are messages to the processor (`SIDELANE_VERBS_SIGNAL=immediate`), which no device awaits.
+    /// Signals are messages to the processor (`SIDELANE_VERBS_SIGNAL=immediate`), which no device
+    /// awaits.
     Messages,
     /// The card takes the device's memory neither by a descriptor nor by its address.
     Card {
@@ -78,8 +80,8 @@ pub enum Detour {
     },
     /// The device sees what cards write in no order, and its streams cannot wait until it is there.
     Unordered,
-    /// The device takes all streams from one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`): nothing would get past a stream
-    /// that waits for what a card writes, to end its wait.
+    /// The device takes all streams from one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`):
+    /// nothing would get past a stream that waits for what a card writes, to end its wait.
     OneQueue,
     /// The device or the card of another rank (of the group) is why.
     Rank(u32),
@@ -112,7 +114,8 @@ pub struct Local {
 
 /// A rail that reads memory of devices.
 pub trait DeviceRail {
-    /// Writes bytes of a device's memory to the partner. They are read until [`Rail::settle`](super::Rail::settle) has returned.
+    /// Writes bytes of a device's memory to the peer. They are read until
+    /// [`Rail::settle`](super::Rail::settle) has returned.
     ///
     /// # Errors
     /// As [`Rail::put`](super::Rail::put).

@@ -2,13 +2,14 @@
 //!
 //! | lane | between | what carries it |
 //! |---|---|---|
-//! | verbs | machines with RDMA cards | queue pairs: writes from registered memory to registered memory |
+//! | verbs | machines with RDMA NICs | queue pairs: writes from registered memory to registered memory |
 //! | loop | "nodes" of one machine | a ring of records that only the pair has mapped, with credits |
 //! | paced | the same, to measure with | the same, but signals come when a slower link would bring them |
-//! | tcp | any machines | records on a connection, proved to be the partner's |
+//! | tcp | any machines | records on a connection, proved to be the peer's |
 //!
-//! All of them look alike to a [`Port`](super::Port): a [`Rail`] per partner takes puts to (region, offset) of the partner,
-//! and signals that become visible after them. The [`Card`] attends to all rails of a rank while the rank computes.
+//! All of them look alike to a [`Port`](super::Port): a [`Rail`] per peer takes puts to (region,
+//! offset) of the peer, and signals that become visible after them. The [`Card`] attends to all
+//! rails of a rank while the rank computes.
 
 mod card;
 mod counters;
@@ -42,7 +43,8 @@ use crate::bootstrap::Health;
 use crate::error::{Cause, Error, LaneError};
 use crate::schedule::Tag;
 
-/// Names of the lanes between "nodes" of one machine: as fast as it copies, and as slow as a link ([`Pace`]).
+/// Names of the lanes between "nodes" of one machine: as fast as it copies, and as slow as a link
+/// ([`Pace`]).
 ///
 /// [`Pace`]: crate::config::Pace
 pub const LOOP: &str = "loop";
@@ -54,10 +56,10 @@ pub fn is_copied(lane: &str) -> bool {
     [LOOP, PACED].contains(&lane)
 }
 
-/// Where bytes go: a place in a partner's memory.
+/// Where bytes go: a place in a peer's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Target {
-    /// Number of the region at the partner.
+    /// Number of the region at the peer.
     pub region: u32,
     /// First byte in it.
     pub offset: u64,
@@ -70,7 +72,7 @@ impl Target {
     }
 }
 
-/// A partner does not take what it is sent, or the world is dead.
+/// A peer does not take what it is sent, or the world is dead.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stuck {
     /// Position in what was sent that had to be free or done.
@@ -81,8 +83,8 @@ pub struct Stuck {
     pub why: Interrupted,
 }
 
-/// Offer of the partner's end of a wire, as it arrived. An empty offer says that the end could not
-/// be opened.
+/// Offer of the peer's end of a wire, as it arrived. An empty offer says that the end could not be
+/// opened.
 #[derive(Debug, Default)]
 pub struct WireOffer {
     /// Bytes, which go through the rendezvous.
@@ -120,7 +122,7 @@ pub trait Wiring: fmt::Debug + Send + Sync {
     /// Of the lane, if it cannot be opened.
     fn open(&self, peer: u32) -> Result<Box<dyn WireEnd + '_>, Error>;
 
-    /// Lets partners write to a region. Returns what they must be told of it ([`Rail::learn`]).
+    /// Lets peers write to a region. Returns what they must be told of it ([`Rail::learn`]).
     ///
     /// # Errors
     /// Of the lane, if the memory cannot be registered.
@@ -129,8 +131,8 @@ pub trait Wiring: fmt::Debug + Send + Sync {
         Ok(Vec::new())
     }
 
-    /// Lets partners write to memory of a device, and cards read it. Returns what partners must be told of it, and how it
-    /// was registered.
+    /// Lets peers write to memory of a device, and cards read it. Returns what peers must be told
+    /// of it, and how it was registered.
     ///
     /// # Errors
     /// Why it cannot be.
@@ -149,7 +151,7 @@ pub trait Wiring: fmt::Debug + Send + Sync {
 
 /// This rank's end of a wire that is not joined yet. Dropped, it gives back all that it took.
 pub trait WireEnd {
-    /// Bytes that the partner needs to join the ends.
+    /// Bytes that the peer needs to join the ends.
     fn bytes(&self) -> Vec<u8> {
         Vec::new()
     }
@@ -159,32 +161,34 @@ pub trait WireEnd {
         Vec::new()
     }
 
-    /// Joins the two ends, now that the partner has offered its own. Collective over the pair.
+    /// Joins the two ends, now that the peer has offered its own. Collective over the pair.
     ///
     /// # Errors
-    /// Of the lane, if the partner cannot be reached or what it offered makes no sense.
+    /// Of the lane, if the peer cannot be reached or what it offered makes no sense.
     fn join(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn Rail>, Error>;
 }
 
 /// One rank's end of the way to one rank of another node.
 ///
-/// Puts and signals of one rail happen in the order of the calls: a signal is visible at the partner only after all puts
-/// before it have landed, and after all signals before it. Callers have checked that targets lie in their windows.
+/// Puts and signals of one rail happen in the order of the calls: a signal is visible at the peer
+/// only after all puts before it have landed, and after all signals before it. Callers have checked
+/// that targets lie in their windows.
 pub trait Rail: fmt::Debug + Send + Sync {
     /// Name of the lane.
     fn lane(&self) -> &'static str;
 
-    /// The partner's rank in the world.
+    /// The peer's rank in the world.
     fn peer(&self) -> u32;
 
-    /// Writes bytes to the partner. Bytes of this rank's own regions are read until [`Rail::settle`] has returned; all
-    /// others may be changed as soon as this returns.
+    /// Writes bytes to the peer. Bytes of this rank's own regions are read until [`Rail::settle`]
+    /// has returned; all others may be changed as soon as this returns.
     ///
     /// # Errors
-    /// [`Stuck`], if the partner takes nothing.
+    /// [`Stuck`], if the peer takes nothing.
     fn put(&self, to: Target, bytes: &[u8], patience: Patience<'_>) -> Result<(), Stuck>;
 
-    /// Writes rows, gathered by index, one after another. The caller has checked that they lie in the source.
+    /// Writes rows, gathered by index, one after another. The caller has checked that they lie in
+    /// the source.
     ///
     /// # Errors
     /// As [`Rail::put`].
@@ -207,18 +211,19 @@ pub trait Rail: fmt::Debug + Send + Sync {
     /// As [`Rail::put`].
     fn zero(&self, to: Target, len: u64, patience: Patience<'_>) -> Result<(), Stuck>;
 
-    /// Raises a flag line of the partner.
+    /// Raises a flag line of the peer.
     ///
     /// # Errors
     /// As [`Rail::put`].
     fn signal(&self, to: Target, value: u64, tag: Option<Tag>, patience: Patience<'_>) -> Result<(), Stuck>;
 
-    /// Sees to it that everything so far gets under way, and tells whether nothing of it is read here any more.
+    /// Sees to it that everything so far gets in flight, and tells whether nothing of it is read
+    /// here any more.
     fn settled(&self) -> bool {
         true
     }
 
-    /// Returns when everything so far is under way and nothing of it is read here any more.
+    /// Returns when everything so far is in flight and nothing of it is read here any more.
     ///
     /// # Errors
     /// As [`Rail::put`].
@@ -232,14 +237,16 @@ pub trait Rail: fmt::Debug + Send + Sync {
     /// As [`Rail::put`].
     fn flush(&self, patience: Patience<'_>) -> Result<(), Stuck>;
 
-    /// Takes what has come and sends what can be sent, without waiting. Returns whether there was anything to do.
+    /// Takes what has come and sends what can be sent, without waiting. Returns whether there was
+    /// anything to do.
     fn progress(&self, health: &Health) -> bool;
 
-    /// Asks to be woken when there is something to do: by [`Rail::bell`], or by the partner at the bell of the [`Card`].
-    /// Returns whether there is something already.
+    /// Asks to be woken when there is something to do: by [`Rail::bell`], or by the peer at the
+    /// bell of the [`Card`]. Returns whether there is something already.
     fn arm(&self, health: &Health) -> bool;
 
-    /// A descriptor that is readable when there is something to do, if this rail has one of its own.
+    /// A descriptor that is readable when there is something to do, if this rail has one of its
+    /// own.
     fn bell(&self) -> Option<BorrowedFd<'_>> {
         None
     }
@@ -249,7 +256,7 @@ pub trait Rail: fmt::Debug + Send + Sync {
         true
     }
 
-    /// Takes note of what the partner says of a region of its own.
+    /// Takes note of what the peer says of a region of its own.
     ///
     /// # Errors
     /// If that makes no sense.
@@ -257,7 +264,7 @@ pub trait Rail: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// The partner has cleared bytes of its own that flags may lie in.
+    /// The peer has cleared bytes of its own that flags may lie in.
     fn cleared(&self, _from: Target, _len: u64) {}
 
     /// What the rail has done so far; all 0 where nothing is counted.
@@ -273,7 +280,8 @@ pub trait Rail: fmt::Debug + Send + Sync {
     /// The world is dead: nothing more is sent or taken, and nothing is read here any more.
     fn stop(&self, _cause: &Cause) {}
 
-    /// This rank leaves in peace: returns when everything so far has landed, or cannot, or at a point in time.
+    /// This rank leaves in peace: returns when everything so far has landed, or cannot, or at a
+    /// point in time.
     fn leave(&self, _until: Instant) {}
 
     /// What went wrong on this rail, if it knows more than that the world is dead.

@@ -1,4 +1,4 @@
-//! What wires say to a receiver that writes for its partners: a header of 64 bytes, and a payload.
+//! What wires say to a receiver that writes for its peers: a header of 64 bytes, and a payload.
 //!
 //! ```text
 //!   header   | kind, region | offset | len (signal: has a tag) | value | tag (3 words) | the wire's own |

@@ -1,7 +1,7 @@
 //! Which sockets of a rank have news: one look at all of them, however many there are.
 //!
-//! A rank that waits attends to each of its rails again and again. To ask every socket would cost a system call each
-//! time; here whoever comes round again asks for all.
+//! A rank that waits attends to each of its rails again and again. To ask every socket would cost a
+//! system call each time; here whoever comes round again asks for all.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

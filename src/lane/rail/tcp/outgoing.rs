@@ -65,7 +65,8 @@ impl Outgoing {
         true
     }
 
-    /// Hands bytes to the socket. Returns how many it took; none, too, if it takes nothing any more.
+    /// Hands bytes to the socket. Returns how many it took; none, too, if it takes nothing any
+    /// more.
     pub fn offer(&mut self, socket: &TcpStream, pieces: &[IoSlice<'_>]) -> usize {
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         while self.failed.is_none() {

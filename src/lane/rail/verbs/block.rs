@@ -4,10 +4,11 @@
 //!   | granted: written by the partner | what the partner is granted | old value of an addition | receives of 64 bytes | staging |
 //! ```
 //!
-//! What the partner is granted only grows, so it needs no staging: a card that reads it late tells the partner more.
+//! What the peer is granted only grows, so it needs no staging: a card that reads it late tells the
+//! peer more.
 //!
-//! *Staging* is a ring of bytes that were not registered where they lay, and of what signals say: copied in at the head,
-//! free again at the tail when the card has read them.
+//! *Staging* is a ring of bytes that were not registered where they lay, and of what signals say:
+//! copied in at the head, free again at the tail when the card has read them.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -59,18 +60,18 @@ impl Block {
         Ok(Block { region, receives, staging, at, head: 0, tail: 0, _mapped: mapped })
     }
 
-    /// Where the partner writes how many signals it has taken.
+    /// Where the peer writes how many signals it has taken.
     pub fn granted_at(&self) -> Remote {
         Remote { addr: self.region.base() + GRANTED, rkey: self.region.rkey() }
     }
 
-    /// How many signals the partner has taken.
+    /// How many signals the peer has taken.
     pub fn granted(&self) -> u64 {
         // SAFETY: the first line, aligned, used as an atomic word.
         unsafe { FlagLine::new(self.at) }.value()
     }
 
-    /// What the partner is to be told: so many of its signals were taken.
+    /// What the peer is to be told: so many of its signals were taken.
     pub fn grant(&self, taken: u64) -> Result<Sge, VerbsError> {
         // SAFETY: the second line of the block, aligned.
         let line = unsafe { FlagLine::new(self.at.add(GRANT as usize)) };
@@ -99,8 +100,8 @@ impl Block {
         RECEIVES + number % self.receives * RECEIVE
     }
 
-    /// Room for `len` bytes that lie together: at most half of [`Block::staging`], so that there is always room once all
-    /// has been read. `None` if it is not free yet.
+    /// Room for `len` bytes that lie together: at most half of [`Block::staging`], so that there is
+    /// always room once all has been read. `None` if it is not free yet.
     ///
     /// # Errors
     /// [`VerbsError::OutOfRegion`] if it can never be.

@@ -1,7 +1,8 @@
 //! Completion queues: how a card says that work requests are done, or why not.
 //!
-//! A completion of a failed request tells its number, its queue pair, a status, and nothing else: the other fields are
-//! not written. So what was asked for is known by the number alone, and [`Completion::outcome`] does not offer the rest.
+//! A completion of a failed request tells its number, its queue pair, a status, and nothing else:
+//! the other fields are not written. So what was asked for is known by the number alone, and
+//! [`Completion::outcome`] does not offer the rest.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::{self, NonNull};
@@ -59,7 +60,8 @@ impl CompletionQueue {
         }
     }
 
-    /// Asks to be woken by the next completion. What came before does not wake: poll once more after arming.
+    /// Asks to be woken by the next completion. What came before does not wake: poll once more
+    /// after arming.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
@@ -72,7 +74,8 @@ impl CompletionQueue {
             .map_err(|errno| self.context().failed("ibv_req_notify_cq", errno))
     }
 
-    /// Takes what made the descriptor readable; true if there was something. It wakes again only after [`arm`](Self::arm).
+    /// Takes what made the descriptor readable; true if there was something. It wakes again only
+    /// after [`arm`](Self::arm).
     ///
     /// # Errors
     /// [`VerbsError::Call`].

@@ -1,4 +1,4 @@
-//! One rail: a queue pair to one partner, and what both ends know of each other.
+//! One rail: a queue pair to one peer, and what both ends know of each other.
 //!
 //! ```text
 //!   put, rows, zeros --> pieces in place, or staged --> Sender --> card ==> partner's memory
@@ -10,10 +10,11 @@
 //! |---|---|---|---|
 //! | write | write of 8 bytes | write of the tag before it | the card |
 //! | fetch-add | addition | write of the tag before it | the card |
-//! | immediate | travels with the last write, or alone | a record of 64 bytes | the partner, when it receives |
+//! | immediate | travels with the last write, or alone | a record of 64 bytes | the peer, when it receives |
 //!
-//! The first two are for cards that place data in order, and wake nobody: who waits looks. The third is for cards that do
-//! not, takes a receive, and its credits are what the partner has *granted*: its receives less what it has yet to repost.
+//! The first two are for cards that place data in order, and wake nobody: who waits looks. The
+//! third is for cards that do not, takes a receive, and its credits are what the peer has
+//! *granted*: its receives less what it has yet to repost.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
@@ -31,7 +32,8 @@ use crate::error::{Cause, CompletionStatus, Loss, VerbsError};
 use crate::lane::rail::{Stuck, Target};
 use crate::lane::wait::{Interrupted, Patience, Waiter};
 
-/// Puts of at most so many bytes are staged wherever they lie: copying costs less than to wait until they are read.
+/// Puts of at most so many bytes are staged wherever they lie: copying costs less than to wait
+/// until they are read.
 pub const SMALL: usize = 1 << 10;
 /// Completions taken at once.
 const POLL: usize = 32;
@@ -89,7 +91,7 @@ impl State {
 /// How a rail ended.
 #[derive(Clone, Debug)]
 pub(super) enum End {
-    /// The partner has left in peace.
+    /// The peer has left in peace.
     Left,
     /// This went wrong first.
     Failed(VerbsError, Cause),
@@ -117,7 +119,7 @@ impl Connection {
         found.ok_or(VerbsError::NoKey { peer: self.peer, region: to.region, offset: to.offset })
     }
 
-    /// Runs `act` on a rail that works; one whose partner has left takes everything and does nothing.
+    /// Runs `act` on a rail that works; one whose peer has left takes everything and does nothing.
     pub(super) fn with(
         &self,
         patience: Patience<'_>,
@@ -147,7 +149,8 @@ impl Connection {
         }
     }
 
-    /// Nothing more is sent. What is under way must not be read by the card once its memory is someone else's.
+    /// Nothing more is sent. What is in flight must not be read by the card once its memory is
+    /// someone else's.
     pub(super) fn end(&self, state: &mut State, end: End) {
         if state.end.is_some() {
             return;
@@ -159,7 +162,7 @@ impl Connection {
         }
     }
 
-    /// Something went wrong. If the partner has left in peace, nothing did; otherwise the world ends.
+    /// Something went wrong. If the peer has left in peace, nothing did; otherwise the world ends.
     pub(super) fn fail(&self, state: &mut State, error: VerbsError, health: &Health) {
         if state.end.is_some() {
             return;
@@ -254,7 +257,7 @@ impl Connection {
         }
     }
 
-    /// Waiting for a partner that leaves in peace is over; it is no error to have sent it something.
+    /// Waiting for a peer that leaves in peace is over; it is no error to have sent it something.
     fn left_or(&self, why: Interrupted, patience: Patience<'_>) -> Halt {
         match why {
             Interrupted::Dead(Cause::Lost { rank, how: Loss::Closed })

@@ -1,10 +1,12 @@
-//! What a rail will ask of its card, told from the calls alone: what the card's own counts are held against.
+//! What a rail will ask of its card, told from the calls alone: what the card's own counts are held
+//! against.
 //!
-//! The rules of the lane, as arithmetic. Puts are pieces: what is copied is one, rows in place are one for each run of
-//! neighbours. Pieces that lie one behind the other at the partner are one request, until it has thirty pieces or a chunk
-//! of bytes, or until a signal. A signal is one request more, or two with a tag, or none if it travels with the puts before it.
-//! A batch is a doorbell, a doorbell a completion. Exact as long as nothing waits for credit: then a batch may be cut
-//! short, and only requests, packets and bytes are.
+//! The rules of the lane, as arithmetic. Puts are pieces: what is copied is one, rows in place are
+//! one for each run of local peers. Pieces that lie one behind the other at the peer are one
+//! request, until it has thirty pieces or a chunk of bytes, or until a signal. A signal is one
+//! request more, or two with a tag, or none if it travels with the puts before it. A batch is a
+//! doorbell, a doorbell a completion. Exact as long as nothing waits for credit: then a batch may
+//! be cut short, and only requests, packets and bytes are.
 
 use super::{Remote, SignalMode};
 use crate::lane::rail::Counters;
@@ -152,7 +154,7 @@ impl Forecast {
         self.post();
     }
 
-    /// The partner is told how many of its signals were taken: at once, and past a write that is open.
+    /// The peer is told how many of its signals were taken: at once, and past a write that is open.
     pub fn grant(&mut self) {
         self.request(8);
         self.post();
@@ -164,8 +166,8 @@ impl Forecast {
         self.post();
     }
 
-    /// Bytes and pieces that still travel with the write that is open, if at least `least` bytes for `to` do; else of a new
-    /// one.
+    /// Bytes and pieces that still travel with the write that is open, if at least `least` bytes
+    /// for `to` do; else of a new one.
     fn room(&mut self, to: Remote, least: u64, copied: bool) -> (u64, usize) {
         let Rules { chunk, staged, pieces, .. } = self.rules;
         if let Some(open) = self.open.filter(|open| open.behind == to && open.pieces < pieces) {

@@ -1,4 +1,5 @@
-//! The write that is being gathered: puts that lie one behind the other at the partner travel in one request.
+//! The write that is being gathered: puts that lie one behind the other at the peer travel in one
+//! request.
 //!
 //! ```text
 //!   put header | put_rows 7 2 9 | zero          at the partner   | header | 7 | 2 | 9 | 0 0 |
@@ -6,11 +7,12 @@
 //!       [ staged    in place     zeros ]        a request: at most a chunk of bytes, as many pieces as a card takes
 //! ```
 //!
-//! It ends with what lies elsewhere, with a signal, which may travel with it, and when everything is to go out: all of
-//! them calls. What the card has done so far ends nothing, so how many requests some calls come to does not depend on time.
+//! It ends with what lies elsewhere, with a signal, which may travel with it, and when everything
+//! is to go out: all of them calls. What the card has done so far ends nothing, so how many
+//! requests some calls come to does not depend on time.
 //!
-//! What of it is staged takes at most half of the staging: whoever waits for room to stage one more piece of it gets that
-//! room when all before it has been read, though it is not posted itself.
+//! What of it is staged takes at most half of the staging: whoever waits for room to stage one more
+//! piece of it gets that room when all before it has been read, though it is not posted itself.
 
 use super::block::Block;
 use super::{Remote, Sge};
@@ -81,7 +83,8 @@ impl Gather {
         }
     }
 
-    /// What can still travel to `to` with what has been gathered; `None` if that is nothing, or lies elsewhere.
+    /// What can still travel to `to` with what has been gathered; `None` if that is nothing, or
+    /// lies elsewhere.
     pub fn room(&self, to: Remote, staged: bool) -> Option<Room> {
         let behind = Remote { addr: self.to.addr + self.bytes, rkey: self.to.rkey };
         if self.pieces.is_empty() || to != behind {

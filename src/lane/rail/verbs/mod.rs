@@ -1,7 +1,8 @@
 //! Network cards: libibverbs behind a safe, typed face.
 //!
-//! The card reads and writes memory that was registered for it; the processor posts requests and polls completions.
-//! Everything is loaded at run time: without the library or a card there is a typed error, never a panic.
+//! The card reads and writes memory that was registered for it; the processor posts requests and
+//! polls completions. Everything is loaded at run time: without the library or a card there is a
+//! typed error, never a panic.
 //!
 //! ```text
 //!   Settings, Sysfs --> Rail: a card of this rank, open, and how its queue pairs go out
@@ -13,8 +14,9 @@
 //!                                +--> Completion: done, or why not
 //! ```
 //!
-//! On it the lane stands. An [`Adapter`] is all cards of a rank; each pair of partners is joined by a connection, which is the
-//! rail; it keeps what is under way within bounds, and what it asks of the card can be told in advance.
+//! On it the lane stands. An [`Adapter`] is all cards of a rank; each pair of peers is joined by a
+//! connection, which is the rail; it keeps what is in flight within bounds, and what it asks of the
+//! card can be told in advance.
 //!
 //! ```text
 //!   Adapter --+--> Device     a card, and the memory registered with it: keys that partners are told (keys, offer)
@@ -25,8 +27,9 @@
 //!                    +--> Forecast   what all this comes to
 //! ```
 //!
-//! Whatever is made in another keeps it alive, so the order in which they are dropped is always right. A call that
-//! fails while something is dropped is traced: nobody could do anything about it.
+//! Whatever is made in another keeps it alive, so the order in which they are dropped is always
+//! right. A call that fails while something is dropped is traced: nobody could do anything about
+//! it.
 //!
 //! Why own declarations, and no crate for verbs: see `library`.
 

@@ -1,10 +1,13 @@
-//! What this library uses of libibverbs' C interface: structures, constants, and the calls that C inlines.
+//! What this library uses of libibverbs' C interface: structures, constants, and the calls that C
+//! inlines.
 //!
-//! Only what is used is declared, under its C name. The layouts are libibverbs' stable binary interface (version 1.1,
-//! unchanged since 2006); each structure that crosses as a whole has its size asserted here, and the package
-//! `tests/verbs-abi` compares every size, offset and constant with what `rdma-sys` reads from the system's headers.
+//! Only what is used is declared, under its C name. The layouts are libibverbs' stable binary
+//! interface (version 1.1, unchanged since 2006); each structure that crosses as a whole has its
+//! size asserted here, and the package `tests/verbs-abi` compares every size, offset and constant
+//! with what `rdma-sys` reads from the system's headers.
 //!
-//! Numbers that a card answers are plain integers, never Rust enums: a newer driver may say something new.
+//! Numbers that a card answers are plain integers, never Rust enums: a newer driver may say
+//! something new.
 //!
 //! ```text
 //!   ibv_device -> ibv_context --+-- ibv_pd --+-- ibv_mr

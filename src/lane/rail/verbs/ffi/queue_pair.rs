@@ -55,7 +55,7 @@ pub struct ibv_global_route {
     pub traffic_class: u8,
 }
 
-/// The address of a partner's port.
+/// The address of a peer's port.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ibv_ah_attr {

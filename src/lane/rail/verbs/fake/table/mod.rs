@@ -1,4 +1,5 @@
-//! The C functions. Each finds the fabric behind its object; errors are told as libibverbs tells them.
+//! The C functions. Each finds the fabric behind its object; errors are told as libibverbs tells
+//! them.
 
 mod completion;
 mod device;
@@ -20,7 +21,8 @@ use super::state::State;
 use crate::lane::rail::verbs::ffi::*;
 use crate::lane::rail::verbs::library::Functions;
 
-/// `ibv_get_device_list` has no argument that leads to a fabric: each fabric has a function of its own.
+/// `ibv_get_device_list` has no argument that leads to a fabric: each fabric has a function of its
+/// own.
 const SLOTS: usize = 32;
 static FABRICS: Mutex<[Option<Weak<Fabric>>; SLOTS]> = Mutex::new([const { None }; SLOTS]);
 
