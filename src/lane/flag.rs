@@ -1,4 +1,4 @@
-//! A flag word and the cache line it has to itself.
+//! A flag word, in a cache line of its own.
 //!
 //! ```text
 //!   byte 0    value: epoch, number of the call, part of the call; one writer, only grows
@@ -8,7 +8,7 @@
 //! ```
 //!
 //! The tag is written before the value and read after it. Two tags are enough: a writer can be one
-//! call ahead of a reader, never two, because each call waits for everybody's entry.
+//! call ahead of a reader, never two, because each call waits for the entry of every rank.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -29,7 +29,8 @@ impl<'a> FlagLine<'a> {
     /// A line at this address.
     ///
     /// # Safety
-    /// 64 bytes, aligned to 8, mapped for `'a`, used as a flag line by everybody who maps them.
+    /// 64 bytes, aligned to 8, mapped for `'a`, used as a flag line by every process that maps
+    /// them.
     pub unsafe fn new(at: NonNull<u8>) -> Self {
         // SAFETY: by the contract above; atomics may be shared with other processes.
         FlagLine { words: unsafe { at.cast().as_ref() } }

@@ -1,4 +1,4 @@
-//! What a port waits for: that a flag rises, that sources are free, that bytes have landed.
+//! Waits of a port: for a flag, for sources that are free, for bytes that have landed.
 
 use std::time::Duration;
 

@@ -1,9 +1,9 @@
-//! What an executor holds: windows, and a lane to every rank.
+//! A port, an executor's view: windows, and a lane to every rank.
 //!
-//! All addresses are (window, offset, length) and are checked here, before anything is posted; the
-//! pointers that the vector loops get come from those checks. What a window's put to a local peer
-//! goes through is inlined whole, and what goes over a rail kept out of it: there a call takes
-//! longer than a cache line from core to core.
+//! All addresses are (window, offset, length) and are checked here, before anything is posted. The
+//! pointers of the vector loops come from those checks. The path of a window's put to a local peer
+//! is inlined whole, and the path to another node is kept out of it: a function call takes longer
+//! there than a cache line from core to core.
 
 use std::sync::Arc;
 
@@ -90,7 +90,7 @@ impl Port {
     /// Moves one span. The source may be changed after [`Port::settle`].
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`], [`LaneError::SourceBounds`], and whatever ends a wait for
+    /// [`MemoryError::OutOfBounds`], [`LaneError::SourceBounds`], and errors that end a wait for
     /// credit.
     #[inline(always)]
     pub fn put(&self, to: u32, span: &SpanCopy, io: &Io<'_>, stores: Stores) -> Result<(), Error> {
@@ -281,7 +281,7 @@ impl Port {
         Ok(())
     }
 
-    /// Writes elements to this rank's own window, under the schedule's licence.
+    /// Writes elements to this rank's own window, when the schedule permits it.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].

@@ -1,5 +1,5 @@
-//! The yardstick's way between machines: as many bytes as a plan sends, in bare writes, to memory
-//! that nobody reads.
+//! The floor between machines: as many bytes as a plan sends, in bare writes, to memory that no
+//! rank reads.
 
 use std::sync::Arc;
 
@@ -38,8 +38,9 @@ impl Raw {
         wired
     }
 
-    /// Writes it all, a chunk to each peer in turn, and waits until it has landed. A rail that
-    /// fails has ended the world, which whoever measures learns at the next meeting.
+    /// Writes all bytes, a chunk to each peer in turn, and waits until they have landed. A
+    /// connection that fails has ended the world, and the measuring rank learns of it at the next
+    /// meeting.
     pub fn write(&self) {
         let _ = self.try_write();
     }

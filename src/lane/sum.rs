@@ -1,7 +1,7 @@
-//! Reading what peers offer: the sum of rows, and the fetch of weights.
+//! Reads the offers of peers: the sum of rows, and the fetch of weights.
 //!
-//! On a node the reader pulls: it adds up the rows where they lie, in the owners' pools, in one
-//! pass over the bytes. (Pushing them home and summing there moves every byte three times.)
+//! On a node the reader pulls: it adds up the rows in place, in the owners' pools, in one pass over
+//! the bytes. (Pushing them and summing at the target moves every byte three times.)
 
 use std::ops::Range;
 

@@ -1,9 +1,9 @@
-//! How a rank waits: look, then attend to rails, then yield, then sleep. Every wait ends.
+//! Waits: poll, then serve the connections, then yield, then sleep. Every wait ends.
 //!
-//! On an idle core the value comes while looking (tens of nanoseconds). With more ranks than cores
-//! the one that is awaited needs the core: yielding hands it over for less than a wake-up costs.
-//! Sleeping is for long waits, and in slices, so that a dead world is noticed even if nobody wakes
-//! the sleeper.
+//! On an idle core the value arrives during polling (tens of nanoseconds). With more ranks than
+//! cores the awaited rank needs the core, and yielding hands it over for less than a wake-up costs.
+//! Sleeping is for long waits. It goes in slices, so a failed world is noticed even if nothing
+//! wakes the sleeper.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
@@ -22,15 +22,14 @@ const LOOKS_IN_A_CROWD: u32 = 2;
 const PAUSES: u32 = 50;
 const PAUSES_IN_A_CROWD: u32 = 4;
 const YIELDS: u32 = 400;
-/// Where nobody wakes who sleeps on a flag, sleeping is for waits that are long already: some
-/// milliseconds.
+/// If nothing wakes a thread that sleeps on a flag, it sleeps only after some milliseconds.
 const YIELDS_IN_SILENCE: u32 = 20_000;
 /// The longest time in which a waiter does not look whether the world is alive.
 const SLICE: Duration = Duration::from_millis(10);
-/// The same, where nobody wakes who sleeps on a flag.
+/// The longest sleep, if nothing wakes a thread that sleeps on a flag.
 pub(super) const NAP: Duration = Duration::from_micros(50);
-/// The longest time between two looks of a waiter that is awake. What goes beyond it is a stop of
-/// this process, which is nobody else's fault: it does not count as waiting.
+/// The longest time between two polls of a waiter that is awake. A longer gap is a stop of this
+/// process, which no other rank caused, so it does not count as waiting.
 const STRIDE: Duration = Duration::from_millis(500);
 
 thread_local! {
@@ -61,7 +60,7 @@ pub struct Patience<'a> {
     pub awaited: u32,
     /// Ends the wait when the awaited rank is alive but silent for so long.
     pub deadline: Duration,
-    /// Whether signals come that wake nobody.
+    /// Whether signals arrive that wake no thread.
     pub silent: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Waiting for words that devices write: nobody wakes a thread for them, so it looks.
+//! Waits for words that devices write. Nothing wakes a thread for them, so it polls.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;

@@ -29,7 +29,7 @@ struct Shared {
     regions: Arc<Regions>,
     health: Arc<Health>,
     bell: OwnedFd,
-    /// The bell, and those of rails that have their own.
+    /// The thread's event descriptor, and those of connections that have their own.
     bells: OwnedFd,
     stop: AtomicBool,
     /// Threads that wait for what comes here share their cores with threads that compute.
@@ -37,8 +37,8 @@ struct Shared {
     idle_rounds: u32,
 }
 
-/// Rounds without news after which the card sleeps. Where ranks share cores, whoever waits receives
-/// by itself, and a card that looks again and again only keeps others from running.
+/// Rounds without news after which the thread sleeps. If ranks share cores, a waiting rank receives
+/// by itself, and a polling thread only keeps others from running.
 const IDLE_ROUNDS: u32 = 64;
 const IDLE_ROUNDS_IN_A_CROWD: u32 = 1;
 
@@ -74,7 +74,7 @@ impl Card {
         Ok(Card { shared, thread: Some(thread) })
     }
 
-    /// What peers may write to.
+    /// Memory that peers may write to.
     pub fn regions(&self) -> &Arc<Regions> {
         &self.shared.regions
     }
@@ -120,12 +120,12 @@ impl Card {
         self.shared.end(cause);
     }
 
-    /// What all rails together have done so far.
+    /// Counts of all connections so far.
     pub fn counters(&self) -> Counters {
         self.shared.rails().iter().map(|rail| rail.counters()).sum()
     }
 
-    /// What they were to do.
+    /// The predicted counts.
     pub fn forecast(&self) -> Counters {
         self.shared.rails().iter().map(|rail| rail.forecast()).sum()
     }

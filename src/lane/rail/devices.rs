@@ -21,7 +21,7 @@ pub struct DeviceMemory {
     pub context: Arc<Context>,
     /// This rank's, to which peers may write.
     pub own: Range,
-    /// Neighbours', which may be sent: whose, by position in the group.
+    /// Memory of local peers, as a source of puts, by position of its owner in the group.
     pub neighbours: Vec<(u32, Range)>,
     /// This rank's position in the group.
     pub rank: u32,
@@ -75,7 +75,7 @@ pub enum Detour {
     Card {
         /// Why not by a descriptor.
         dma_buf: NoDmaBuf,
-        /// What it answered to the address.
+        /// Its answer for the address.
         errno: i32,
     },
     /// The device sees what cards write in no order, and its streams cannot wait until it is there.
@@ -106,7 +106,7 @@ impl Detour {
 pub struct Local {
     /// Number of the region at this rank.
     pub region: u32,
-    /// Whose memory, by position in the group.
+    /// Owner of the memory, by position in the group.
     pub member: u32,
     /// First byte in it.
     pub offset: u64,

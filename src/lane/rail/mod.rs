@@ -122,7 +122,7 @@ pub trait Wiring: fmt::Debug + Send + Sync {
     /// Of the lane, if it cannot be opened.
     fn open(&self, peer: u32) -> Result<Box<dyn WireEnd + '_>, Error>;
 
-    /// Lets peers write to a region. Returns what they must be told of it ([`Rail::learn`]).
+    /// Lets peers write to a region. Returns the description that they need ([`Rail::learn`]).
     ///
     /// # Errors
     /// Of the lane, if the memory cannot be registered.
@@ -131,11 +131,11 @@ pub trait Wiring: fmt::Debug + Send + Sync {
         Ok(Vec::new())
     }
 
-    /// Lets peers write to memory of a device, and cards read it. Returns what peers must be told
-    /// of it, and how it was registered.
+    /// Lets peers write to memory of a device, and NICs read it. Returns the description that peers
+    /// need, and how it was registered.
     ///
     /// # Errors
-    /// Why it cannot be.
+    /// The reason why it cannot be.
     fn register_device(&self, _: u32, _: &DeviceMemory) -> Result<(Vec<u8>, Registration), Detour> {
         Err(Detour::Lane(self.lane()))
     }
@@ -143,7 +143,7 @@ pub trait Wiring: fmt::Debug + Send + Sync {
     /// The end of that.
     fn deregister(&self, _number: u32) {}
 
-    /// What the wires are laid through, for reports: a line per card.
+    /// Descriptions of the hardware that connections use, for reports: a line per NIC.
     fn describe(&self) -> Vec<String> {
         Vec::new()
     }
@@ -200,7 +200,7 @@ pub trait Rail: fmt::Debug + Send + Sync {
         patience: Patience<'_>,
     ) -> Result<(), Stuck>;
 
-    /// What it does with memory of devices, if anything.
+    /// Its operations on memory of devices, if it has any.
     fn devices(&self) -> Option<&dyn DeviceRail> {
         None
     }
@@ -217,8 +217,7 @@ pub trait Rail: fmt::Debug + Send + Sync {
     /// As [`Rail::put`].
     fn signal(&self, to: Target, value: u64, tag: Option<Tag>, patience: Patience<'_>) -> Result<(), Stuck>;
 
-    /// Sees to it that everything so far gets in flight, and tells whether nothing of it is read
-    /// here any more.
+    /// Posts everything so far, and returns whether the lane has finished reading it here.
     fn settled(&self) -> bool {
         true
     }
@@ -241,8 +240,8 @@ pub trait Rail: fmt::Debug + Send + Sync {
     /// anything to do.
     fn progress(&self, health: &Health) -> bool;
 
-    /// Asks to be woken when there is something to do: by [`Rail::bell`], or by the peer at the
-    /// bell of the [`Card`]. Returns whether there is something already.
+    /// Requests a wake-up when there is work: by [`Rail::bell`], or by the peer through the event
+    /// descriptor of the [`Card`]. Returns whether there is work already.
     fn arm(&self, health: &Health) -> bool;
 
     /// A descriptor that is readable when there is something to do, if this rail has one of its
@@ -267,12 +266,12 @@ pub trait Rail: fmt::Debug + Send + Sync {
     /// The peer has cleared bytes of its own that flags may lie in.
     fn cleared(&self, _from: Target, _len: u64) {}
 
-    /// What the rail has done so far; all 0 where nothing is counted.
+    /// Counts so far; all 0 if nothing is counted.
     fn counters(&self) -> Counters {
         Counters::default()
     }
 
-    /// What the rail was to do for what was asked of it, if it was to forecast ([`Setup`]).
+    /// Predicted counts, if it was set up to predict them ([`Setup`]).
     fn forecast(&self) -> Counters {
         Counters::default()
     }
@@ -284,7 +283,7 @@ pub trait Rail: fmt::Debug + Send + Sync {
     /// point in time.
     fn leave(&self, _until: Instant) {}
 
-    /// What went wrong on this rail, if it knows more than that the world is dead.
+    /// The error of this connection, if it knows more than that the world has failed.
     fn fault(&self) -> Option<LaneError> {
         None
     }

@@ -1,4 +1,4 @@
-//! What peers may write to, and the writing, where this rank does it for them.
+//! Regions that peers may write to, and the writes that this rank does for them.
 
 use std::ptr::NonNull;
 use std::sync::{Arc, PoisonError, RwLock};

@@ -164,7 +164,7 @@ impl Rail for Link {
         .map_err(|(seen, why)| Stuck { awaited, seen, why })
     }
 
-    /// Receives whatever has come, unless another thread is doing so.
+    /// Receives pending records, unless another thread is doing so.
     fn progress(&self, health: &Health) -> bool {
         let Ok(mut inbound) = self.inbound.try_lock() else { return false };
         let In { ring, tail, held } = &mut *inbound;
@@ -214,8 +214,8 @@ impl Rail for Link {
         self.paced.as_ref().map(|paced| paced.timer.as_fd())
     }
 
-    /// The peer looks once more for what a rank has sent before it left: by then it must be due,
-    /// unless the link is so slow that nobody waits for it.
+    /// The peer polls once more for records that a rank sent before it left. They must be due by
+    /// then, unless the link is so slow that no rank waits for it.
     fn leave(&self, until: Instant) {
         let due = self.lock_out().due;
         let left = Duration::from_nanos(due.saturating_sub(now()));

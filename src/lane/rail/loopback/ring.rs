@@ -40,7 +40,7 @@ pub struct Read {
     pub next: u64,
 }
 
-/// View of one ring in mapped memory. Whoever holds it keeps the mapping alive.
+/// View of one ring in mapped memory. Its owner keeps the mapping alive.
 #[derive(Clone, Copy, Debug)]
 pub struct Ring {
     at: NonNull<u8>,

@@ -6,7 +6,7 @@ use crate::bootstrap::Pass;
 use crate::config::TcpAddress;
 use crate::error::BootstrapError;
 
-/// Where to listen, and what peers are told.
+/// Addresses to listen at, and those that peers receive.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Places {
     /// The address to bind.
@@ -53,14 +53,15 @@ impl Places {
         }
     }
 
-    /// What peers are told.
+    /// The addresses as bytes for peers.
     pub fn to_text(&self, port: u16) -> String {
         let sockets = self.told.iter().map(|&ip| SocketAddr::new(ip, port).to_string());
         sockets.collect::<Vec<_>>().join(",")
     }
 }
 
-/// What a peer was told, if it makes sense. `seen_at` is where the rendezvous sees who said it.
+/// Addresses that a peer received, if the bytes are valid. `seen_at` is where the rendezvous sees
+/// their sender.
 pub fn parse(told: &[u8], seen_at: Option<IpAddr>) -> Option<Vec<SocketAddr>> {
     let resolve = |mut address: SocketAddr| {
         if address.ip().is_unspecified() {

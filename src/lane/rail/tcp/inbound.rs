@@ -15,7 +15,7 @@ const STAGE: usize = 4096;
 /// Bytes taken in one turn, so that one loud peer does not keep the others waiting.
 const GULP: usize = 1 << 20;
 
-/// What has come, up to the middle of a record.
+/// Received bytes, up to the middle of a record.
 #[derive(Debug)]
 pub struct Inbound {
     stage: Box<[u8; STAGE]>,

@@ -22,7 +22,7 @@ use crate::lane::wait::{self, Patience, Waiter};
 use crate::lane::{FlagLine, RowSource};
 use crate::schedule::Tag;
 
-/// What all ends of a rank share.
+/// State that all connections of a rank share.
 #[derive(Clone, Debug)]
 pub struct Shared {
     /// This rank.
@@ -166,7 +166,7 @@ impl Rail for Link {
         .map_err(|(seen, why)| Stuck { awaited: mark, seen, why })
     }
 
-    /// Receives whatever has come, unless another thread is doing so, and sends what waits.
+    /// Receives pending records, unless another thread is doing so, and sends pending ones.
     fn progress(&self, health: &Health) -> bool {
         if self.ended.get().is_some() {
             self.mourn(health);
@@ -180,7 +180,7 @@ impl Rail for Link {
         news
     }
 
-    /// The bell rings as long as there is anything to do.
+    /// Keeps the event descriptor readable while there is work.
     fn arm(&self, _: &Health) -> bool {
         false
     }
@@ -200,8 +200,8 @@ impl Rail for Link {
         caused.then_some(LaneError::Wire { rank, peer, lane: self.lane(), errno })
     }
 
-    /// What the peer has not read yet would be lost with the socket, if something from it lies here
-    /// unread.
+    /// Data that the peer has not read yet would be lost with the socket, if unread data from it
+    /// lies here.
     fn leave(&self, until: Instant) {
         let health = &self.shared.health;
         let mark = {
@@ -233,7 +233,8 @@ impl Link {
         self.sending(|out| self.send(out, &mut [IoSlice::new(&record.to_bytes())], patience))
     }
 
-    /// Sends with nobody between, and answers the peer's questions that came meanwhile.
+    /// Sends without interruption by another thread, and answers the peer's questions that arrived
+    /// meanwhile.
     fn sending<T>(&self, send: impl FnOnce(&mut Outgoing) -> Result<T, Stuck>) -> Result<T, Stuck> {
         let sent = send(&mut self.lock_out());
         // Whoever found the lock taken has left its answer to this thread.

@@ -1,4 +1,4 @@
-//! What only a connection can show: one end is the lane's, the other one is played by the test.
+//! Tests at a connection: one end is the lane's, and the test acts as the other one.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};

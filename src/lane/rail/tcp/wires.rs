@@ -14,7 +14,7 @@ use crate::config::TcpAddress;
 use crate::error::{BootstrapError, Error, LaneError};
 use crate::lane::rail::{Rail, Regions, WireEnd, WireOffer, Wiring, system};
 
-/// What a rank offers that connects to its peer: it needs to be told nothing.
+/// Offer of a rank that connects to its peer: empty, because the peer needs no address.
 const GUEST: &[u8] = b"guest";
 /// The longest time in which a rank that waits for a connection does not look whether the world is
 /// alive.
@@ -26,7 +26,7 @@ pub struct Wires {
     pass: Pass,
     shared: Shared,
     clocks: Clocks,
-    /// Where peers of higher rank are told to connect.
+    /// Addresses at which peers of higher rank connect.
     told: String,
     reception: Mutex<Reception>,
 }
@@ -62,11 +62,11 @@ impl Wires {
         Ok(Wires { pass, shared, clocks, told, reception })
     }
 
-    /// Connects to a peer of lower rank, at one of the addresses it told.
+    /// Connects to a peer of lower rank, at one of the addresses it offered.
     ///
     /// # Errors
-    /// Why it was not let in, if it is known. What somebody answered says more than that another
-    /// address is silent.
+    /// The reason of a refusal, if it is known. An answer from one address says more than the
+    /// silence of another.
     fn knock(
         &self,
         peer: u32,

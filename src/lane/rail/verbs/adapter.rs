@@ -36,7 +36,7 @@ const INSIDE: u32 = 24;
 /// Chunks that may be staged for one peer.
 const STAGED: u64 = 4;
 
-/// What a rank tells its cards.
+/// Settings of a rank for its NICs.
 pub struct Setup {
     /// The rank (in the world).
     pub rank: u32,
@@ -46,7 +46,7 @@ pub struct Setup {
     pub nodes: NodeMap,
     /// Bytes at the start of the heap that hold flags and what goes with them.
     pub strict: u64,
-    /// What peers may write to, where this rank does it for them.
+    /// Regions that peers may write to, where this rank does it for them.
     pub regions: Arc<Regions>,
     /// Whether the world is alive.
     pub health: Arc<Health>,
@@ -59,9 +59,9 @@ pub struct Setup {
 pub struct Ground {
     /// libibverbs.
     pub library: Arc<Library>,
-    /// What the kernel tells of cards.
+    /// The kernel's description of NICs.
     pub sysfs: Sysfs,
-    /// What may be overridden.
+    /// Settings of the environment.
     pub settings: Settings,
 }
 
@@ -89,7 +89,7 @@ pub struct Adapter {
     regions: Arc<Regions>,
     health: Arc<Health>,
     forecast: bool,
-    /// The first region, as peers are told of it.
+    /// Description of the first region, for peers.
     heap: Mutex<Vec<u8>>,
 }
 

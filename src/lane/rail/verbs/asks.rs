@@ -199,7 +199,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Signals by a number, which the peer's receive is told. Returns whether the number was
+    /// Signals by a number, which the peer's receive reports. Returns whether the number was
     /// enough.
     fn number(
         &self,

@@ -1,4 +1,4 @@
-//! Which cards a rank uses: a pure function, so that it can be tried on machines that nobody has.
+//! Choice of NICs for a rank: a pure function, so tests can run it for machines that do not exist.
 //!
 //! ```text
 //!   named          all of them, in the order given: one rail each

@@ -1,7 +1,7 @@
-//! Completion queues: how a card says that work requests are done, or why not.
+//! Completion queues: the NIC reports work requests as done, or the reason of a failure.
 //!
-//! A completion of a failed request tells its number, its queue pair, a status, and nothing else:
-//! the other fields are not written. So what was asked for is known by the number alone, and
+//! The completion of a failed request tells its number, its queue pair and a status, and nothing
+//! else: the other fields are not written. So the number alone identifies the request, and
 //! [`Completion::outcome`] does not offer the rest.
 
 use std::os::fd::{AsFd, BorrowedFd};
@@ -157,7 +157,7 @@ impl Drop for Channel {
     }
 }
 
-/// What a card says of one work request.
+/// Report of a NIC about one work request.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub struct Completion(ibv_wc);
@@ -165,7 +165,7 @@ pub struct Completion(ibv_wc);
 /// A work request that is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Done {
-    /// What is done.
+    /// The completed operation.
     pub kind: Kind,
     /// Of a receive: bytes that came.
     pub bytes: u32,
@@ -173,7 +173,7 @@ pub struct Done {
     pub immediate: Option<u32>,
 }
 
-/// What a card says is done.
+/// Operation that a NIC reports as done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A send.
@@ -195,7 +195,7 @@ pub enum Kind {
 pub struct Failed {
     /// Why.
     pub status: CompletionStatus,
-    /// What the card's maker says about it.
+    /// Vendor error code.
     pub vendor: u32,
 }
 

@@ -1,4 +1,4 @@
-//! One rail: a queue pair to one peer, and what both ends know of each other.
+//! One connection: a queue pair to one peer, and the state that both ends keep about each other.
 //!
 //! ```text
 //!   put, rows, zeros --> pieces in place, or staged --> Sender --> card ==> partner's memory
@@ -6,15 +6,15 @@
 //!   progress         <-- completions: done | a signal has come | why it failed
 //! ```
 //!
-//! | signal | without tag | with tag | who raises the word |
+//! | signal | without tag | with tag | writer of the word |
 //! |---|---|---|---|
-//! | write | write of 8 bytes | write of the tag before it | the card |
-//! | fetch-add | addition | write of the tag before it | the card |
+//! | write | write of 8 bytes | write of the tag before it | the NIC |
+//! | fetch-add | addition | write of the tag before it | the NIC |
 //! | immediate | travels with the last write, or alone | a record of 64 bytes | the peer, when it receives |
 //!
-//! The first two are for cards that place data in order, and wake nobody: who waits looks. The
-//! third is for cards that do not, takes a receive, and its credits are what the peer has
-//! *granted*: its receives less what it has yet to repost.
+//! The first two are for NICs that place data in order. They wake no thread, so a waiter polls. The
+//! third is for NICs that do not place data in order. It takes a receive, and its credits are the
+//! peer's *grant*: its receives less those that it has yet to repost.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
@@ -53,7 +53,7 @@ pub struct Connection {
     pub(super) health: Arc<Health>,
 }
 
-/// What a rail is made of.
+/// Parts of a connection.
 pub struct Parts {
     pub me: u32,
     pub peer: u32,
@@ -72,7 +72,7 @@ pub(super) struct State {
     pub(super) sender: Sender,
     pub(super) receiver: Receiver,
     pub(super) sent: Sent,
-    /// Where somebody wants to compare.
+    /// Prediction of requests, if one was requested.
     pub(super) forecast: Option<Forecast>,
     /// Why nothing more is sent.
     pub(super) end: Option<End>,

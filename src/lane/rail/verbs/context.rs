@@ -32,7 +32,7 @@ unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
 
-/// What a card can do, as far as the lane asks.
+/// Abilities of a NIC that the lane uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Attributes {
     /// Pieces of memory in one work request.
@@ -91,7 +91,7 @@ impl Context {
         &self.card
     }
 
-    /// What the card can do.
+    /// Abilities of the NIC.
     pub fn attributes(&self) -> &Attributes {
         &self.attributes
     }

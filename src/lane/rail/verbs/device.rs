@@ -20,7 +20,7 @@ pub const ZEROS: u64 = 64 << 10;
 pub struct Device {
     /// The card, its port and its address.
     pub card: CardRail,
-    /// What its queue pairs may use.
+    /// Limits of its queue pairs.
     pub domain: Arc<ProtectionDomain>,
     /// Registered regions by number.
     regions: RwLock<HashMap<u32, Registered>>,

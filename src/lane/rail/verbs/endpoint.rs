@@ -1,12 +1,12 @@
-//! What a queue pair's peer must know of it, as it goes through the rendezvous.
+//! Description of a queue pair for its peer, as it goes through the rendezvous.
 //!
 //! ```text
 //!   byte 0        1        2     3          4           8                    12   14   16
 //!        version  network  mtu   atomics    queue pair  first packet number  lid  0    gid (16 bytes)
 //! ```
 //!
-//! Numbers are little-endian. The whole is 32 bytes; the version comes first, so that any other
-//! build is told apart before a byte of it is believed.
+//! Numbers are little-endian. The whole is 32 bytes. The version comes first, so another build is
+//! recognized before any other byte is trusted.
 
 use std::net::Ipv6Addr;
 

@@ -16,11 +16,11 @@ pub struct Gid {
     pub index: u8,
     /// The address.
     pub gid: Ipv6Addr,
-    /// What it is for.
+    /// Kind of the address.
     pub kind: GidType,
 }
 
-/// What an address is for.
+/// Kind of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GidType {
     /// InfiniBand; on Ethernet, RoCE v1.

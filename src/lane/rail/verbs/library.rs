@@ -26,7 +26,7 @@ use super::ffi::{
 };
 use crate::error::VerbsError;
 
-/// What the dynamic loader is asked for if nothing else is named.
+/// Default name for the dynamic loader.
 const USUAL: &str = "libibverbs.so.1";
 
 /// Declares the table, and how it is filled: the symbol of a function is its name with `ibv_`

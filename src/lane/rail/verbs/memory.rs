@@ -54,8 +54,8 @@ impl Drop for ProtectionDomain {
 }
 
 bitflags::bitflags! {
-    /// What may be done to registered memory. Reading by the card itself is always allowed, reading
-    /// by others never.
+    /// Permitted access to registered memory. Reads by the NIC itself are always allowed, reads by
+    /// others never.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Access: u32 {
         /// The card may write what its own queue pairs receive.
@@ -117,13 +117,13 @@ impl MemoryRegion {
     /// ordinary one.
     ///
     /// # Safety
-    /// The memory is mapped until the region is dropped. From now on cards may read it, and write
-    /// it as `access` allows, at any time: nobody holds a reference to what they write, and what
-    /// they read is not borrowed mutably while a work request names it.
+    /// The memory is mapped until the region is dropped. From now on NICs may read it, and write it
+    /// as `access` allows, at any time: no reference exists to bytes that they write, and bytes
+    /// that they read are not borrowed mutably while a work request names them.
     ///
     /// # Errors
     /// [`VerbsError::Register`]; [`VerbsError::TooOld`] if `access` is relaxed and the library does
-    /// not know how.
+    /// not support it.
     pub unsafe fn register(
         domain: &Arc<ProtectionDomain>,
         at: NonNull<u8>,

@@ -23,7 +23,7 @@ use crate::error::{Operation, VerbsError};
 /// Atomics in flight that are worth having: signals, a few per peer.
 const ATOMICS: u8 = 16;
 
-/// How long a peer is told to wait that met no receive: 0.64 ms, about a turn of a busy receiver.
+/// Wait that a peer is told when it met no receive: 0.64 ms, about a time slice of a busy receiver.
 const RNR_TIMER: u8 = 12;
 
 /// Routers that a packet may pass.
@@ -76,8 +76,8 @@ impl QueuePair {
     /// A queue pair towards rank `peer` of the world. Receives may be posted at once, before it is
     /// connected.
     ///
-    /// No inline bytes may be granted ([`caps`](Self::caps) tells); everything else is granted as
-    /// asked, or more.
+    /// No inline bytes may be granted (see [`caps`](Self::caps)); everything else is granted as
+    /// requested, or more.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
@@ -149,7 +149,7 @@ impl QueuePair {
         self.modify(attr, ffi::IBV_QP_PKEY_INDEX | ffi::IBV_QP_PORT | ffi::IBV_QP_ACCESS_FLAGS)
     }
 
-    /// What the peer must know to connect.
+    /// The description that the peer needs to connect.
     pub fn endpoint(&self) -> Endpoint {
         Endpoint {
             link: self.path.link,
@@ -228,10 +228,12 @@ impl QueuePair {
             .map_err(|errno| self.context().failed("ibv_modify_qp to ERR", errno))
     }
 
-    /// Posts what waits in the chain, with one doorbell. What the card refuses stays in the chain.
+    /// Posts the requests of the chain, with one doorbell. Requests that the NIC refuses stay in
+    /// the chain.
     ///
     /// # Errors
-    /// [`VerbsError::Post`]: how many were taken, and the errno. `ENOMEM` says that the queue is full.
+    /// [`VerbsError::Post`]: how many were taken, and the errno. `ENOMEM` says that the queue is
+    /// full.
     pub fn post_send(&self, chain: &mut SendChain) -> Result<(), VerbsError> {
         // SAFETY: the context is open.
         let post = unsafe { (*self.context().raw()).ops.post_send };
@@ -295,7 +297,7 @@ impl QueuePair {
         self.peer
     }
 
-    /// What was granted.
+    /// The granted limits.
     pub fn caps(&self) -> Caps {
         self.caps
     }

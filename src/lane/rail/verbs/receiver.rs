@@ -63,8 +63,7 @@ impl Receiver {
         self.own as u32
     }
 
-    /// The peer keeps so many receives, and wants to be told here how many of its signals were
-    /// taken.
+    /// The peer keeps so many receives, and wants the count of its taken signals at this address.
     pub fn joined(&mut self, receives: u32, grant_to: Remote) {
         (self.theirs, self.grant_to) = (receives.into(), grant_to);
     }
@@ -107,23 +106,22 @@ impl Receiver {
         (self.own / 4).max(1)
     }
 
-    /// How many signals the peer should be told that were taken, if it does not know of many of
-    /// them.
+    /// Number of taken signals that the peer should learn, if it does not know of many of them.
     pub fn to_grant(&self) -> Option<u64> {
         (self.taken - self.told >= self.batch()).then_some(self.taken)
     }
 
-    /// Where the peer wants to be told.
+    /// Address at which the peer wants the number.
     pub fn grant_to(&self) -> Remote {
         self.grant_to
     }
 
-    /// It is being told.
+    /// The number was sent.
     pub fn granted(&mut self, taken: u64) {
         self.told = taken;
     }
 
-    /// Whether the peer has a receive for one more signal, having told that so many were taken.
+    /// Whether the peer has a receive for one more signal, after it reported so many as taken.
     pub fn may_signal(&self, granted: u64) -> bool {
         self.signals < granted + self.theirs
     }

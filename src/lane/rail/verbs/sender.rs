@@ -19,7 +19,7 @@ use super::{Flags, QueuePair, Remote, SendChain, Sge};
 use crate::error::{Operation, VerbsError};
 use crate::lane::rail::Counters;
 
-/// What may be in flight.
+/// Limits of requests in flight.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Requests.
@@ -121,7 +121,7 @@ impl Sender {
         })
     }
 
-    /// What a write that holds nothing yet takes.
+    /// Room of an empty write.
     pub fn bounds(&self) -> Bounds {
         self.gather.bounds
     }
@@ -147,8 +147,8 @@ impl Sender {
         true
     }
 
-    /// Nothing more travels with the write that is being gathered. Whoever stages what will not is
-    /// to say so first: who waits for room may wait for this very write.
+    /// Closes the write that is being gathered. Call it before staging data that does not travel
+    /// with it, because a wait for room may be a wait for this very write.
     pub fn close(&mut self) {
         self.close_as(Kind::Write);
     }
@@ -188,8 +188,9 @@ impl Sender {
         true
     }
 
-    /// Tells the peer at once how many of its signals were taken. This may overtake a write that is
-    /// being gathered: it says nothing of it, and when it is said is up to the peer.
+    /// Reports to the peer at once how many of its signals were taken. This may overtake a write
+    /// that is being gathered: the report says nothing about it, and the peer does not expect it at
+    /// a given time.
     pub fn grant(&mut self, to: Remote, taken: u64) -> Result<(), VerbsError> {
         let piece = self.block.grant(taken)?;
         self.pieces.push_back(piece);
@@ -298,7 +299,7 @@ impl Sender {
         }
     }
 
-    /// Forgets what has not been posted: there is nobody to send it to.
+    /// Drops requests that have not been posted: their peer is gone.
     pub fn abandon(&mut self) {
         self.gather.pieces.clear();
         self.queue.clear();
@@ -341,7 +342,7 @@ fn code(kind: Kind) -> u64 {
     }
 }
 
-/// What the request of this number asked for.
+/// The operation of the request with this number.
 pub fn operation(id: u64) -> Operation {
     match id {
         receive if receive & RECEIVE != 0 => Operation::Receive,

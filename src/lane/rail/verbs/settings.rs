@@ -1,5 +1,5 @@
-//! What may be overridden, read from the environment once. The table of variables, with defaults
-//! and reasons, is `docs/verbs.md`.
+//! Settings of the verbs lane, read from the environment once. `docs/verbs.md` has the table of
+//! variables, with defaults and reasons.
 
 use std::ops::RangeInclusive;
 use std::path::PathBuf;

@@ -1,9 +1,8 @@
-//! What both ends know of the words that are signalled over a rail, beyond the words themselves.
+//! State of both ends about words that are signaled over a connection, beyond the words themselves.
 //!
-//! A write needs to know nothing. An addition must know what the word holds; a number of 32 bits
-//! that comes with data must stand for a word and its value: 12 bits say which word, by a number
-//! that the first signal of the word gave it (in a record of its own), and 20 bits by how much the
-//! word has grown.
+//! A write needs no state. An addition must know the value of the word. A number of 32 bits that
+//! comes with data must stand for a word and its value: 12 bits name the word, by a number that its
+//! first signal gave it (in a record of its own), and 20 bits say by how much the word has grown.
 
 use std::collections::HashMap;
 
@@ -99,7 +98,7 @@ impl Heard {
         true
     }
 
-    /// What an immediate says: which word, and by how much it has grown.
+    /// The word of an immediate, and by how much it has grown.
     pub fn read(&self, immediate: u32) -> Option<(Target, u64)> {
         let word = self.words.get((immediate >> 20) as usize).copied().flatten()?;
         Some((word, u64::from(immediate) % GROWTH))

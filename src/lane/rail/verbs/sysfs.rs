@@ -1,5 +1,4 @@
-//! What the kernel says of cards in files: addresses of their ports, and where they sit in the
-//! machine.
+//! The kernel's files about NICs: addresses of their ports, and their place in the machine.
 //!
 //! ```text
 //!   class/infiniband/<card>/device                           link into the PCI tree; none for a soft card

@@ -149,7 +149,7 @@ impl SendChain {
         (self.chain.len(), self.chain.room())
     }
 
-    /// What it was made for.
+    /// Limits that it was made for.
     pub fn caps(&self) -> ChainCaps {
         self.caps
     }
