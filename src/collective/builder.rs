@@ -14,7 +14,7 @@ use crate::schedule::{Calls, Flag, LINE, WindowId};
 use crate::topology::Route;
 use crate::world::Group;
 
-/// Settings of a [`Communicator`]. All ranks must choose alike.
+/// Settings of a [`Communicator`]. All ranks must choose the same.
 #[derive(Clone, Debug)]
 pub struct CommunicatorBuilder<'g> {
     group: &'g Group,

@@ -21,7 +21,7 @@ use crate::world::SymmetricRange;
 /// Above all numbers of rounds.
 const DONE: u64 = u64::MAX >> 1;
 
-/// The windows, and the others, who may read or write there.
+/// The windows, and the other ranks, which may read or write there.
 pub(super) struct Held {
     pub port: Arc<Port>,
     pub others: Vec<u32>,

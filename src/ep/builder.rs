@@ -74,7 +74,7 @@ impl Spec {
     }
 }
 
-/// Settings of an [`ExpertParallel`]. All ranks must choose alike.
+/// Settings of an [`ExpertParallel`]. All ranks must choose the same.
 #[derive(Clone, Debug)]
 pub struct ExpertParallelBuilder<'g> {
     group: &'g Group,

@@ -23,7 +23,7 @@ use crate::schedule::Parts;
 use crate::topology::Route;
 use crate::world::Group;
 
-/// Settings of a [`Collective`]. All ranks must choose alike.
+/// Settings of a [`Collective`]. All ranks must choose the same.
 #[derive(Clone, Debug)]
 pub struct CollectiveBuilder<'g> {
     group: &'g Group,

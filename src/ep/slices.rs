@@ -39,8 +39,7 @@ pub struct TokenSlices {
 }
 
 impl TokenSlices {
-    /// For a buffer `[experts, capacity, columns]`, which all ranks of the group have alike.
-    /// Collective.
+    /// For a buffer `[experts, capacity, columns]`, equal on all ranks of the group. Collective.
     ///
     /// # Errors
     /// On every rank: [`PlanError::BadParameter`] if the capacity is not a multiple of the size of

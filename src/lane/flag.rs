@@ -42,7 +42,7 @@ impl<'a> FlagLine<'a> {
         self.words[0].load(Ordering::Acquire)
     }
 
-    /// Raises the value, tag first, and wakes who sleeps on it. For the word's only writer.
+    /// Raises the value, tag first, and wakes its sleepers. For the word's only writer.
     #[inline]
     pub fn raise(self, value: u64, tag: Option<&Tag>) {
         if let Some(tag) = tag {

@@ -45,7 +45,7 @@ pub struct Lanes {
     pub world_ranks: Vec<u32>,
     /// Which ranks share memory.
     pub nodes: NodeMap,
-    /// How rows reach other nodes: decides who has a wire.
+    /// How rows reach other nodes, which decides the connections.
     pub route: Route,
     /// The lane to each rank.
     pub reach: Vec<Reach>,

@@ -16,7 +16,7 @@ impl Port {
     /// rails meanwhile.
     ///
     /// # Errors
-    /// [`LaneError::Deadline`], or the world's [`Cause`](crate::error::Cause) of death.
+    /// [`LaneError::Deadline`], or the world's [`Cause`](crate::error::Cause).
     #[inline(always)]
     pub fn wait(&self, from: u32, flag: Flag, value: u64) -> Result<(), Error> {
         let reach = self.reach(from)?;

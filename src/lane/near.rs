@@ -1,4 +1,4 @@
-//! Where the windows of local peers lie: one look-up from (window, rank) to an address.
+//! Addresses of local peers' windows: one look-up from (window, rank) to an address.
 //!
 //! A put of a few bytes takes less time than a cache line from core to core, so on its way there is
 //! nothing but this table, made once, in place of those of the group, the window and its mapping.

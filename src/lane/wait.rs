@@ -24,7 +24,7 @@ const PAUSES_IN_A_CROWD: u32 = 4;
 const YIELDS: u32 = 400;
 /// If nothing wakes a thread that sleeps on a flag, it sleeps only after some milliseconds.
 const YIELDS_IN_SILENCE: u32 = 20_000;
-/// The longest time in which a waiter does not look whether the world is alive.
+/// The longest time between two checks of a waiter whether the world is alive.
 const SLICE: Duration = Duration::from_millis(10);
 /// The longest sleep, if nothing wakes a thread that sleeps on a flag.
 pub(super) const NAP: Duration = Duration::from_micros(50);
@@ -36,9 +36,9 @@ thread_local! {
     static BESIDE_COMPUTE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// From now on this thread sleeps where it would pause and yield, and cuts in when it is woken.
-/// Beside threads that compute on the same cores, who yields has its turn again when these have had
-/// their time, some milliseconds.
+/// From now on this thread sleeps where it would pause and yield, and preempts others when it
+/// wakes. Next to threads that compute on the same cores, a thread that yields runs again only
+/// after their slices, some milliseconds.
 pub fn beside_compute() {
     BESIDE_COMPUTE.set(true);
     turns::shorten();
@@ -52,7 +52,7 @@ pub(super) fn is_beside_compute() -> bool {
 /// How long to wait, and what ends it early.
 #[derive(Clone, Copy, Debug)]
 pub struct Patience<'a> {
-    /// Ends the wait when the world has died.
+    /// Ends the wait when the world has failed.
     pub health: &'a Health,
     /// Whether this machine has fewer cores than ranks.
     pub crowded: bool,
@@ -67,7 +67,7 @@ pub struct Patience<'a> {
 /// Why a wait ended without its value.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Interrupted {
-    /// The world died.
+    /// The world failed.
     Dead(Cause),
     /// The deadline passed.
     Late {
@@ -100,7 +100,7 @@ impl<'a> Waiter<'a> {
     /// last step with the longest time to sleep, and should return early when there is news.
     ///
     /// # Errors
-    /// [`Interrupted`] if the world died, the deadline passed, or the caller asks for it.
+    /// [`Interrupted`] if the world failed, the deadline passed, or the caller asks for it.
     pub fn turn(&mut self, sleep: impl FnOnce(Duration)) -> Result<(), Interrupted> {
         self.turns = self.turns.saturating_add(1);
         let pauses = match self.patience.crowded || self.beside_compute {

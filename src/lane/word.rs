@@ -13,11 +13,10 @@ pub const COPY_ENGINE: &str = "copy engine";
 
 impl Lanes {
     /// Waits until a word here that a device of rank `from` writes has at least `value`; `look` is
-    /// called between looks, and may end the wait. Rails are attended to meanwhile.
+    /// called between looks, and may end the wait. Connections are served meanwhile.
     ///
     /// # Errors
-    /// [`LaneError::Deadline`], the world's [`Cause`](crate::error::Cause) of death, or what `look`
-    /// says.
+    /// [`LaneError::Deadline`], the world's [`Cause`](crate::error::Cause), or an error of `look`.
     pub fn wait_for_word(
         &self,
         word: &AtomicU64,
@@ -32,7 +31,7 @@ impl Lanes {
     /// deadline: the caller's own work may come first.
     ///
     /// # Errors
-    /// The world's [`Cause`](crate::error::Cause) of death, an interruption, or what `look` says.
+    /// The world's [`Cause`](crate::error::Cause), an interruption, or an error of `look`.
     pub fn wait_for_stream(
         &self,
         word: &AtomicU64,

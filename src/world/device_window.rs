@@ -1,4 +1,4 @@
-//! Windows on GPUs: memory of a device at every member of a group, and words beside it, mapped
+//! Windows on GPUs: memory of a device at every member of a group, and words next to it, mapped
 //! within nodes.
 //!
 //! ```text

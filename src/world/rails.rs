@@ -15,7 +15,7 @@ use crate::lane::{
 use crate::memory::Heap;
 use crate::topology::NodeMap;
 
-/// The wires of a rank, and who attends to them.
+/// The connections of a rank, and the thread that serves them.
 #[derive(Debug)]
 pub(crate) struct Rails {
     /// Attends to all of them.

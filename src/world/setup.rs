@@ -28,7 +28,7 @@ pub struct Options {
     pub record: usize,
     /// The lane between nodes.
     pub rail: RailChoice,
-    /// The time of a link that wires within a machine keep. All ranks must choose alike.
+    /// The link that loop connections emulate. All ranks must choose the same.
     pub pace: Option<Pace>,
     /// Address at which peers connect to this rank, if the lane is tcp.
     pub tcp_address: TcpAddress,

@@ -216,7 +216,7 @@ impl Window {
     }
 
     /// Returns when everything this rank has put or signalled so far has landed at its peers. These
-    /// must not have left: who is gone cannot say what has landed.
+    /// must not have left, because it could not report what has landed.
     ///
     /// # Errors
     /// As [`Window::put`].

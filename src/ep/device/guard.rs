@@ -36,7 +36,7 @@ pub(super) struct Words {
     awaited: Vec<usize>,
     /// Value past every one that is waited for there.
     poison: u64,
-    /// Where it is said that the world is dead; the first is asked for.
+    /// Words that report the failed world; the first one is read.
     status: Vec<usize>,
     dead: u64,
     beyond: Option<Beyond>,
@@ -75,7 +75,7 @@ impl Guard {
         &self.words
     }
 
-    /// The first status: 0, what a kernel found, or that the world is dead.
+    /// The first status: 0, the fault of a kernel, or the failed world.
     pub fn status(&self) -> u64 {
         self.words.status.first().map_or(0, |&place| self.words.get(place))
     }
@@ -97,8 +97,8 @@ impl Drop for Guard {
 }
 
 impl Words {
-    /// Ends waits in a thread of its own, as soon as the world is dead and as long as there may be
-    /// any.
+    /// Ends waits in a thread of its own, as soon as the world has failed and as long as there may
+    /// be any.
     fn drain(self: Arc<Self>, health: Arc<Health>) {
         let (words, alive) = (Arc::clone(&self), Arc::clone(&health));
         let drain = move || {

@@ -33,7 +33,7 @@ pub(super) struct Needs {
 }
 
 impl Passage {
-    /// Decides for all members alike, and makes it. Collective.
+    /// Decides once for all members, and makes it. Collective.
     ///
     /// # Errors
     /// [`MemoryError`], [`DeviceError`](crate::error::DeviceError), or what a lane says, if the

@@ -65,7 +65,7 @@ impl HostExchange {
         self.exchange().enter(flight, lent, Until::Half)
     }
 
-    /// Second half: what landed, and its layout with what came beside the rows.
+    /// Second half: what landed, and its layout with the metadata of the rows.
     pub fn finish_placing(
         &mut self,
         flight: &mut Flight,

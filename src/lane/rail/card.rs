@@ -1,4 +1,4 @@
-//! The thread that attends to a rank's wires while the rank does other things.
+//! Progress thread: serves a rank's connections while the rank does other things.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,7 +16,7 @@ use crate::error::{Cause, LaneError};
 use crate::lane::{turns, wait};
 
 /// The thread that receives for a rank, and sends what still waits for credit, while the rank does
-/// other things. A rank that waits attends to its wires by itself.
+/// other things. A waiting rank serves its connections by itself.
 #[derive(Debug)]
 pub struct Card {
     shared: Arc<Shared>,
@@ -106,8 +106,8 @@ impl Card {
         self.shared.rails().iter().find(|rail| rail.peer() == peer).cloned()
     }
 
-    /// Takes what has come over all rails. A thread beside compute will sleep when there is
-    /// nothing, until the card has news for it: from now on the card cuts in as it does.
+    /// Takes what has come over all rails. A thread next to compute sleeps when there is nothing,
+    /// until the card has news for it: from now on the card cuts in as it does.
     pub fn progress(&self) {
         if wait::is_beside_compute() {
             self.shared.beside_compute.store(true, Ordering::Relaxed);
@@ -115,7 +115,7 @@ impl Card {
         self.shared.progress();
     }
 
-    /// The end of all rails of a dead world.
+    /// The end of all connections of a failed world.
     pub fn stop(&self, cause: &Cause) {
         self.shared.end(cause);
     }

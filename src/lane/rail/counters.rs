@@ -18,7 +18,7 @@ pub struct Counters {
     /// Completions of receives.
     pub received: u64,
     /// Completions that said a request had failed: the first fault of a rail, and what was in
-    /// flight behind it. Late requests of a dead world end here.
+    /// flight behind it. Late requests of a failed world end here.
     pub failed: u64,
 }
 

@@ -7,9 +7,9 @@
 //! | paced | the same, to measure with | the same, but signals come when a slower link would bring them |
 //! | tcp | any machines | records on a connection, proved to be the peer's |
 //!
-//! All of them look alike to a [`Port`](super::Port): a [`Rail`] per peer takes puts to (region,
-//! offset) of the peer, and signals that become visible after them. The [`Card`] attends to all
-//! rails of a rank while the rank computes.
+//! A [`Port`](super::Port) sees one interface: a [`Rail`] per peer takes puts to (region, offset)
+//! of the peer, and signals that become visible after them. The [`Card`] thread serves all
+//! connections of a rank while the rank computes.
 
 mod card;
 mod counters;
@@ -72,7 +72,7 @@ impl Target {
     }
 }
 
-/// A peer does not take what it is sent, or the world is dead.
+/// Blocked send: the wait for credit or completion ended early.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stuck {
     /// Position in what was sent that had to be free or done.
@@ -240,7 +240,7 @@ pub trait Rail: fmt::Debug + Send + Sync {
     /// anything to do.
     fn progress(&self, health: &Health) -> bool;
 
-    /// Requests a wake-up when there is work: by [`Rail::bell`], or by the peer through the event
+    /// Requests a wake-up for new work: by [`Rail::bell`], or by the peer through the event
     /// descriptor of the [`Card`]. Returns whether there is work already.
     fn arm(&self, health: &Health) -> bool;
 
@@ -250,7 +250,8 @@ pub trait Rail: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Whether signals that arrive wake who sleeps on the flag. If not, flags must be looked at.
+    /// Whether arriving signals wake a thread that sleeps on the flag. If not, flags must be
+    /// polled.
     fn wakes(&self) -> bool {
         true
     }
@@ -276,7 +277,7 @@ pub trait Rail: fmt::Debug + Send + Sync {
         Counters::default()
     }
 
-    /// The world is dead: nothing more is sent or taken, and nothing is read here any more.
+    /// Ends the connection of a failed world: nothing more is sent, received or read here.
     fn stop(&self, _cause: &Cause) {}
 
     /// This rank leaves in peace: returns when everything so far has landed, or cannot, or at a

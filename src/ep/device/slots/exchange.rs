@@ -25,7 +25,7 @@ use crate::world::Shared;
 
 /// Flags that this rank awaits from each peer.
 pub(super) const FLAGS: [Flag; 2] = [Flag::Landed, Flag::Home];
-/// The status of a dead world; what kernels find is below it.
+/// The status of a failed world; faults of kernels are below it.
 pub(super) const DEAD: u64 = 1 << 16;
 
 /// An [`ExpertParallel`](crate::ExpertParallel) in fixed slots on a device. See the
@@ -72,7 +72,7 @@ pub(in crate::ep) struct SlotExchange {
     /// This rank's own.
     pub(super) memory: Range,
     pub(super) window: Windows,
-    /// Goes last: it sees whether anybody still uses the words.
+    /// Dropped last: it sees whether a stream still uses the words.
     pub(super) proxy: Option<Proxy>,
 }
 

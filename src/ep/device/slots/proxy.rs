@@ -75,7 +75,7 @@ fn is_dispatch(number: u64) -> bool {
     number % 2 == 1
 }
 
-/// Whom the stream hears by this thread.
+/// Peers whose signals this thread passes to the stream.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Back {
     /// A rank of another node.

@@ -1,4 +1,4 @@
-//! One direction of a pair: a ring of records with one producer and one consumer, who may be other
+//! One direction of a pair: a ring of records with one producer and one consumer, perhaps in two
 //! processes.
 //!
 //! ```text

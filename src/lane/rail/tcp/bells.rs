@@ -27,11 +27,11 @@ pub struct Bells {
 pub struct Bell {
     number: u64,
     rung: Arc<AtomicBool>,
-    /// The last look that its owner knows of.
+    /// The last poll that its owner knows of.
     seen: AtomicU64,
 }
 
-/// Sockets found ready in one look; the system offers the others first the next time.
+/// Sockets found ready in one poll; the system offers the others first the next time.
 const AT_ONCE: usize = 16;
 
 impl Bells {

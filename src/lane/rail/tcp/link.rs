@@ -348,7 +348,7 @@ impl Link {
     }
 
     /// The connection has ended. The rendezvous knows better why, and is to be heard first: a peer
-    /// may have left in peace, or died.
+    /// may have left, or died.
     fn mourn(&self, health: &Health) {
         let over = self.ended.get().is_some_and(|(since, _)| since.elapsed() >= self.shared.grace);
         if over && health.check().is_ok() && !health.is_absent(self.peer) {

@@ -17,8 +17,8 @@
 //! lie to the socket, and from the socket to where they belong. What a sender had to give up in the
 //! middle of a record goes to an outbox, so that the stream stays whole.
 //!
-//! *Who is there* is proved as at the rendezvous, with the job's secret; job, epoch and ranks are
-//! under the proof.
+//! *Identity* is proved as at the rendezvous, with the job's secret. The proof covers job, epoch
+//! and ranks.
 //!
 //! *Ends.* A wire that ends while its peer has left, or is known to be lost, is no fault. Otherwise
 //! the rendezvous is given a moment to say what happened to the peer; if it hears that all are

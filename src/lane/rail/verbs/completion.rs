@@ -15,7 +15,7 @@ use super::ffi::{self, ibv_comp_channel, ibv_context_ops, ibv_cq, ibv_wc};
 use super::{Context, errno};
 use crate::error::{CompletionStatus, VerbsError};
 
-/// A completion queue and the descriptor that wakes who waits for it.
+/// A completion queue and the descriptor that wakes a waiter.
 #[derive(Debug)]
 pub struct CompletionQueue {
     raw: NonNull<ibv_cq>,

@@ -37,7 +37,7 @@ use crate::lane::wait::{Interrupted, Patience, Waiter};
 pub const SMALL: usize = 1 << 10;
 /// Completions taken at once.
 const POLL: usize = 32;
-/// How long a sender that waits for its card looks away.
+/// Time between two polls of a sender that waits for its NIC.
 const NAP: Duration = Duration::from_micros(20);
 
 /// One rail.
@@ -95,7 +95,7 @@ pub(super) enum End {
     Left,
     /// This went wrong first.
     Failed(VerbsError, Cause),
-    /// The world died of something else.
+    /// The world failed for another reason.
     Dead(Cause),
 }
 

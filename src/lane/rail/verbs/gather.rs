@@ -48,7 +48,7 @@ pub struct Room {
 /// Where pieces lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kept {
-    /// In memory of others, who want to know when it is read no more.
+    /// In memory of others, which the lane must report as free once it has read them.
     InPlace,
     /// In the ring of staged bytes, which is free up to here once they have been read.
     Staged(u64),

@@ -1,4 +1,4 @@
-//! How a queue pair goes out into the network: everything that connecting sets beside the peer's
+//! Path of a queue pair through the network: everything that connecting sets next to the peer's
 //! address.
 
 use std::net::Ipv6Addr;

@@ -10,7 +10,7 @@ use crate::lane::rail::Target;
 
 /// Words that have a number.
 const WORDS: usize = 1 << 12;
-/// Growth that fits beside a number.
+/// Growth that fits next to a number.
 const GROWTH: u64 = 1 << 20;
 
 /// The sender's side: what each word was raised to last.

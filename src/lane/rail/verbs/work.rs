@@ -1,7 +1,7 @@
 //! Work requests: chains of them, made once, filled and posted again and again, one doorbell each.
 //!
 //! Nothing is allocated after `new`, and nothing points at anything until a chain is posted, so
-//! chains may be moved. Bytes that travel inside a request are copied into the chain: who posts
+//! chains may be moved. Bytes that travel inside a request are copied into the chain, so the caller
 //! need not keep them.
 
 use super::chain::Chain;
