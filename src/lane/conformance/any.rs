@@ -31,7 +31,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..40)
 }
 
-/// What the steps leave at the peer.
+/// Contents of the peer's memory after the steps.
 fn landed(steps: &[Step]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for step in steps {

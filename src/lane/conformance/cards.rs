@@ -1,6 +1,6 @@
-//! What only the verbs lane has: bits and counts that agree, keys that die, cards that fall silent
-//! or vanish. On cards without hardware; the same lane over a real wire is tried by
-//! `tests/testbed`.
+//! Tests of the verbs lane only: bits and counts that agree, keys that expire, NICs that fall
+//! silent or vanish. They run on NICs without hardware; `tests/testbed` runs the same lane over a
+//! real connection.
 
 use std::sync::Arc;
 use std::time::Duration;

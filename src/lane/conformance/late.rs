@@ -1,5 +1,4 @@
-//! What comes late, and what comes from a card that fails: neither may touch what is there now, nor
-//! be kept from others.
+//! Late data, and data from a NIC that fails: neither may touch present data or block other ranks.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -44,7 +44,7 @@ struct Scenario {
     steps: &'static [Step],
 }
 
-/// What one of the two ranks does to the other, and what it must lead to.
+/// Action of one of the two ranks on the other, and its required result.
 #[derive(Clone, Copy)]
 struct Step(u32, Act, Expect);
 

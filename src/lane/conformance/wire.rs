@@ -1,4 +1,4 @@
-//! What only lanes with a wire have: credits, and a card that checks what comes.
+//! Tests of lanes with connections only: credits, and a receiver that checks incoming data.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ use crate::schedule::{Flag, Place, SpanCopy};
 use crate::topology::Route;
 use crate::{Options, World};
 
-/// One end of a wire whose other end nobody serves.
+/// One end of a connection whose other end no thread serves.
 fn unserved() -> Link {
     let wire = Segment::create("sidelane-test", ring_bytes()).unwrap();
     let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();

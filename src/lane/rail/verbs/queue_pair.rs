@@ -23,7 +23,7 @@ use crate::error::{Operation, VerbsError};
 /// Atomics in flight that are worth having: signals, a few per peer.
 const ATOMICS: u8 = 16;
 
-/// Wait that a peer is told when it met no receive: 0.64 ms, about a time slice of a busy receiver.
+/// Wait for a peer whose request met no receive: 0.64 ms, about a time slice of a busy receiver.
 const RNR_TIMER: u8 = 12;
 
 /// Routers that a packet may pass.

@@ -1,4 +1,4 @@
-//! What a card does with a request.
+//! Execution of a request by a NIC.
 
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::state::{Job, Pair, State};
 use crate::lane::rail::verbs::ffi::{self, ibv_sge, ibv_wc};
 
-/// What became of a request.
+/// Outcome of a request.
 enum Outcome {
     Done,
     /// It waits for the peer, or for a receive.

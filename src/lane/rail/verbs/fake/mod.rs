@@ -41,7 +41,7 @@ pub struct Fabric {
     slot: usize,
 }
 
-/// What `ibv_device` points at.
+/// Target of `ibv_device` pointers.
 pub struct Device {
     fabric: Weak<Fabric>,
     card: usize,
@@ -87,7 +87,7 @@ impl Fabric {
         table::functions(self.slot)
     }
 
-    /// What the kernel says of these cards.
+    /// The kernel's files about these NICs.
     pub fn sysfs(&self) -> &Sysfs {
         &self.sysfs
     }
@@ -140,7 +140,7 @@ impl Fabric {
         change(&mut self.state().cards[at]);
     }
 
-    /// What a card has done so far.
+    /// Counts of a NIC so far.
     pub fn statistics(&self, card: &str) -> Statistics {
         let at = self.place(card);
         self.state().cards[at].statistics

@@ -41,7 +41,7 @@ pub struct ibv_context_ops {
     pub unused_behind_post_recv: [Unused; 5],
 }
 
-/// What a card can do.
+/// Abilities of a NIC.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ibv_device_attr {
@@ -147,7 +147,7 @@ pub struct ibv_async_event {
     pub event_type: c_uint,
 }
 
-/// What the news are about, by their kind.
+/// Subject of an event, by its kind.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub union ibv_async_element {

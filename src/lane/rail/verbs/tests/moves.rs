@@ -1,4 +1,4 @@
-//! What requests do when all is well.
+//! Requests that succeed.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;

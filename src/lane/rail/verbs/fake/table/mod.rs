@@ -1,5 +1,4 @@
-//! The C functions. Each finds the fabric behind its object; errors are told as libibverbs tells
-//! them.
+//! The C functions. Each finds the fabric behind its object, and reports errors as libibverbs does.
 
 mod completion;
 mod device;
@@ -76,7 +75,7 @@ pub fn functions(slot: usize) -> Functions {
     }
 }
 
-/// What `ibv_context` points at.
+/// Target of `ibv_context` pointers.
 #[repr(C)]
 struct Open {
     raw: ibv_context,
