@@ -95,7 +95,7 @@ fn variables(folder: &Path, found: &mut BTreeSet<String>) {
 #[test]
 fn every_variable_is_in_the_table_of_the_environment() {
     let mut found = BTreeSet::new();
-    for folder in ["src", "bindings/c/src", "bindings/python/src"] {
+    for folder in ["src", "bindings/python/src"] {
         variables(&root().join(folder), &mut found);
     }
     let table = fs::read_to_string(root().join("docs/environment.md")).unwrap();
