@@ -7,13 +7,15 @@ use crate::error::{CallKind, Error, PlanError};
 use crate::schedule::collective::{Program, Round};
 
 impl Communicator {
-    /// `send` of rank `s` becomes part `s` of `receive`, `[ranks, n]`, on all. Collective; as many elements on all ranks.
+    /// `send` of rank `s` becomes part `s` of `receive`, `[ranks, n]`, on all ranks. Collective,
+    /// with the same number of elements on all ranks.
     ///
-    /// Within a node all read it where its rank has staged it, and write what they read past the cache where that is large: each
-    /// byte is read from memory once and written there once.
+    /// Within a node all ranks read it where its rank has staged it. Large results are written past
+    /// the cache: memory sees one read and one write of each byte.
     ///
     /// # Errors
-    /// As [`Communicator::all_reduce`]; [`PlanError::WrongShape`] if `receive` has no room for a part of each rank, or too much.
+    /// As [`Communicator::all_reduce`]; [`PlanError::WrongShape`] if `receive` does not hold one
+    /// part of each rank.
     pub fn all_gather<E: Element>(&mut self, send: &[E], receive: &mut [E]) -> Result<(), Error> {
         let (part, program) = (size_of_val(send) as u64, Program::AllGather);
         let call = Call { kind: CallKind::AllGather, dtype: E::DTYPE, option: 0, bytes: Some(part) };

@@ -8,13 +8,14 @@ use crate::rows::{Arithmetic, Stores};
 use crate::schedule::collective::{Program, Round};
 
 impl Communicator {
-    /// Sums `data` over all ranks, element by element, in place: see [`Sums`] for the order. NaN is canonical. Collective;
-    /// `data` has as many elements on all ranks, none too.
+    /// Sums `data` over all ranks, element by element, in place: see [`Sums`] for the order. NaN is
+    /// canonical. Collective; `data` has the same number of elements on all ranks, perhaps none.
     ///
     /// # Errors
-    /// On every rank, before anybody's `data` changes: [`PlanError`] where the input is wrong
-    /// ([`PeerRefused`](crate::error::CallError::PeerRefused) on the others), [`CallError`](crate::error::CallError) where ranks make
-    /// different calls. [`LaneError`](crate::error::LaneError) and [`Cause`](crate::error::Cause) end the world.
+    /// On every rank, before any rank's `data` changes: [`PlanError`] for wrong input
+    /// ([`PeerRefused`](crate::error::CallError::PeerRefused) on the others),
+    /// [`CallError`](crate::error::CallError) if ranks make different calls.
+    /// [`LaneError`](crate::error::LaneError) and [`Cause`](crate::error::Cause) end the world.
     pub fn all_reduce<E: Element>(&mut self, data: &mut [E]) -> Result<(), Error> {
         let total = size_of_val(data) as u64;
         let (program, wire) = match self.sums {
@@ -51,14 +52,16 @@ impl Communicator {
         }
     }
 
-    /// Sums part `r` of `send`, `[ranks, n]`, over all ranks into `receive`, `[n]`, of rank `r`: by ascending rank, rounded
-    /// once, with the bits of the same part of an [`all_reduce`](Self::all_reduce) by [`Sums::Direct`]. Collective; the same
-    /// `n` on all ranks, none too.
+    /// Sums part `r` of `send`, `[ranks, n]`, over all ranks into `receive`, `[n]`, of rank `r`: by
+    /// ascending rank, rounded once, with the bits of the same part of an
+    /// [`all_reduce`](Self::all_reduce) by [`Sums::Direct`]. Collective, with the same `n` on all
+    /// ranks, perhaps 0.
     ///
     /// Ranks meet once for each `chunk / ranks` bytes of a part, and each byte is staged.
     ///
     /// # Errors
-    /// As [`Communicator::all_reduce`]; [`PlanError::WrongShape`] if `send` has not a part of `receive`'s length for each rank.
+    /// As [`Communicator::all_reduce`]; [`PlanError::WrongShape`] if `send` does not hold a part of
+    /// `receive`'s length for each rank.
     pub fn reduce_scatter<E: Element>(&mut self, send: &[E], receive: &mut [E]) -> Result<(), Error> {
         let (part, program, dtype) = (size_of_val(receive) as u64, Program::ReduceScatter, E::DTYPE);
         let call = Call { kind: CallKind::ReduceScatter, dtype, option: 0, bytes: Some(part) };

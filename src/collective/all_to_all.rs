@@ -42,14 +42,15 @@ fn nth_of(all: &Range<u64>, slot: u64, nth: u64) -> Range<u64> {
 }
 
 impl Communicator {
-    /// Part `r` of `send` goes to rank `r`; part `s` of `receive` comes from rank `s`. Both are `[ranks, n]`, with the same `n`
-    /// on all ranks. Collective.
+    /// Part `r` of `send` goes to rank `r`; part `s` of `receive` comes from rank `s`. Both are
+    /// `[ranks, n]`, with the same `n` on all ranks. Collective.
     ///
-    /// For small tensors: ranks meet once for each `chunk / ranks` bytes of a part, and each byte is staged. Large ones come sooner
-    /// by [`Communicator::all_to_all_landed`].
+    /// Use it for small tensors: ranks meet once for each `chunk / ranks` bytes of a part, and each
+    /// byte is staged. [`Communicator::all_to_all_landed`] is faster for large ones.
     ///
     /// # Errors
-    /// As [`Communicator::all_reduce`]; [`PlanError::WrongShape`] for tensors of different lengths, or that do not make equal parts.
+    /// As [`Communicator::all_reduce`]; [`PlanError::WrongShape`] for tensors of different lengths,
+    /// or that do not make equal parts.
     pub fn all_to_all<E: Element>(&mut self, send: &[E], receive: &mut [E]) -> Result<(), Error> {
         let (total, ranks) = (size_of_val(send) as u64, u64::from(self.size()));
         let call = Call { kind: CallKind::AllToAll, dtype: E::DTYPE, option: 0, bytes: Some(total) };
@@ -72,13 +73,14 @@ impl Communicator {
         self.finish_all_to_all(entered, (call, part), input, output)
     }
 
-    /// The first `counts[0]` elements of `send` go to rank 0, the next `counts[1]` to rank 1, and so on. `receive` becomes what
-    /// came, by ascending rank; returned is how many elements came from each. Nobody has to know that before: counts go with the
-    /// entry. Collective.
+    /// The first `counts[0]` elements of `send` go to rank 0, the next `counts[1]` to rank 1, and
+    /// so on. `receive` becomes the received elements by ascending rank, and the call returns their
+    /// number from each rank. Counts travel with the entry, so no rank must know them before.
+    /// Collective.
     ///
     /// # Errors
-    /// As [`Communicator::all_reduce`]; [`PlanError::WrongShape`] if counts are not one per rank or do not add up to the elements
-    /// of `send`.
+    /// As [`Communicator::all_reduce`]; [`PlanError::WrongShape`] if counts are not one per rank or
+    /// do not add up to the elements of `send`.
     pub fn all_to_all_v<E: Element>(
         &mut self,
         send: &[E],
@@ -129,7 +131,8 @@ impl Communicator {
         }
     }
 
-    /// Enters the `nth` round: each rank is told how much it gets in all, and what the most is that this rank has for another.
+    /// Enters the `nth` round, and tells each rank how much it gets in all, and the longest part
+    /// that this rank sends to any other.
     fn enter_all_to_all(
         &mut self,
         call: Call,
@@ -148,7 +151,8 @@ impl Communicator {
         self.enter(call, &round, (input, stores))
     }
 
-    /// What has come in the first round, and all further rounds: as many as the longest part needs.
+    /// Takes the parts of the first round, and runs all further rounds: as many as the longest part
+    /// needs.
     fn finish_all_to_all(
         &mut self,
         mut entered: CallMachine,

@@ -10,10 +10,12 @@ use crate::schedule::collective::{Program, Round, Shape};
 const CHAIN: u64 = 64 << 10;
 
 impl Communicator {
-    /// `data` of rank `root` becomes that of all. Collective; as many elements on all ranks.
+    /// `data` of rank `root` becomes that of all ranks. Collective, with the same number of
+    /// elements on all ranks.
     ///
-    /// Between nodes it goes from the root to a leader of each or, from 64 KiB on and with three nodes or more, from leader to leader in
-    /// parts; within a node all read it where it lies.
+    /// Between nodes it goes from the root to a leader of each node. From 64 KiB on, with three
+    /// nodes or more, it goes from leader to leader in parts. Within a node all ranks read it in
+    /// place.
     ///
     /// # Errors
     /// As [`Communicator::all_reduce`].

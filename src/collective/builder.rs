@@ -14,7 +14,7 @@ use crate::schedule::{Calls, Flag, LINE, WindowId};
 use crate::topology::Route;
 use crate::world::Group;
 
-/// Settings of a [`Communicator`]. All ranks must choose alike.
+/// Settings of a [`Communicator`]. All ranks must choose the same.
 #[derive(Clone, Debug)]
 pub struct CommunicatorBuilder<'g> {
     group: &'g Group,
@@ -32,36 +32,41 @@ impl<'g> CommunicatorBuilder<'g> {
         CommunicatorBuilder { group, chunk: 512 << 10, whole: 16 << 10, landing: 0, sums: Sums::Direct }
     }
 
-    /// Bytes of a round, rounded down to whole lines for each rank; a broadcast's has three times as many. The window takes about ten times as much of `SIDELANE_SYMMETRIC`;
-    /// two and a half chunks of each rank should fit the last-level cache together. Default: 512 KiB.
+    /// Bytes of a round, rounded down to whole lines for each rank; those of a broadcast are three
+    /// times as many. The window takes about ten times as much of `SIDELANE_SYMMETRIC`. Two and a
+    /// half chunks of each rank should fit the last-level cache together. Default: 512 KiB.
     pub fn chunk(mut self, bytes: u64) -> Self {
         self.chunk = bytes;
         self
     }
 
-    /// All-reduces of at most so many bytes are summed whole by every rank, with the same bits ([`Sums::Direct`]). Default: 16 KiB.
+    /// Limit in bytes up to which every rank sums a whole all-reduce, with the same bits
+    /// ([`Sums::Direct`]). Default: 16 KiB.
     pub fn whole(mut self, bytes: u64) -> Self {
         self.whole = bytes;
         self
     }
 
-    /// Room in the window for a result that lands in place, in bytes: that of an
-    /// [`all_to_all_landed`](Communicator::all_to_all_landed) may have as many. It takes as much more of `SIDELANE_SYMMETRIC`. Default: none.
+    /// Bytes of the window for a result that lands in place, the limit of an
+    /// [`all_to_all_landed`](Communicator::all_to_all_landed). It takes as much more of
+    /// `SIDELANE_SYMMETRIC`. Default: none.
     pub fn landing(mut self, bytes: u64) -> Self {
         self.landing = bytes;
         self
     }
 
-    /// How all-reduces add up. Default: [`Sums::Direct`] for every size, as its bits depend on nothing but the inputs.
+    /// Algorithm of all-reduces. Default: [`Sums::Direct`] for every size, because its bits depend
+    /// on the inputs only.
     pub fn sums(mut self, sums: Sums) -> Self {
         self.sums = sums;
         self
     }
 
-    /// Takes the window and lays what wires are missing. Collective.
+    /// Allocates the window and opens missing connections. Collective.
     ///
     /// # Errors
-    /// [`PlanError`] if a setting cannot be used, [`CallError::ConfigsDiffer`](crate::error::CallError) if ranks chose differently,
+    /// [`PlanError`] if a setting cannot be used,
+    /// [`CallError::ConfigsDiffer`](crate::error::CallError) if ranks chose differently,
     /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank has no room for the window.
     pub fn build(self) -> Result<Communicator, Error> {
         let (group, ranks, me) = (self.group, self.group.size(), self.group.rank());

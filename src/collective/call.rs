@@ -1,4 +1,4 @@
-//! What all calls share: a round, and what all ranks said on entering it.
+//! Rounds, which all calls share, and the agreement on entering one.
 
 use std::sync::Arc;
 
@@ -12,19 +12,19 @@ use crate::schedule::call::{Agreement, CallMachine, Part, Role, StageId, Work};
 use crate::schedule::collective::{Copied, Program, Round, Skeleton, Tensor};
 use crate::schedule::{Flag, Refusal, Tag, WindowId};
 
-/// What a rank calls.
+/// The call that a rank makes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Call {
     pub kind: CallKind,
     pub dtype: Dtype,
-    /// What else must be alike.
+    /// Further parameters that must be equal.
     pub option: u32,
     /// Bytes of the caller's tensor; where ranks have different ones, nothing.
     pub bytes: Option<u64>,
 }
 
 impl Call {
-    /// What is said on entering.
+    /// The tag that a rank sends on entering.
     pub fn tag(&self, refused: bool) -> Tag {
         Tag {
             kind: self.kind,
@@ -38,9 +38,9 @@ impl Call {
 
 /// The caller's tensors.
 pub(super) struct Tensors<'a> {
-    /// What goes out, if it is not what comes in.
+    /// Outgoing data, if it differs from the incoming one.
     pub input: Option<&'a [u8]>,
-    /// What comes in.
+    /// Incoming data.
     pub output: &'a mut [u8],
     /// How that is written, or what goes out straight to its place.
     pub stores: Stores,
@@ -158,12 +158,13 @@ impl Communicator {
         self.carry(machine, round.program, tensors)
     }
 
-    /// The first half: this rank's puts from `input`, its word and its tag ([`Rounds::tags`](crate::schedule::collective::Rounds)) to each peer, and those of
-    /// all. Afterwards all ranks have agreed on the round.
+    /// The first half: this rank's puts from `input`, its word and its tag
+    /// ([`Rounds::tags`](crate::schedule::collective::Rounds)) to each peer, and those of all
+    /// peers. Afterwards all ranks have agreed on the round.
     ///
     /// # Errors
-    /// [`CallError::KindsDiffer`], [`CallError::Disagree`], [`CallError::PeerRefused`] of the lowest rank that refused;
-    /// those that end the world.
+    /// [`CallError::KindsDiffer`], [`CallError::Disagree`], [`CallError::PeerRefused`] of the
+    /// lowest rank that refused; those that end the world.
     pub(super) fn enter(
         &mut self,
         call: Call,
@@ -211,7 +212,8 @@ impl Communicator {
         Ok(())
     }
 
-    /// Copies bytes to the caller, of whom another thread may read them: so stores that nothing orders end here.
+    /// Copies bytes to the caller. Another thread of the caller may read them, so unordered stores
+    /// end here.
     pub(super) fn copy(&self, copied: &Copied, output: &mut [u8], stores: Stores) -> Result<(), Error> {
         let Copied { owner, offset, at, len } = *copied;
         let to = &mut output[at as usize..(at + len) as usize];
@@ -222,8 +224,8 @@ impl Communicator {
         Ok(())
     }
 
-    /// How to write so many bytes, if each neighbour does: to the caller, who reads them when all have come, and to a window, whose lines
-    /// are still in the caches of those who read there last.
+    /// Stores for so many bytes, if each local peer writes as many. The caller reads its own when
+    /// all have arrived. Lines of a window may still lie in the caches of its last readers.
     pub(super) fn stores(&self, bytes: u64) -> Stores {
         let nodes = &self.seat.nodes;
         let members = nodes.members(nodes.node_of(self.seat.me)).len() as u64;
@@ -256,7 +258,7 @@ impl Communicator {
         Agreement { call: number, rank, ranks, compared: call.bytes.map(|_| "bytes") }
     }
 
-    /// What a peer said on entering the running round.
+    /// The tag that a peer sent on entering the running round.
     pub(super) fn said(&self, peer: u32) -> Result<Tag, Error> {
         Ok(self.port.flag(peer, Flag::Entry)?.tag(self.calls.value()))
     }
@@ -268,7 +270,7 @@ impl Communicator {
 }
 
 impl Call {
-    /// What is said to a rank on entering, with the bytes that it gets and the most that any rank gets.
+    /// The tag for a rank on entering, with the bytes that it gets and the most that any rank gets.
     pub(super) fn tag_with(&self, bytes: u64, most: u64) -> Tag {
         Tag { handle: bytes, base: most, ..self.tag(false) }
     }

@@ -9,15 +9,17 @@ use crate::schedule::collective::{Program, Round};
 use crate::schedule::{Place, WindowId};
 
 impl Communicator {
-    /// Part `r` of `send` goes to rank `r`; part `s` of what is returned came from rank `s`. Both are `[ranks, n]`, with the same
-    /// `n` on all ranks. Collective.
+    /// Part `r` of `send` goes to rank `r`; part `s` of the result came from rank `s`. Both are
+    /// `[ranks, n]`, with the same `n` on all ranks. Collective.
     ///
-    /// For large tensors: every rank writes its parts straight to where they are read, and each byte is copied once. All that is paid
-    /// for it is a second meeting, so small ones come sooner by [`Communicator::all_to_all`]: on one node of two
-    /// cores tensors of less than 64 KiB with eight ranks, and of less than 256 KiB with two.
+    /// Use it for large tensors: every rank writes its parts straight to the place where they are
+    /// read, and each byte is copied once. The price is a second meeting, so
+    /// [`Communicator::all_to_all`] is faster for small ones. On one node of two cores the limit is
+    /// 64 KiB with eight ranks, and 256 KiB with two.
     ///
-    /// The result lies in this rank's window, which has room for one ([`CommunicatorBuilder::landing`](super::CommunicatorBuilder::landing)).
-    /// It borrows the communicator: others may write there again when this rank makes its next call.
+    /// The result lies in this rank's window, which has room for one
+    /// ([`CommunicatorBuilder::landing`](super::CommunicatorBuilder::landing)). It borrows the
+    /// communicator: others may write there again when this rank makes its next call.
     ///
     /// ```
     /// # use sidelane::{World, collective::Communicator};
@@ -48,9 +50,10 @@ impl Communicator {
     /// ```
     ///
     /// # Errors
-    /// As [`Communicator::all_reduce`]; [`PlanError::WrongShape`](crate::error::PlanError::WrongShape) for a tensor that does not
-    /// make equal parts, [`MemoryError::OutOfSpace`] on all ranks, before anything moves, for one that has more bytes than there is
-    /// room for.
+    /// As [`Communicator::all_reduce`];
+    /// [`PlanError::WrongShape`](crate::error::PlanError::WrongShape) for a tensor that does not
+    /// make equal parts. A tensor larger than the room gives [`MemoryError::OutOfSpace`] on all
+    /// ranks, before anything moves.
     pub fn all_to_all_landed<E: Element>(&mut self, send: &[E]) -> Result<&[E], Error> {
         let (total, ranks) = (size_of_val(send) as u64, u64::from(self.size()));
         let (program, dtype) = (Program::Landed, E::DTYPE);

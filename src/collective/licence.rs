@@ -1,9 +1,9 @@
-//! When the windows of a communicator may be given back.
+//! When the windows of a communicator may be freed.
 //!
-//! A rank may leave a call while its neighbours still copy from its memory, and a message while what belongs to it is still to
-//! come: up to two parts that it has not read, or the receiver's last answers, for which no sender waits. So a
-//! communicator that is dropped tells all others that it is done, behind everything that it has sent them, and its windows are
-//! held until all of them have told it the same.
+//! A rank may leave a call while local peers still copy from its memory. It may leave a message
+//! while up to two unread parts, or the receiver's last answers, are still in flight; no sender
+//! waits for those. So a communicator that is dropped tells all others that it is done, behind
+//! everything that it has sent them. Its windows live until all of them have told it the same.
 //!
 //! ```text
 //!   rank 0   send to 2, drop: done -> 1, 2          | held ...                      ... held | free
@@ -21,7 +21,7 @@ use crate::world::SymmetricRange;
 /// Above all numbers of rounds.
 const DONE: u64 = u64::MAX >> 1;
 
-/// The windows, and the others, who may read or write there.
+/// The windows, and the other ranks, which may read or write there.
 pub(super) struct Held {
     pub port: Arc<Port>,
     pub others: Vec<u32>,

@@ -9,14 +9,17 @@ use crate::schedule::collective::{Pair, Passing};
 use crate::schedule::{Calls, Flag, Item, Operand, Operands, SpanCopy, Tag};
 
 impl Communicator {
-    /// Sends `data` to a rank, whose [`receive`](Communicator::receive) of as many elements takes it. Messages of a pair are matched
-    /// in order. Returns when all of it is on its way; at most two slots of it lie unread at the receiver, so a longer message waits
-    /// for the receiver to come. `data` may then be changed.
+    /// Sends `data` to a rank, whose [`receive`](Communicator::receive) of the same number of
+    /// elements takes it. Messages of a pair match in order. The call returns when all of it is in
+    /// flight, and `data` may then change. At most two slots lie unread at the receiver, so a
+    /// longer message waits for the receiver.
     ///
     /// # Errors
-    /// [`PlanError::BadParameter`] for this rank itself or one that there is not; [`CallError::MessageRefused`] if the receiver wanted
-    /// another message (of this message if it is long, else in the next call that hears of it: [`Communicator::flush`] does);
-    /// [`LaneError::Deadline`](crate::error::LaneError) if the receiver does not come, and the world's cause of death.
+    /// [`PlanError::BadParameter`] for this rank itself or a rank that does not exist;
+    /// [`CallError::MessageRefused`] if the receiver expected another message. A long message
+    /// reports that itself; otherwise a later call does ([`Communicator::flush`] for certain).
+    /// [`LaneError::Deadline`](crate::error::LaneError) if the receiver does not come, and the
+    /// cause if the world has failed.
     pub fn send<E: Element>(&mut self, to: u32, data: &[E]) -> Result<(), Error> {
         self.pass(to, E::DTYPE, Some(bytemuck::cast_slice(data)), None)
     }
@@ -24,14 +27,16 @@ impl Communicator {
     /// Receives the next message from a rank: `data.len()` elements.
     ///
     /// # Errors
-    /// [`PlanError::BadParameter`]; [`CallError::Disagree`] if the message has another length or type: then it is dropped, `data`
-    /// is as it was, the sender hears of it, and the next message can be received;
-    /// [`LaneError::Deadline`](crate::error::LaneError) if none comes, and the world's cause of death.
+    /// [`PlanError::BadParameter`]; [`CallError::Disagree`] if the message has another length or
+    /// type. Such a message is dropped, `data` is unchanged, the sender learns of it, and the next
+    /// message can be received. [`LaneError::Deadline`](crate::error::LaneError) if none comes, and
+    /// the cause if the world has failed.
     pub fn receive<E: Element>(&mut self, from: u32, data: &mut [E]) -> Result<(), Error> {
         self.pass(from, E::DTYPE, None, Some(bytemuck::cast_slice_mut(data)))
     }
 
-    /// Sends to a rank and receives from it, at once: where both do, neither waits for the other to receive first.
+    /// Sends to a rank and receives from it at once. If both ranks do so, neither waits for the
+    /// other to receive first.
     ///
     /// # Errors
     /// As [`Communicator::send`] and [`Communicator::receive`].
@@ -61,7 +66,8 @@ impl Communicator {
         Ok(())
     }
 
-    /// All parts of a message there and of one back, in turn. What is wrong with a message is said when all of it has passed.
+    /// Moves all parts of a message there and of one back, in turn. Errors of a message are
+    /// reported when all of it has passed.
     fn pass(
         &mut self,
         peer: u32,
@@ -113,8 +119,8 @@ impl Communicator {
         self.run_parts(&items, &[span], tag, pair.value(), data)
     }
 
-    /// Waits until the receiver has answered a part, and hears how many messages it has refused. That is no reason to stop: it
-    /// counts on the rest.
+    /// Waits until the receiver has answered a part, and reads how many messages it has refused. A
+    /// refusal does not stop the sender, because the receiver counts on the rest.
     fn answered(&mut self, to: u32, value: u64) -> Result<(), Error> {
         let free = [self.outgoing[to as usize].pair.free()];
         self.run_parts(&free, &[], Tag::default(), value, &[])?;
@@ -125,7 +131,7 @@ impl Communicator {
         Ok(())
     }
 
-    /// Tells the caller of the refusals that it has not been told of.
+    /// Reports refusals that the caller does not know yet.
     fn tell_refusals(&mut self, to: u32) -> Result<(), Error> {
         match std::mem::take(&mut self.outgoing[to as usize].unsaid) {
             0 => Ok(()),

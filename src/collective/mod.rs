@@ -11,37 +11,43 @@
 //!   send, receive, exchange                                          between two ranks, in order
 //! ```
 //!
-//! All-gather and reduce-scatter of rows of which ranks have different numbers, in memory that experts read in place, are
-//! [`ep::Collective`](crate::ep::Collective)'s.
+//! [`ep::Collective`](crate::ep::Collective) has all-gather and reduce-scatter of rows, with
+//! different numbers per rank, in memory that experts read in place.
 //!
-//! A call goes in rounds of a chunk, by the programs of [`schedule::collective`](crate::schedule::collective), which are
-//! proved. Buffers are slices of the caller's; what is staged lies in a window of fixed size, and no call allocates once
-//! its program was built.
+//! A call goes in rounds of a chunk, by the programs of
+//! [`schedule::collective`](crate::schedule::collective), which are proved. Buffers are slices of
+//! the caller's. Staged data lies in a window of fixed size, and no call allocates after its
+//! program was built.
 //!
-//! **On one node** an all-reduce is a copy into the window, a sum of this rank's share where the others' lie, and a copy of their sums:
+//! **On one node** an all-reduce is a copy into the window, a sum of this rank's share in place,
+//! and a copy of the others' sums:
 //!
 //! ```text
 //!   floor, per rank and byte of n:   1 written + 1 read (offer)   |  ranks x 1/ranks read (sum)  |  1 read + 1 written (sums)
 //! ```
 //!
-//! so five moves of n bytes, of which only the caller's tensor, read once and written once, must come from memory: chunks of
-//! all ranks together fit the last-level cache. Ranks meet once in a round: the entry to the next one says that the sums of this one have
-//! landed, and only behind the last there is a meeting of its own. Small ones (up to [`CommunicatorBuilder::whole`]) are summed whole by
-//! every rank, which spares a round trip.
+//! These are five moves of n bytes. Only the caller's tensor, read once and written once, must come
+//! from memory: chunks of all ranks together fit the last-level cache. Ranks meet once in a round.
+//! The entry to the next round says that the sums of this one have landed, and only the last round
+//! has a meeting for that. Every rank sums small tensors whole (up to
+//! [`CommunicatorBuilder::whole`]), which saves a round trip.
 //!
-//! **In place.** An all-to-all by rounds writes each byte twice. Where the window has room for the whole result
-//! ([`CommunicatorBuilder::landing`]), it is written once, in one round, and read where it landed:
+//! **In place.** An all-to-all by rounds writes each byte twice. If the window has room for the
+//! whole result ([`CommunicatorBuilder::landing`]), each byte is written once, in one round, and
+//! read where it landed:
 //!
 //! ```text
 //!   all_to_all          parts -> windows | entry | copy, parts -> windows | entry | copy ...       chunk / ranks bytes of a part each time
 //!   all_to_all_landed                      entry | parts -> their places, words | [ranks, n], borrowed | ... next call: entry
 //! ```
 //!
-//! The borrow is the licence: others write there again when this rank has entered its next call, for which it must have ended.
+//! The borrow is the write grant: others write there again when this rank has entered its next
+//! call, for which the borrow must have ended.
 //!
-//! **Stores.** Large tensors are staged, and written to the caller, past the cache ([`Stores::of`](crate::rows::Stores::of)): half the
-//! traffic of ordinary stores, and no wait for lines that other cores still hold. The results of an all-reduce are not: it writes
-//! where it has just read.
+//! **Stores.** Large tensors are staged, and written to the caller, past the cache
+//! ([`Stores::of`](crate::rows::Stores::of)). This halves the traffic of ordinary stores and does
+//! not wait for lines of other cores. Results of an all-reduce are not: they are written where the
+//! data was just read.
 
 mod all_gather;
 mod all_reduce;
@@ -68,21 +74,23 @@ use crate::world::Shared;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Sums {
-    /// In `f32` by ascending rank from +0, rounded once: the same bits on every lane and for every number of nodes. Each rank
-    /// sums its share, so `ranks - members` shares leave a rank of a node for others.
+    /// In `f32` by ascending rank from +0, rounded once: the same bits on every lane and for every
+    /// number of nodes. Each rank sums its share, so `ranks - members` shares leave a rank of a
+    /// node for others.
     #[default]
     Direct,
-    /// From rank to rank in group order: share `s` of each round begins at rank s + 1 and ends at s, and each partial sum is
-    /// rounded to the wire's type. For many nodes: what crosses from a node to the next is two chunks, however many
-    /// members it has. The bits depend on the order of ranks and on where shares begin, not on nodes.
+    /// From rank to rank in group order: share `s` of each round begins at rank s + 1 and ends at
+    /// s, and each partial sum is rounded to the wire's type. It suits many nodes: two chunks cross
+    /// from a node to the next, however many members it has. The bits depend on the order of ranks
+    /// and on where shares begin, not on nodes.
     Ring(Wire),
 }
 
 /// The collectives of a group.
 ///
-/// Calls are collective unless they are messages, and come in the same order on all ranks. A rank that makes another call, or the
-/// same with other sizes, is found on all ranks before any result is visible; then nobody's tensors change, and the next call
-/// works.
+/// Calls are collective unless they are messages, and come in the same order on all ranks. If a
+/// rank makes another call, or the same with other sizes, all ranks find it before any result is
+/// visible. Then no tensor changes, and the next call works.
 ///
 /// ```
 /// use sidelane::{World, collective::Communicator};
@@ -129,17 +137,17 @@ pub struct Communicator {
     held: Arc<licence::Held>,
 }
 
-/// What a rank knows of its messages to a peer.
+/// State of messages to a peer.
 #[derive(Clone, Copy, Debug)]
 struct Outgoing {
     pair: Pair,
     /// The peer's count of refusals, as it was last heard.
     heard: u8,
-    /// Refusals that the caller has not been told of.
+    /// Refusals that were not reported to the caller yet.
     unsaid: u32,
 }
 
-/// What a rank knows of the messages from a peer.
+/// State of messages from a peer.
 #[derive(Clone, Copy, Debug)]
 struct Incoming {
     pair: Pair,
@@ -163,7 +171,7 @@ impl Communicator {
         self.seat.ranks()
     }
 
-    /// What this rank's puts and sums have moved since the last call of this function.
+    /// Counts of the puts and sums since the last call of this function.
     pub fn take_moved(&mut self) -> Moved {
         self.host.take_moved()
     }

@@ -57,7 +57,8 @@ impl<'a> CallAgreement<'a> {
         self.setting.control
     }
 
-    /// What a rank said when it entered the call. Its own tag a rank finds where it told its relay.
+    /// The tag that a rank sent when it entered the call. A rank finds its own tag where it wrote
+    /// it for its relay.
     pub fn tag_of(&self, rank: u32) -> Result<Tag, MemoryError> {
         let paths = self.paths();
         if rank == paths.me() {
@@ -167,8 +168,8 @@ impl<'a> CallAgreement<'a> {
         Ok(())
     }
 
-    /// Adds up what this node counts, as `source` of another node needs it, and composes the
-    /// message that tells it.
+    /// Adds up the counts of this node, as `source` of another node needs them, and composes the
+    /// message for it.
     ///
     /// # Errors
     /// As [`CallAgreement::judge`].
@@ -227,7 +228,8 @@ impl<'a> CallAgreement<'a> {
         Ok(())
     }
 
-    /// Pools are equally large everywhere, so a peer's error can be told as it sees it itself.
+    /// Pools are equally large everywhere, so each rank can state a peer's error as the peer sees
+    /// it.
     pub fn out_of_space(&self, rank: u32, asked: u64, free: u64) -> Error {
         self.fixed.room.lacks(rank, asked, free)
     }

@@ -62,7 +62,7 @@ impl ExpertRows {
         }
     }
 
-    /// A copy on the host, for callers who want the pool's memory back at once.
+    /// A copy on the host, which frees the pool's memory at once.
     ///
     /// # Errors
     /// As [`ExpertRows::rows`].

@@ -12,7 +12,7 @@ use crate::plan::{ExpertMap, Mode, Notes, Order, RowLayout, Sizing, Strategy};
 use crate::topology::Route;
 use crate::world::Group;
 
-/// What is the same in every call.
+/// Settings that are the same in every call.
 #[derive(Clone, Debug)]
 pub(super) struct Spec {
     pub top_k: u32,
@@ -36,7 +36,7 @@ pub(super) struct Spec {
 }
 
 impl Spec {
-    /// What goes with each row.
+    /// Metadata of each row.
     pub fn notes(&self) -> Notes {
         if self.gathers { Notes::Gathered } else { Notes::of(self.layout, self.mode, self.spans) }
     }
@@ -74,7 +74,7 @@ impl Spec {
     }
 }
 
-/// Settings of an [`ExpertParallel`]. All ranks must choose alike.
+/// Settings of an [`ExpertParallel`]. All ranks must choose the same.
 #[derive(Clone, Debug)]
 pub struct ExpertParallelBuilder<'g> {
     group: &'g Group,
@@ -87,12 +87,13 @@ pub struct ExpertParallelBuilder<'g> {
     device_heap: Option<u64>,
 }
 
-/// Dispatches that may be alive at once on a device, if nothing is said: with exact sizes, and with a budget.
+/// Default limits of dispatches that may be alive at once on a device: with exact sizes, and with a
+/// budget.
 const MAX_IN_FLIGHT: [u32; 2] = [64, 2];
 /// Bytes of its device heap, likewise.
 const DEVICE_HEAP: u64 = 256 << 20;
 
-/// What serves the calls of an instance, with the settings that only it has.
+/// Executor of an instance's calls, with the settings that only it has.
 pub(super) enum Instance {
     Host,
     Planned(PlannedSettings),
@@ -274,9 +275,10 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
-    /// On a device, with exact sizes or a budget: dispatches that may be alive at once. Of exact sizes each has memory for the
-    /// order of its rows, `2 x max_tokens x top_k x 4` bytes of the device. With a budget it has room for all rows that it may
-    /// send and receive. Default: 64, and 2 with a budget.
+    /// On a device, with exact sizes or a budget: dispatches that may be alive at once. With exact
+    /// sizes each has memory for the order of its rows, `2 x max_tokens x top_k x 4` bytes of the
+    /// device. With a budget it has room for all rows that it may send and receive. Default: 64,
+    /// and 2 with a budget.
     pub fn max_in_flight(mut self, dispatches: u32) -> Self {
         self.max_in_flight = Some(dispatches);
         self
@@ -327,7 +329,7 @@ impl<'g> ExpertParallelBuilder<'g> {
         ExpertParallel::new(group, spec, instance)
     }
 
-    /// What serves these settings, by place and mode.
+    /// The executor for these settings, by place and mode.
     fn instance(&self) -> Instance {
         match &self.stream {
             None => Instance::Host,

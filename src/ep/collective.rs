@@ -23,7 +23,7 @@ use crate::schedule::Parts;
 use crate::topology::Route;
 use crate::world::Group;
 
-/// Settings of a [`Collective`]. All ranks must choose alike.
+/// Settings of a [`Collective`]. All ranks must choose the same.
 #[derive(Clone, Debug)]
 pub struct CollectiveBuilder<'g> {
     group: &'g Group,
@@ -212,13 +212,13 @@ impl Collective {
         CollectiveBuilder { group, columns: 0, dtype, segments: 1, max_rows: 4096, route, node_sums: None }
     }
 
-    /// Everybody's rows, `[rows of all, columns]`, from this rank's, `[rows, columns]`. Ranks tell
-    /// each other how many they have: the shares. Collective.
+    /// Rows of all ranks, `[rows of all, columns]`, from this rank's, `[rows, columns]`. Ranks
+    /// exchange their numbers of rows, the shares. Collective.
     ///
     /// # Errors
-    /// On every rank, before a byte moves: [`PlanError`] where the input is wrong
+    /// On every rank, before a byte moves: [`PlanError`] for wrong input
     /// ([`PeerRefused`](crate::error::CallError::PeerRefused) on the others),
-    /// [`CallError`](crate::error::CallError) where ranks make different calls,
+    /// [`CallError`](crate::error::CallError) if ranks make different calls,
     /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank cannot hold the rows.
     /// [`LaneError`](crate::error::LaneError) and [`Cause`](crate::error::Cause) end the world.
     pub fn all_gather<'a>(&mut self, rows: impl Into<Tensor<'a>>) -> Result<(ExpertRows, Shares), Error> {
@@ -312,7 +312,8 @@ impl Collective {
         Ok(Shares { handle, counts: counts.to_vec() })
     }
 
-    /// Everybody's rows, where all know their shares: ranks need not tell each other. Collective.
+    /// Rows of all ranks, with shares that all ranks know already, so no counts are exchanged.
+    /// Collective.
     ///
     /// # Errors
     /// As [`Collective::all_gather`], and [`CallError::ForeignHandle`](crate::error::CallError);
@@ -339,8 +340,8 @@ impl Collective {
         done
     }
 
-    /// Sums over all ranks of this rank's rows, `[rows, columns]`: from what each rank has for
-    /// everybody, `[rows of all, columns]`, laid out as an all-gather along these shares lays them.
+    /// Sums of this rank's rows over all ranks, `[rows, columns]`. Each rank contributes rows for
+    /// all ranks, `[rows of all, columns]`, in the layout of an all-gather along these shares.
     /// `rows` is the buffer of [`Shares::output`], which is used in place, or a slice, which is
     /// copied once. Collective.
     ///
@@ -384,7 +385,7 @@ fn gathered(ep: &HostExchange, extent: crate::memory::Extent, mut inner: Inner) 
     (ExpertRows(RowsAt::Host(rows)), Handle(HandleAt::Host(ep.handle_of(inner))))
 }
 
-/// The number of shares that nobody exchanged: above all numbers of calls.
+/// Number of shares that were not exchanged: above all numbers of calls.
 fn digest(counts: &[u32]) -> u64 {
     let hash =
         counts.iter().flat_map(|count| count.to_le_bytes()).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {

@@ -14,7 +14,7 @@ use crate::error::PlanError;
 use crate::plan::{Mode, Order, Strategy};
 use crate::topology::Route;
 
-/// What an instance may be asked for, by its settings or by a call.
+/// A feature that settings or a call ask of an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Feature {

@@ -1,4 +1,5 @@
-//! What stays the same from call to call: settings, lanes and windows, and what follows from these.
+//! State that stays the same from call to call: settings, lanes and windows, and values derived
+//! from them.
 
 use std::sync::Arc;
 
@@ -11,11 +12,11 @@ use crate::schedule::{Calls, Control, Setting, WindowId};
 use crate::topology::{Paths, Route};
 use crate::world::{Group, Shared, SymmetricRange};
 
-/// In how many parts a block goes to its relay: enough that the relay is busy while the rest is
-/// under way.
+/// Number of parts in which a block goes to its relay: enough that the relay works while the rest
+/// is in flight.
 pub(super) const CHUNKS: u8 = 4;
 
-/// What is the same in every call, for the caller and for its relay.
+/// State that is the same in every call, for the caller and for its relay.
 #[derive(Clone, Debug)]
 pub(super) struct Fixed {
     pub shared: Arc<Shared>,
@@ -42,7 +43,7 @@ pub(super) enum Ground<'w> {
     Near,
     /// In memory of devices that no rail reaches: they cross to its twin.
     Twin(&'w Window),
-    /// In memory of devices, as rails reach it; and the planner's desk, where engines relay.
+    /// In memory of devices, as the lane reaches it; and the planner's desk, where engines relay.
     Devices(&'w Window, Option<&'w Window>),
 }
 
@@ -63,7 +64,7 @@ impl Room {
 }
 
 impl Fixed {
-    /// What an owner of this spec needs, and its control window. Collective.
+    /// State for an owner of this spec, with its control window. Collective.
     pub fn new(
         group: &Group,
         spec: Spec,
@@ -98,7 +99,7 @@ impl Fixed {
         self.lanes.paths()
     }
 
-    /// What the placement of every call has in common.
+    /// Parameters that the placement of every call shares.
     pub fn frame(&self) -> Frame<'_> {
         Frame {
             bins: &self.bins,
@@ -126,13 +127,13 @@ impl Fixed {
         self.on_devices && self.far == WindowId::POOL
     }
 
-    /// What lands if so many rows do.
+    /// Memory of so many landed rows.
     pub fn landing(&self, rows: u32) -> Chunk {
         self.sizing(CallKind::Dispatch).landing(self.fixed_rows.unwrap_or(rows))
     }
 
-    /// Bytes in which `rows` rows can land with all that must lie behind them: `staged` rows to be
-    /// handed on, or arrivals.
+    /// Bytes in which `rows` rows can land with all memory behind them: `staged` rows to relay, or
+    /// arrivals.
     pub fn extent_bytes(&self, kind: CallKind, rows: u32, staged: u32) -> u64 {
         let sizing = self.sizing(kind);
         if !self.arrives() {
@@ -141,9 +142,9 @@ impl Fixed {
         self.landing(rows).staging().saturating_add(u64::from(staged) * sizing.row_bytes)
     }
 
-    /// What this rank receives at most: as many rows as there are slots (of these `sizes`) or a
-    /// budget; else, if every token of every rank chooses as many of its experts as it can. And
-    /// what it hands on, if all cross that can.
+    /// The most that this rank can receive: as many rows as there are slots (of these `sizes`) or a
+    /// budget; otherwise the rows if every token of every rank chooses as many of its experts as it
+    /// can. With the most that it can relay.
     pub fn most_bytes(&self, kind: CallKind, sizes: &Sizes) -> u64 {
         let (spec, paths, rank) = (&self.spec, self.paths(), self.lanes.rank);
         if spec.mode.slots().is_some() {

@@ -16,7 +16,7 @@ pub struct Yardstick {
     floor: Floor,
     rows: Lent<ExpertRows>,
     output: Lent<ExpertOutput>,
-    /// What goes to other machines is written there.
+    /// Memory that stands for other machines in the floor.
     _scratch: SymmetricRange,
 }
 
@@ -81,14 +81,14 @@ impl Yardstick {
 }
 
 impl ExpertParallel {
-    /// The bare moves of a call that sent `rows` along `handle`, the dispatch that made it or
-    /// gradients of a combine, and of a combine of `output`. Collective over `group`, which must be
-    /// the group this was built on. Rows that came by a relay are handed on again and again as they
-    /// are now. On return from [`Yardstick::dispatch`] peers may still be writing, so a barrier
-    /// belongs behind it.
+    /// The bare moves of a call that sent `rows` along `handle` (the dispatch that made it, or
+    /// gradients of a combine), and of a combine of `output`. Collective over `group`, which must
+    /// be the group this was built on. Rows that came by a relay are relayed again from their
+    /// present places. On return from [`Yardstick::dispatch`] peers may still be writing, so follow
+    /// it with a barrier.
     ///
     /// # Errors
-    /// Whatever ends an exchange of addresses.
+    /// Those of an exchange of addresses.
     pub fn yardstick(
         &self,
         group: &Group,

@@ -146,16 +146,16 @@ impl Handle {
         }
     }
 
-    /// How the last combine along this handle went, or the last gradient that returned rows: what
-    /// this rank returned to other nodes, and what it read. Nothing before the first.
+    /// Report of the last combine along this handle, or of the last gradient that returned rows:
+    /// the bytes that this rank returned to other nodes, and those that it read. Empty before the
+    /// first.
     ///
-    /// On a device with a budget this waits until the rows are back, though not for their sums,
-    /// and it is the last call that answers: ask before another combine along the handle is
-    /// enqueued.
+    /// On a device with a budget this waits until the rows are back, but not for their sums. It
+    /// reports the last call, so ask before another combine along the handle is enqueued.
     ///
     /// # Errors
-    /// On a device, but for fixed slots: the refusal of that combine, on whatever rank; then its
-    /// sums are zeros.
+    /// On a device, except in fixed slots: the refusal of that combine, on any rank; then its sums
+    /// are zeros.
     pub fn returned(&self) -> Result<Report, Error> {
         match &self.0 {
             HandleAt::Host(handle) => Ok(handle.returned()),

@@ -1,6 +1,6 @@
 //! Which row is which, where rows do not lie in visible order.
 
-/// Where rows lie that were handed on in [spans](super::ExpertParallelBuilder::spans), against the
+/// Places of rows that were relayed in [spans](super::ExpertParallelBuilder::spans), against the
 /// *visible* order of rank-major rows: (source rank, token).
 ///
 /// ```text
@@ -8,8 +8,8 @@
 ///   rows as landed  | source 0: token 0 1 2 | source 1: token 3 0 2 |     row r is visible()[r]
 /// ```
 ///
-/// Rows of a source stay together, and pads and unused slots stay where they are; rows of this node
-/// lie in visible order.
+/// Rows of a source stay together, and pads and unused slots stay in place. Rows of this node lie
+/// in visible order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RowIndex {
     landing: Vec<u32>,

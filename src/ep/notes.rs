@@ -1,11 +1,11 @@
-//! What came with the rows, as a handle keeps it.
+//! Metadata of received rows, as a handle keeps it.
 
 use std::sync::Arc;
 
 use super::RowIndex;
 use crate::plan::{Layout, Notes};
 
-/// What came with the rows of one dispatch.
+/// Metadata of the rows of one dispatch.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Received {
     /// `[rows]`, or `[rows, top_k]` where a row stands for several choices: routing weights, 0 in

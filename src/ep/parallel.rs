@@ -49,8 +49,8 @@ use crate::world::{Group, Shared};
 /// ```
 ///
 /// On a device, [`on`](ExpertParallelBuilder::on) names the stream of the calls. They are the same
-/// calls, with tensors of the device; each is enqueued, and its results are there for what the
-/// caller enqueues next:
+/// calls, with tensors of the device. Each is enqueued, and its results are ready for the work that
+/// the caller enqueues next:
 ///
 /// ```no_run
 /// # use std::sync::Arc;
@@ -71,14 +71,14 @@ use crate::world::{Group, Shared};
 /// # }
 /// ```
 ///
-/// What an instance cannot do in its place is one table, [`Feature`], and refused by name when it
-/// is built.
+/// [`Feature`] is the table of features by place. A missing one is refused by name when the
+/// instance is built.
 ///
 /// An instance may be dropped when the host has enqueued its last call. Graphs that hold its calls
-/// must not be launched any more. In fixed slots over several nodes, see that the stream is done
-/// first, by [`synchronize`](Self::synchronize) or [`Stream::is_done`]. Until Sidelane sees that, a
-/// thread serves the stream and holds the world, so the world is not left in peace, and a process
-/// that exits then is lost to the others.
+/// must not be launched any more. In fixed slots over several nodes, confirm first that the stream
+/// is done, by [`synchronize`](Self::synchronize) or [`Stream::is_done`]. Until Sidelane sees that,
+/// a thread serves the stream and holds the world. If the process exits then, other ranks see it as
+/// lost.
 pub struct ExpertParallel {
     at: InstanceAt,
     shared: Arc<Shared>,
@@ -132,7 +132,7 @@ impl ExpertParallel {
         self.stream().map_or(Place::Host, |stream| Place::Device(stream.device()))
     }
 
-    /// What carries its calls out.
+    /// Executor of its calls.
     pub fn executor(&self) -> CallExecutor {
         match &self.at {
             InstanceAt::Host(_) => CallExecutor::HostStepper,
@@ -388,13 +388,13 @@ impl ExpertParallel {
     }
 
     /// First half of [`ExpertParallel::combine`]: offers this rank's rows, and does not wait for
-    /// the others'. Until the second half, what this rank does for other nodes is done in a thread
-    /// of its own. On a device with exact sizes the stream marks that rows may be read, and all else
-    /// is the second half's.
+    /// the others'. Until the second half, a thread of the relay's own does this rank's work for
+    /// other nodes. On a device with exact sizes the stream marks that rows may be read, and the
+    /// second half does the rest.
     ///
     /// # Errors
-    /// Those that end the world, and refusals that are this rank's alone. Bad input is reported by
-    /// the second half, on all ranks.
+    /// Those that end the world, and refusals that concern this rank alone. The second half reports
+    /// bad input, on all ranks.
     pub fn start_combine<'a, 'b>(
         &'a mut self,
         y: impl Into<CombineInput<'b>>,
@@ -523,22 +523,22 @@ impl ExpertParallel {
         }
     }
 
-    /// Blocks until everything in the stream is done, however the world fares, and says how it
-    /// went. For the end of a step or of a test: on a device no other call waits until the stream is
-    /// idle. With exact sizes the second half of a dispatch waits until it has come to the call, and
-    /// so does that of a combine over several nodes. On the host there is nothing to wait for.
+    /// Blocks until everything in the stream is done, even if the world fails, and returns the
+    /// outcome. Use it at the end of a step or of a test: on a device no other call waits until the
+    /// stream is idle. With exact sizes the second half of a dispatch waits until the stream has
+    /// reached the call, and so does that of a combine over several nodes. On the host there is
+    /// nothing to wait for.
     ///
-    /// In fixed slots with words in memory of the device, a failed world's waits are ended by a
-    /// stream of Sidelane's. If blocked streams hold up all hardware queues, there is none, and
-    /// this returns the cause with the stream still waiting: it keeps Sidelane's memory, and
-    /// tensors of the caller's own must stay.
+    /// In fixed slots with words in device memory, a stream of Sidelane's ends the waits of a
+    /// failed world. If blocked streams hold all hardware queues, there is none. Then this returns
+    /// the cause with the stream still waiting: it keeps Sidelane's memory, and the caller's
+    /// tensors must stay.
     ///
     /// # Errors
     /// [`LaneError::Deadline`](crate::error::LaneError) if a live rank is silent for too long,
-    /// which ends the world. In fixed slots it names the first peer of which nothing has come, as
-    /// far as words can be read: where the device does not answer, those of the host. If these say
-    /// of nobody that it is late, it names this rank itself. Else as
-    /// [`check`](ExpertParallel::check).
+    /// which ends the world. In fixed slots it names the first peer that has sent nothing, as far
+    /// as words can be read: if the device does not answer, those of the host. If these show no
+    /// late peer, it names this rank itself. Else as [`check`](ExpertParallel::check).
     pub fn synchronize(&self) -> Result<(), Error> {
         match &self.at {
             InstanceAt::Host(_) => self.check(),
@@ -547,12 +547,12 @@ impl ExpertParallel {
         }
     }
 
-    /// What is known to be wrong, without waiting.
+    /// Known errors, without waiting.
     ///
     /// # Errors
     /// [`Cause`](crate::error::Cause); in fixed slots on a device,
-    /// [`DeviceError::Fault`](crate::error::DeviceError): what a kernel has found. Sums are zeros
-    /// then.
+    /// [`DeviceError::Fault`](crate::error::DeviceError), the fault that a kernel has found. Sums
+    /// are zeros then.
     pub fn check(&self) -> Result<(), Error> {
         match &self.at {
             InstanceAt::Slots { ep, .. } => ep.status(),

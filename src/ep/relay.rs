@@ -1,7 +1,7 @@
-//! What a rank does for others: in the thread of its caller, of its planner, or in one of its own
+//! A rank's work for others: in the thread of its caller, of its planner, or in one of its own
 //! ([`offload`](super::offload)).
 //!
-//! A relay performs the steps of its program ([`RelayCall`]). Whoever drives it brings what runs
+//! A relay performs the steps of its program ([`RelayCall`]). Its driver supplies the executor of
 //! its operations ([`Run`]): the host stepper, or a planner's engine.
 
 use std::sync::Arc;
@@ -16,22 +16,22 @@ use crate::schedule::call::{CallMachine, Part, RankPrograms, Role, StageId, Work
 use crate::schedule::{Calls, Flag, Item, Operands, Parts, Refusal, RelayTables, Sum, WindowId};
 use crate::topology::Route;
 
-/// What a relay does in one call.
+/// Work of a relay in one call.
 #[derive(Debug)]
 pub(super) struct RelayTask {
     pub machine: CallMachine,
     pub calls: Calls,
     pub kind: CallKind,
-    /// Return: what comes home.
+    /// Return: the rows that go back.
     pub parts: Parts,
     /// Return: rows are multiplied with their weights where they are summed.
     pub weighted: bool,
     /// Return: where sums wait until they have been sent.
     pub outbox: u64,
-    /// What is known of the blocks; a dispatch with counts learns it.
+    /// Known blocks; a dispatch with counts reads them from headers.
     pub forward: Arc<Forward>,
     pub stores: Stores,
-    /// What was moved.
+    /// Counts of moved bytes.
     pub moved: Moved,
 }
 
@@ -61,7 +61,7 @@ pub(super) struct Relay {
     tables: RelayTables,
     numbers: GroupCounts,
     arrivals: Arrivals,
-    /// Whose pool holds the chunk of each rank: its own.
+    /// Rank whose pool holds the chunk of each rank: its own.
     everybody: Vec<u32>,
     /// The chunks of this node's ranks in a return.
     chunks: Vec<Chunk>,

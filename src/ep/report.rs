@@ -5,7 +5,7 @@ use crate::lane::{Lanes, Reach};
 use crate::plan::Traffic;
 use crate::world::{Detour, Registration};
 
-/// What carried a call out.
+/// Executor of a call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -48,7 +48,7 @@ impl CallExecutor {
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Report {
-    /// What carried the call out.
+    /// Executor of the call.
     pub executor: CallExecutor,
     /// Number of ranks that each lane reaches.
     pub lanes: Vec<LaneUse>,

@@ -5,9 +5,9 @@
 //!   [E, C, M]  --drop_tokens-->  [E, C/TP, M]  --exchange, experts, exchange-->  [E, C/TP, M]  --gather_tokens-->  [E, C, M]
 //! ```
 //!
-//! As DeepSpeed does it before and after the exchange of an expert-parallel group (`drop_tokens`,
-//! `gather_tokens`): what crosses there is 1/TP of it, and the rest goes between neighbours. Each
-//! is the other's gradient.
+//! DeepSpeed does the same before and after the exchange of an expert-parallel group
+//! (`drop_tokens`, `gather_tokens`): 1/TP of the data crosses there, and the rest goes between
+//! local peers. Each is the other's gradient.
 
 use super::host::check_tensor;
 use super::{Collective, ExpertRows, Shares};
@@ -39,8 +39,7 @@ pub struct TokenSlices {
 }
 
 impl TokenSlices {
-    /// For a buffer `[experts, capacity, columns]`, which all ranks of the group have alike.
-    /// Collective.
+    /// For a buffer `[experts, capacity, columns]`, equal on all ranks of the group. Collective.
     ///
     /// # Errors
     /// On every rank: [`PlanError::BadParameter`] if the capacity is not a multiple of the size of
@@ -78,7 +77,7 @@ impl TokenSlices {
         Ok(parts.flatten().copied().collect())
     }
 
-    /// The buffer, `[experts, capacity, columns]`, from everybody's slices. Collective.
+    /// The buffer, `[experts, capacity, columns]`, from the slices of all ranks. Collective.
     ///
     /// # Errors
     /// As [`Collective::all_gather_along`].

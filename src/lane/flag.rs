@@ -1,4 +1,4 @@
-//! A flag word and the cache line it has to itself.
+//! A flag word, in a cache line of its own.
 //!
 //! ```text
 //!   byte 0    value: epoch, number of the call, part of the call; one writer, only grows
@@ -7,8 +7,8 @@
 //!   byte 40   tag of odd calls
 //! ```
 //!
-//! The tag is written before the value and read after it. Two tags are enough: a writer can be one call ahead of a
-//! reader, never two, because each call waits for everybody's entry.
+//! The tag is written before the value and read after it. Two tags are enough: a writer can be one
+//! call ahead of a reader, never two, because each call waits for the entry of every rank.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -29,7 +29,8 @@ impl<'a> FlagLine<'a> {
     /// A line at this address.
     ///
     /// # Safety
-    /// 64 bytes, aligned to 8, mapped for `'a`, used as a flag line by everybody who maps them.
+    /// 64 bytes, aligned to 8, mapped for `'a`, used as a flag line by every process that maps
+    /// them.
     pub unsafe fn new(at: NonNull<u8>) -> Self {
         // SAFETY: by the contract above; atomics may be shared with other processes.
         FlagLine { words: unsafe { at.cast().as_ref() } }
@@ -41,7 +42,7 @@ impl<'a> FlagLine<'a> {
         self.words[0].load(Ordering::Acquire)
     }
 
-    /// Raises the value, tag first, and wakes who sleeps on it. For the word's only writer.
+    /// Raises the value, tag first, and wakes its sleepers. For the word's only writer.
     #[inline]
     pub fn raise(self, value: u64, tag: Option<&Tag>) {
         if let Some(tag) = tag {
@@ -96,8 +97,9 @@ impl<'a> FlagLine<'a> {
     }
 }
 
-/// A fence of all orders. On x86-64 the compiler makes a locked instruction of one, during which readers of the line that was
-/// just written have to wait: between distant cores that was a quarter of a signal's way.
+/// A fence of all orders. On x86-64 the compiler makes a locked instruction of one, during which
+/// readers of the line that was just written have to wait: between distant cores that was a quarter
+/// of a signal's way.
 #[inline]
 fn fence() {
     #[cfg(target_arch = "x86_64")]

@@ -1,16 +1,17 @@
-//! The yardstick: the bytes of a call moved by bare loops, nothing else.
+//! The floor: the bytes of a call moved by bare loops, nothing else.
 //!
-//! No counts, no placement, no flags, no checks per call: addresses are resolved once, then each run is gathered and
-//! each token summed. What a dispatch or combine takes beyond this is the library's own cost.
+//! No counts, no placement, no flags, no checks per call: addresses are resolved once, then each
+//! run is gathered and each token summed. The time of a dispatch or combine beyond this is the
+//! library's own cost.
 //!
 //! ```text
 //!   dispatch   own rows -> their places here, or scratch for those that cross | relayed rows: scratch -> their places here
 //!   combine    relayed rows, or their partial sums -> scratch | rows here, and scratch for what comes home -> sums
 //! ```
 //!
-//! What crosses to other nodes is written to scratch of this rank, and what is made of what came from there is read from
-//! scratch: so each byte of the plan is written once, on one side of the rail. Between machines as many bytes are sent
-//! instead, in bare writes ([`Raw`]).
+//! Rows for other nodes are written to scratch of this rank, and sums over their rows read scratch.
+//! So each byte of the plan is written once, on one side of the network. Between machines as many
+//! bytes are sent instead, in bare writes ([`Raw`]).
 
 use std::sync::Arc;
 
@@ -23,18 +24,18 @@ use crate::rows::{Arithmetic, GroupedSum, Out, Rows, Stores};
 use crate::schedule::{Sum, WindowId};
 use crate::topology::Route;
 
-/// What a dispatch and its combine move.
+/// The moves of a dispatch and its combine.
 #[derive(Clone, Copy, Debug)]
 pub struct Moves<'a> {
     /// This rank's own rows.
     pub layout: &'a Layout,
-    /// What it relays.
+    /// The rows that it relays.
     pub forward: &'a Forward,
-    /// What rows are counted by.
+    /// The bins that rows are counted by.
     pub bins: &'a Bins,
     /// Bytes of a row that goes out.
     pub row_bytes: u64,
-    /// Bytes of a row that comes home.
+    /// Bytes of a row that returns.
     pub home_bytes: u64,
     /// Bytes of a partial sum, where relays sum.
     pub partial_bytes: Option<u64>,
@@ -46,12 +47,12 @@ pub struct Moves<'a> {
     pub scratch: &'a Window,
 }
 
-/// A call's moves, ready to run. It keeps the port alive whose windows it holds addresses of; whoever runs it must hold
-/// the extents it was built from exclusively.
+/// A call's moves, ready to run. It keeps the port alive whose windows it holds addresses of. A
+/// caller that runs it must hold the extents it was built from exclusively.
 #[derive(Debug)]
 pub struct Floor {
     _port: Arc<Port>,
-    /// What is read and written in place of other nodes' memory.
+    /// Memory that is read and written in place of other nodes' memory.
     _scratch: Scratch,
     kernels: Rows,
     row_bytes: usize,
@@ -60,9 +61,9 @@ pub struct Floor {
     runs: Vec<FloorRun>,
     rows: Vec<u32>,
     home: Vec<FloorCopy>,
-    /// What goes to other machines in a dispatch, and in a combine.
+    /// Rows for other machines in a dispatch, and in a combine.
     raw: [Raw; 2],
-    /// What it sums for other nodes, to `outbox`, one after another.
+    /// Sums for other nodes, to `outbox`, one after another.
     partials: FloorSums,
     partial_bytes: usize,
     outbox: *mut u8,
@@ -133,8 +134,8 @@ struct Scratch {
 }
 
 impl Scratch {
-    /// Written to at once, with small numbers of every type: memory that was never written is no memory yet, and reading
-    /// it would cost nothing.
+    /// Written to at once, with small numbers of every type: memory that was never written is no
+    /// memory yet, and reading it would cost nothing.
     fn take(&mut self, bytes: u64) -> *mut u8 {
         const NUMBERS: u64 = 0x3c00_3c00_3c00_3c00;
         self.pieces.push(vec![[NUMBERS; 8]; bytes.div_ceil(64) as usize]);
@@ -146,11 +147,13 @@ impl Scratch {
 unsafe impl Send for Floor {}
 
 impl Port {
-    /// The moves of a dispatch and its combine, ready to run. The rows of that dispatch must have landed at all ranks of
-    /// this node, and nobody may write there before all have built theirs: what this rank hands on is learnt from there.
+    /// The moves of a dispatch and its combine, ready to run. The rows of that dispatch must have
+    /// landed at all ranks of this node, and no rank may write there before all have built theirs:
+    /// the rows to relay are read from there.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`](crate::error::MemoryError) if any of it lies outside its window.
+    /// [`MemoryError::OutOfBounds`](crate::error::MemoryError) if any of it lies outside its
+    /// window.
     pub fn floor(self: &Arc<Self>, moves: &Moves<'_>) -> Result<Floor, Error> {
         let mut scratch = Scratch::default();
         let (mut runs, mut rows) = (Vec::new(), moves.layout.rows.clone());
@@ -235,7 +238,8 @@ impl Port {
         Ok(())
     }
 
-    /// What this rank hands on, from scratch that holds what its sources sent: the rows that have landed.
+    /// Relayed rows, from scratch that holds the blocks of this rank's sources: the rows that have
+    /// landed.
     fn relayed_runs(
         &self,
         moves: &Moves<'_>,
@@ -313,7 +317,7 @@ impl Port {
         Ok(home)
     }
 
-    /// Per owner: its chunk where it offers it, or scratch in place of what is brought home.
+    /// Per owner: its chunk where it offers it, or scratch in place of returned rows.
     fn chunks_of(&self, moves: &Moves<'_>, scratch: &mut Scratch) -> Result<Vec<*const u8>, Error> {
         let sum = &moves.sum;
         let chunk = |(owner, chunk): (u32, &Chunk)| match self.lanes().paths().near(owner) {

@@ -45,7 +45,7 @@ pub struct Lanes {
     pub world_ranks: Vec<u32>,
     /// Which ranks share memory.
     pub nodes: NodeMap,
-    /// How rows reach other nodes: decides who has a wire.
+    /// How rows reach other nodes, which decides the connections.
     pub route: Route,
     /// The lane to each rank.
     pub reach: Vec<Reach>,
@@ -65,7 +65,8 @@ impl Lanes {
         Paths::new(&self.nodes, self.route, self.rank)
     }
 
-    /// Who writes the words here that speak of `peer`: the rank itself, its relay on this node, or this rank's own relay.
+    /// Writer of the words here that concern `peer`: the rank itself, its relay on this node, or
+    /// this rank's own relay.
     pub fn writer_of(&self, peer: u32) -> u32 {
         match self.reach.get(peer as usize) {
             Some(Reach::Relayed) => self.paths().of(peer).relay_to(self.rank),
@@ -73,9 +74,10 @@ impl Lanes {
         }
     }
 
-    /// What ends a wait for a word of this kind that speaks of `peer`. Whoever has to wait for others before it can write
-    /// the word is waited for a little longer: it knows better who is late, and is to be heard first. So it is with
-    /// relays, and with a rank of another node that says its whole node has entered.
+    /// Limits of a wait for a word of this kind that concerns `peer`. The deadline is a little
+    /// longer if the writer itself has to wait for others first: it knows the late rank better, so
+    /// its report should come first. This holds for relays, and for a rank of another node that
+    /// reports its whole node.
     pub fn patience_for(&self, peer: u32, flag: Flag) -> Patience<'_> {
         let patience = self.patience(self.writer_of(peer));
         let waits_itself = match (self.reach.get(peer as usize), flag) {
@@ -88,7 +90,7 @@ impl Lanes {
         Patience { deadline: patience.deadline + more, ..patience }
     }
 
-    /// What ends a wait for `peer`.
+    /// Limits of a wait for `peer`.
     pub fn patience(&self, peer: u32) -> Patience<'_> {
         Patience {
             health: &self.health,
@@ -106,7 +108,7 @@ impl Lanes {
         }
     }
 
-    /// What a rail of this rank knows of the death of its world.
+    /// The health of the world, as a connection of this rank sees it.
     pub fn fault(&self) -> Option<LaneError> {
         self.rails().find_map(|rail| rail.fault())
     }

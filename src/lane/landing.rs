@@ -1,4 +1,4 @@
-//! What a port waits for: that a flag rises, that sources are free, that bytes have landed.
+//! Waits of a port: for a flag, for sources that are free, for bytes that have landed.
 
 use std::time::Duration;
 
@@ -12,10 +12,11 @@ use crate::rows::Rows;
 use crate::schedule::Flag;
 
 impl Port {
-    /// Waits until the flag here that speaks of `from` has at least `value`. Receives from the rails meanwhile.
+    /// Waits until the flag here that speaks of `from` has at least `value`. Receives from the
+    /// rails meanwhile.
     ///
     /// # Errors
-    /// [`LaneError::Deadline`], or the world's [`Cause`](crate::error::Cause) of death.
+    /// [`LaneError::Deadline`], or the world's [`Cause`](crate::error::Cause).
     #[inline(always)]
     pub fn wait(&self, from: u32, flag: Flag, value: u64) -> Result<(), Error> {
         let reach = self.reach(from)?;
@@ -53,10 +54,11 @@ impl Port {
         })
     }
 
-    /// Returns when everything put or signalled so far has landed. On a node it has when the put returns.
+    /// Returns when everything put or signalled so far has landed. On a node it has when the put
+    /// returns.
     ///
     /// # Errors
-    /// [`LaneError::Deadline`] if a partner takes nothing, or the world's cause of death.
+    /// [`LaneError::Deadline`] if a peer takes nothing, or the world's cause.
     pub fn quiet(&self) -> Result<(), Error> {
         Rows::fence();
         for (reach, to) in self.lanes.reach.iter().zip(0..) {
@@ -81,7 +83,8 @@ impl Port {
         Ok(())
     }
 
-    /// [`Port::settle`], if what was put went to this rank alone: stores have read their sources when they return.
+    /// [`Port::settle`], if what was put went to this rank alone: stores have read their sources
+    /// when they return.
     ///
     /// # Errors
     /// As [`Port::quiet`].
@@ -90,8 +93,8 @@ impl Port {
         if let Reach::Rail(_) = self.reach(to)? { self.settle() } else { Ok(()) }
     }
 
-    /// Attends to all rails in turn until all have settled, so that none stands still while another is waited for; or until
-    /// one is late, which is then for that one to say.
+    /// Attends to all rails in turn until all have settled, so that none stands still while another
+    /// is waited for; or until one is late, which is then for that one to say.
     fn attend(&self) {
         let mut waiter = None;
         loop {

@@ -1,18 +1,18 @@
-//! Lanes: the ways bytes move, and what a signal means on each.
+//! Lanes: transports between two ranks, and the meaning of a signal on each.
 //!
 //! | lane | between | put | signal | wait |
 //! |---|---|---|---|---|
-//! | shm | ranks of a node | copy into the peer's mapped heap | a store, fenced by who streamed; wake if a waiter is counted | look, pause, yield, futex |
+//! | shm | ranks of a node | copy into the peer's mapped heap | a store, behind a fence after streaming stores; wakes counted waiters | poll, pause, yield, futex |
 //! | loop | "nodes" of one machine | records in a ring that only the pair has mapped, with credits | a record behind the puts | as shm |
 //! | paced | as loop, to measure overlap with | as loop | as loop, held until a slower link would bring it | as shm |
-//! | verbs | machines with RDMA cards | RDMA write from where the bytes lie, if they are registered, else from a copy | a write or an addition behind the puts, or a number that comes with the last one | looks, as nobody wakes it; by number: as shm |
-//! | tcp | any machines | records on a connection, from where the bytes lie to where they belong | a record behind the puts | as shm |
-//! | copy engine | GPUs of a node | copies of a stream | a memory operation of the stream, behind the copies | looks, as nobody wakes it |
+//! | verbs | machines with RDMA NICs | RDMA write from registered memory, or from a copy | a write or an addition behind the puts, or a number that comes with the last one | polls, because nothing wakes it; by number: as shm |
+//! | tcp | any machines | records on a connection, from their source to their target | a record behind the puts | as shm |
+//! | copy engine | GPUs of a node | copies of a stream | a memory operation of the stream, behind the copies | polls, because nothing wakes it |
 //!
-//! A [`Port`] is what an executor holds: the windows of one owner (an `ExpertParallel`, a caller's window) and a lane
-//! to every rank of the group. Whatever the lane, the contract is one: a signal is visible only after all earlier
-//! puts of its track, every access is checked against its window before it is posted, and every wait ends, with the
-//! value or with a typed error.
+//! A [`Port`] is an executor's view: the windows of one owner (an `ExpertParallel`, a caller's
+//! window) and a lane to every rank of the group. The contract is the same for every lane. A signal
+//! is visible only after all earlier puts of its track. Every access is checked against its window
+//! before it is posted. Every wait ends, with the value or with a typed error.
 //!
 //! ```text
 //!   exec --> Port --+-- same node --> shm:  Mapped (heaps of the node)

@@ -1,14 +1,15 @@
-//! Where the windows of neighbours lie: one look-up from (window, rank) to an address.
+//! Addresses of local peers' windows: one look-up from (window, rank) to an address.
 //!
-//! A put of a few bytes takes less time than a cache line from core to core, so on its way there is nothing but this table,
-//! made once, in place of those of the group, the window and its mapping.
+//! A put of a few bytes takes less time than a cache line from core to core, so on its way there is
+//! nothing but this table, made once, in place of those of the group, the window and its mapping.
 
 use std::ptr::NonNull;
 
 use super::{Lanes, Reach, Window};
 use crate::schedule::WindowId;
 
-/// The parts of windows that this rank reads and writes by loads and stores: its own, and its neighbours'.
+/// The parts of windows that this rank reads and writes by loads and stores: its own, and its local
+/// peers'.
 #[derive(Debug)]
 pub(super) struct Near {
     ranks: u32,
@@ -50,7 +51,8 @@ impl Near {
         self.ranks
     }
 
-    /// Address of bytes in a rank's part of a window, if they lie inside it and it is reached by loads and stores.
+    /// Address of bytes in a rank's part of a window, if they lie inside it and it is reached by
+    /// loads and stores.
     #[inline(always)]
     pub fn at(&self, window: WindowId, rank: u32, offset: u64, len: u64) -> Option<NonNull<u8>> {
         let nth = window.0 as usize * self.ranks as usize + rank as usize;
@@ -60,7 +62,8 @@ impl Near {
         inside.then(|| unsafe { part.first.add(offset as usize) })
     }
 
-    /// Owner, window and offset of bytes at an address, if they lie in a part that is reached by loads and stores.
+    /// Owner, window and offset of bytes at an address, if they lie in a part that is reached by
+    /// loads and stores.
     #[cfg(test)]
     pub fn locate(&self, at: usize, len: u64) -> Option<(u32, WindowId, u64)> {
         self.parts.iter().enumerate().find_map(|(nth, part)| {

@@ -1,8 +1,9 @@
-//! What an executor holds: windows, and a lane to every rank.
+//! A port, an executor's view: windows, and a lane to every rank.
 //!
-//! All addresses are (window, offset, length) and are checked here, before anything is posted; the pointers that the
-//! vector loops get come from those checks. What a window's put to a neighbour goes through is inlined whole, and what goes
-//! over a rail kept out of it: there a call takes longer than a cache line from core to core.
+//! All addresses are (window, offset, length) and are checked here, before anything is posted. The
+//! pointers of the vector loops come from those checks. The path of a window's put to a local peer
+//! is inlined whole, and the path to another node is kept out of it: a function call takes longer
+//! there than a cache line from core to core.
 
 use std::sync::Arc;
 
@@ -89,7 +90,8 @@ impl Port {
     /// Moves one span. The source may be changed after [`Port::settle`].
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`], [`LaneError::SourceBounds`], and whatever ends a wait for credit.
+    /// [`MemoryError::OutOfBounds`], [`LaneError::SourceBounds`], and errors that end a wait for
+    /// credit.
     #[inline(always)]
     pub fn put(&self, to: u32, span: &SpanCopy, io: &Io<'_>, stores: Stores) -> Result<(), Error> {
         if let Place::Window { owner, window } = span.from
@@ -101,7 +103,8 @@ impl Port {
         self.put_bytes(to, (span.to, span.to_offset), bytes, stores)
     }
 
-    /// Moves one run of rows, and its rows of zeros, to `window` at `base + run.to_row * row_bytes`.
+    /// Moves one run of rows, and its rows of zeros, to `window` at
+    /// `base + run.to_row * row_bytes`.
     ///
     /// # Errors
     /// As [`Port::put`].
@@ -202,9 +205,9 @@ impl Port {
         }
     }
 
-    /// Raises the flag at `to` that speaks of rank `of`, after all earlier puts and reads of this rank. Puts with streaming
-    /// stores need [`Rows::fence`](crate::rows::Rows::fence) first: no store orders them, and where there are none a fence would
-    /// only cost time.
+    /// Raises the flag at `to` that speaks of rank `of`, after all earlier puts and reads of this
+    /// rank. Puts with streaming stores need [`Rows::fence`](crate::rows::Rows::fence) first: no
+    /// store orders them, and where there are none a fence would only cost time.
     ///
     /// # Errors
     /// As [`Port::put`].
@@ -278,7 +281,7 @@ impl Port {
         Ok(())
     }
 
-    /// Writes elements to this rank's own window, under the schedule's licence.
+    /// Writes elements to this rank's own window, when the schedule permits it.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].

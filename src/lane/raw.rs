@@ -1,4 +1,5 @@
-//! The yardstick's way between machines: as many bytes as a plan sends, in bare writes, to memory that nobody reads.
+//! The floor between machines: as many bytes as a plan sends, in bare writes, to memory that no
+//! rank reads.
 
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ pub const RAW: u64 = 256 << 10;
 pub struct Raw {
     lanes: Arc<Lanes>,
     scratch: Window,
-    /// Partner and bytes.
+    /// Peer and bytes.
     out: Vec<(u32, u64)>,
 }
 
@@ -24,7 +25,8 @@ impl Raw {
         Raw { lanes, scratch, out: Vec::new() }
     }
 
-    /// So many bytes more go to a rank. `false` if no wire to another machine leads there, and nothing will go.
+    /// So many bytes more go to a rank. `false` if no wire to another machine leads there, and
+    /// nothing will go.
     pub fn add(&mut self, to: u32, bytes: u64) -> bool {
         let wired = matches!(&self.lanes.reach[to as usize], Reach::Rail(rail) if !is_copied(rail.lane()));
         if wired {
@@ -36,8 +38,9 @@ impl Raw {
         wired
     }
 
-    /// Writes it all, a chunk to each partner in turn, and waits until it has landed. A rail that fails has ended the
-    /// world, which whoever measures learns at the next meeting.
+    /// Writes all bytes, a chunk to each peer in turn, and waits until they have landed. A
+    /// connection that fails has ended the world, and the measuring rank learns of it at the next
+    /// meeting.
     pub fn write(&self) {
         let _ = self.try_write();
     }

@@ -1,4 +1,5 @@
-//! Where the bytes of an operation come from and go to, besides windows: the caller's tensors, and rows by index.
+//! Where the bytes of an operation come from and go to, besides windows: the caller's tensors, and
+//! rows by index.
 
 use crate::error::LaneError;
 use crate::plan::RowRun;
@@ -10,11 +11,11 @@ use crate::schedule::Index;
 pub struct Io<'a> {
     /// Rows that are dispatched.
     pub input: &'a [u8],
-    /// What goes with each entry.
+    /// Metadata of each entry.
     pub notes: &'a [u8],
     /// Rows that are summed.
     pub output: &'a mut [u8],
-    /// One `f32` per (token, choice) that comes home.
+    /// One `f32` per (token, choice) that returns.
     pub weights: &'a mut [f32],
 }
 

@@ -1,7 +1,7 @@
-//! Reading what peers offer: the sum of rows, and the fetch of weights.
+//! Reads the offers of peers: the sum of rows, and the fetch of weights.
 //!
-//! On a node the reader pulls: it adds up the rows where they lie, in the owners' pools, in one pass over the bytes.
-//! (Pushing them home and summing there moves every byte three times.)
+//! On a node the reader pulls: it adds up the rows in place, in the owners' pools, in one pass over
+//! the bytes. (Pushing them and summing at the target moves every byte three times.)
 
 use std::ops::Range;
 
@@ -26,8 +26,9 @@ impl Port {
     /// Sums output rows `outputs` of the operands' sum into `to`.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`](crate::error::MemoryError::OutOfBounds) if a chunk or the target lies outside its
-    /// pool, [`LaneError::SourceBounds`] if a term or the output does not fit the tables.
+    /// [`MemoryError::OutOfBounds`](crate::error::MemoryError::OutOfBounds) if a chunk or the
+    /// target lies outside its pool, [`LaneError::SourceBounds`] if a term or the output does not
+    /// fit the tables.
     pub fn sum_rows(
         &self,
         operands: &Operands<'_>,
@@ -98,7 +99,8 @@ impl Port {
         Ok(())
     }
 
-    /// Fetches one `f32` per fetched term into `io.weights`, at the term's place among the caller's choices.
+    /// Fetches one `f32` per fetched term into `io.weights`, at the term's place among the caller's
+    /// choices.
     ///
     /// # Errors
     /// As [`Port::sum_rows`].

@@ -1,7 +1,8 @@
-//! Turns of a thread that is woken beside threads that compute.
+//! Time slices of a thread that wakes next to threads that compute.
 //!
-//! Linux lets a thread that computes finish its turn, some milliseconds, before one that has been woken has its own; unless that one
-//! has asked for shorter turns: then it cuts in, as long as it has had no more than its share.
+//! Linux lets a thread that computes finish its slice, some milliseconds, before a woken one runs.
+//! A woken thread that has requested shorter slices preempts it, as long as it has used no more
+//! than its share.
 //!
 //! ```text
 //!   compute    |======================================|..            |===========|..|=====================|
@@ -9,14 +10,16 @@
 //!   transfer                                          turns alike                |--|  shorter ones
 //! ```
 //!
-//! Who asks for shorter turns gets no more in all, so everybody may. Linux before 6.12 takes no notice.
+//! A shorter slice gives a thread no more time in all, so every thread may request it. Linux before
+//! 6.12 ignores the request.
 
 use std::time::Duration;
 
 /// The shortest that Linux gives. What moves rows of a chunk takes little longer.
 const TURN: Duration = Duration::from_micros(100);
 
-/// From now on this thread has short turns, if it is scheduled as threads commonly are. Where that cannot be had, it stays as it is.
+/// From now on this thread has short turns, if it is scheduled as threads commonly are. Where that
+/// cannot be had, it stays as it is.
 pub fn shorten() {
     if let Some(mut attributes) = attributes() {
         attributes.sched_runtime = TURN.as_nanos() as u64;

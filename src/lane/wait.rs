@@ -1,8 +1,9 @@
-//! How a rank waits: look, then attend to rails, then yield, then sleep. Every wait ends.
+//! Waits: poll, then serve the connections, then yield, then sleep. Every wait ends.
 //!
-//! On an idle core the value comes while looking (tens of nanoseconds). With more ranks than cores the one that is
-//! awaited needs the core: yielding hands it over for less than a wake-up costs. Sleeping is for long waits, and in
-//! slices, so that a dead world is noticed even if nobody wakes the sleeper.
+//! On an idle core the value arrives during polling (tens of nanoseconds). With more ranks than
+//! cores the awaited rank needs the core, and yielding hands it over for less than a wake-up costs.
+//! Sleeping is for long waits. It goes in slices, so a failed world is noticed even if nothing
+//! wakes the sleeper.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
@@ -11,30 +12,33 @@ use super::{FlagLine, turns};
 use crate::bootstrap::{Health, interrupted};
 use crate::error::{Cause, Loss};
 
-/// Looks at the flag alone, for about a microsecond, with a pause between them: without it the line is asked for again while
-/// its writer still needs it. Where ranks share cores, the awaited one may need this one.
+/// Looks at the flag alone, for about a microsecond, with a pause between them: without it the line
+/// is asked for again while its writer still needs it. Where ranks share cores, the awaited one may
+/// need this one.
 const LOOKS: u32 = 32;
 const LOOKS_IN_A_CROWD: u32 = 2;
-/// Bounds of the three steps. Where ranks share cores, pausing only keeps the awaited one from running.
+/// Bounds of the three steps. Where ranks share cores, pausing only keeps the awaited one from
+/// running.
 const PAUSES: u32 = 50;
 const PAUSES_IN_A_CROWD: u32 = 4;
 const YIELDS: u32 = 400;
-/// Where nobody wakes who sleeps on a flag, sleeping is for waits that are long already: some milliseconds.
+/// If nothing wakes a thread that sleeps on a flag, it sleeps only after some milliseconds.
 const YIELDS_IN_SILENCE: u32 = 20_000;
-/// The longest time in which a waiter does not look whether the world is alive.
+/// The longest time between two checks of a waiter whether the world is alive.
 const SLICE: Duration = Duration::from_millis(10);
-/// The same, where nobody wakes who sleeps on a flag.
+/// The longest sleep, if nothing wakes a thread that sleeps on a flag.
 pub(super) const NAP: Duration = Duration::from_micros(50);
-/// The longest time between two looks of a waiter that is awake. What goes beyond it is a stop of this process, which
-/// is nobody else's fault: it does not count as waiting.
+/// The longest time between two polls of a waiter that is awake. A longer gap is a stop of this
+/// process, which no other rank caused, so it does not count as waiting.
 const STRIDE: Duration = Duration::from_millis(500);
 
 thread_local! {
     static BESIDE_COMPUTE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// From now on this thread sleeps where it would pause and yield, and cuts in when it is woken. Beside threads that compute on the
-/// same cores, who yields has its turn again when these have had their time, some milliseconds.
+/// From now on this thread sleeps where it would pause and yield, and preempts others when it
+/// wakes. Next to threads that compute on the same cores, a thread that yields runs again only
+/// after their slices, some milliseconds.
 pub fn beside_compute() {
     BESIDE_COMPUTE.set(true);
     turns::shorten();
@@ -48,7 +52,7 @@ pub(super) fn is_beside_compute() -> bool {
 /// How long to wait, and what ends it early.
 #[derive(Clone, Copy, Debug)]
 pub struct Patience<'a> {
-    /// Ends the wait when the world has died.
+    /// Ends the wait when the world has failed.
     pub health: &'a Health,
     /// Whether this machine has fewer cores than ranks.
     pub crowded: bool,
@@ -56,14 +60,14 @@ pub struct Patience<'a> {
     pub awaited: u32,
     /// Ends the wait when the awaited rank is alive but silent for so long.
     pub deadline: Duration,
-    /// Whether signals come that wake nobody.
+    /// Whether signals arrive that wake no thread.
     pub silent: bool,
 }
 
 /// Why a wait ended without its value.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Interrupted {
-    /// The world died.
+    /// The world failed.
     Dead(Cause),
     /// The deadline passed.
     Late {
@@ -92,11 +96,11 @@ impl<'a> Waiter<'a> {
         Waiter { patience, beside_compute, turns: 0, waited: Duration::ZERO, looked: None, absent: false }
     }
 
-    /// One turn: returns at once while pausing, after a moment later on. `sleep` is called on the last step with the
-    /// longest time to sleep, and should return early when there is news.
+    /// One turn: returns at once while pausing, after a moment later on. `sleep` is called on the
+    /// last step with the longest time to sleep, and should return early when there is news.
     ///
     /// # Errors
-    /// [`Interrupted`] if the world died, the deadline passed, or the caller asks for it.
+    /// [`Interrupted`] if the world failed, the deadline passed, or the caller asks for it.
     pub fn turn(&mut self, sleep: impl FnOnce(Duration)) -> Result<(), Interrupted> {
         self.turns = self.turns.saturating_add(1);
         let pauses = match self.patience.crowded || self.beside_compute {
@@ -152,7 +156,8 @@ pub(super) fn until(
     if glimpse(flag, value, patience.crowded) { Ok(()) } else { outlast(flag, value, patience, progress) }
 }
 
-/// The first step, before anything is asked of the world: whether a flag has at least `value` now or in a moment.
+/// The first step, before anything is asked of the world: whether a flag has at least `value` now
+/// or in a moment.
 #[inline]
 pub(super) fn glimpse(flag: FlagLine<'_>, value: u64, crowded: bool) -> bool {
     for _ in 0..if crowded || BESIDE_COMPUTE.get() { LOOKS_IN_A_CROWD } else { LOOKS } {
@@ -196,8 +201,8 @@ mod tests {
     use super::*;
     use crate::bootstrap::{Clocks, interruptible, threads};
 
-    /// Waits for a rank that has left, and that raised its flag between this wait's look at the flag and its look at
-    /// the absent, at the given turn.
+    /// Waits for a rank that has left, and that raised its flag between this wait's look at the
+    /// flag and its look at the absent, at the given turn.
     fn left_behind(turn: Option<u32>) -> Result<(), (u64, Interrupted)> {
         let mut hubs = threads(2, Clocks::default());
         drop(hubs.pop());

@@ -10,7 +10,7 @@ use crate::memory::Mapped;
 /// A window: one range of bytes at each rank of the group.
 #[derive(Clone, Debug)]
 pub struct Window {
-    /// The mapping in which the windows of this node lie; one of nobody's, where they are memory of devices.
+    /// The mapping of this node's windows; an empty one for memory of devices.
     pub mapped: Arc<Mapped>,
     /// Per rank of the group: where its part is.
     pub parts: Vec<Part>,
@@ -23,7 +23,7 @@ pub struct Window {
 pub struct Part {
     /// Its member of the mapping.
     pub member: u32,
-    /// Number of the region at its owner, for partners that have it not mapped.
+    /// Number of the region at its owner, for peers that have it not mapped.
     pub region: u32,
     /// First byte in the member or region.
     pub offset: u64,
@@ -46,7 +46,7 @@ impl Window {
         Ok(unsafe { std::slice::from_raw_parts(at.as_ptr(), len as usize) })
     }
 
-    /// What a rail needs to know to reach bytes in the part of a rank.
+    /// Facts that a connection needs to reach bytes in the part of a rank.
     pub(super) fn target(&self, rank: u32, offset: u64, len: u64) -> Result<Target, MemoryError> {
         let part = self.part(rank, offset, len)?;
         Ok(Target { region: part.region, offset: part.offset + offset })

@@ -1,4 +1,4 @@
-//! Waiting for words that devices write: nobody wakes a thread for them, so it looks.
+//! Waits for words that devices write. Nothing wakes a thread for them, so it polls.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -12,11 +12,11 @@ use crate::schedule::Flag;
 pub const COPY_ENGINE: &str = "copy engine";
 
 impl Lanes {
-    /// Waits until a word here that a device of rank `from` writes has at least `value`; `look` is called between looks,
-    /// and may end the wait. Rails are attended to meanwhile.
+    /// Waits until a word here that a device of rank `from` writes has at least `value`; `look` is
+    /// called between looks, and may end the wait. Connections are served meanwhile.
     ///
     /// # Errors
-    /// [`LaneError::Deadline`], the world's [`Cause`](crate::error::Cause) of death, or what `look` says.
+    /// [`LaneError::Deadline`], the world's [`Cause`](crate::error::Cause), or an error of `look`.
     pub fn wait_for_word(
         &self,
         word: &AtomicU64,
@@ -27,11 +27,11 @@ impl Lanes {
         self.outlast(word, value, (from, flag), self.patience(from), look)
     }
 
-    /// Waits until this rank's own stream has set a word here; `look` as above. There is no deadline: the caller's own work may
-    /// come first.
+    /// Waits until this rank's own stream has set a word here; `look` as above. There is no
+    /// deadline: the caller's own work may come first.
     ///
     /// # Errors
-    /// The world's [`Cause`](crate::error::Cause) of death, an interruption, or what `look` says.
+    /// The world's [`Cause`](crate::error::Cause), an interruption, or an error of `look`.
     pub fn wait_for_stream(
         &self,
         word: &AtomicU64,

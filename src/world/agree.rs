@@ -1,4 +1,4 @@
-//! What all ranks must have in common before they become a world.
+//! Agreement before a world: settings and places that all ranks compare.
 
 use sha2::{Digest, Sha256};
 
@@ -48,7 +48,7 @@ pub(super) struct Failure {
     pub at: usize,
     /// Whether it counts more than failures that are not grave, wherever those are.
     pub grave: bool,
-    /// What the rank says.
+    /// Settings and place of one rank.
     pub reason: String,
 }
 

@@ -1,4 +1,4 @@
-//! Windows on GPUs: memory of a device at every member of a group, and words beside it, mapped
+//! Windows on GPUs: memory of a device at every member of a group, and words next to it, mapped
 //! within nodes.
 //!
 //! ```text
@@ -38,14 +38,14 @@ pub(crate) struct Member {
     pub same_device: bool,
 }
 
-/// What a rank brings along.
+/// Memory that this rank contributes.
 struct Own {
     memory: Arc<Allocation>,
     words: Segment,
     descriptor: OwnedFd,
 }
 
-/// What ranks tell each other.
+/// Facts that ranks exchange about their devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 struct Said {
@@ -56,16 +56,16 @@ struct Said {
     bytes: u64,
 }
 
-/// What one rank told, and the identity of its device.
+/// Facts of one rank, with the identity of its device.
 struct Heard {
     said: Said,
     device: Vec<u8>,
 }
 
 impl DeviceWindow {
-    /// `len` bytes of memory of each member's device, and `words` bytes of words. Collective; those
-    /// of other nodes are not mapped. A rank that is not `ready` has an error of its own, and takes
-    /// part so that the others are told.
+    /// `len` bytes of memory of each member's device, and `words` bytes of words. Collective.
+    /// Memory of other nodes is not mapped. A rank that is not `ready` has an error of its own and
+    /// still takes part, so the other ranks learn of it.
     ///
     /// # Errors
     /// [`MemoryError::SizesDiffer`]; [`DeviceError`] at the rank whose device lacks something, or

@@ -20,7 +20,7 @@ pub struct Group {
     me: u32,
     name: String,
     steps: AtomicU64,
-    /// By route: who has a wire depends on it.
+    /// By route, which decides the connections.
     lanes: [OnceLock<Arc<Lanes>>; Route::ALL.len()],
 }
 
@@ -71,9 +71,9 @@ impl Group {
     }
 
     /// Touches so many bytes of the pool of each other member of this node, so that no first call
-    /// pays for page faults. All members must have their worlds by then: whoever touches memory
-    /// first decides where it lies. A rank that cannot goes on, as others wait for it, and pays in
-    /// its first call.
+    /// pays for page faults. All members must have made their worlds before: the first rank to
+    /// touch a page decides where it lies. A rank that fails here continues, because others wait
+    /// for it, and pays in its first call.
     pub(crate) fn touch_pools(&self, bytes: u64) {
         for &rank in self.ranks.iter().filter(|&&rank| rank != self.ranks[self.me as usize]) {
             if let Err(error) = self.shared.heap.touch(rank, bytes) {
@@ -86,7 +86,7 @@ impl Group {
     /// not the lanes.
     ///
     /// # Errors
-    /// [`BootstrapError::Deadline`] naming who did not come, or the world's cause of death.
+    /// [`BootstrapError::Deadline`] naming the missing ranks, or the world's cause.
     pub fn gather(&self, blob: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
         let key = self.step();
         let deadline = self.shared.options.clocks.deadline;
@@ -191,7 +191,7 @@ impl Group {
         first
     }
 
-    /// One try. Members agree on its outcome: each compares all sizes before it looks who has room.
+    /// One try. Members agree on its outcome: each compares all sizes before it checks for room.
     fn try_symmetric(&self, len: u64) -> Result<SymmetricRange, Error> {
         let call = self.steps.load(Ordering::Relaxed);
         let taken = self.shared.heap.symmetric().take(len);

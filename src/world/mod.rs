@@ -1,6 +1,6 @@
 //! Worlds, groups, and the one-sided face.
 //!
-//! A [`World`] is all ranks of a job, as one of them sees it: who they are, which of them share
+//! A [`World`] is all ranks of a job, as one of them sees it: their identity, which of them share
 //! memory, its heap, its health. A [`Group`] is some of them in an order of their own; everything
 //! collective is built on a group. A [`Window`] is memory that the ranks of a group write to each
 //! other directly.

@@ -1,4 +1,4 @@
-//! What joins a rank to other nodes: chosen once per world, by all ranks together.
+//! Choice of the lane between nodes: made once per world, by all ranks together.
 
 use std::sync::Arc;
 
@@ -15,14 +15,14 @@ use crate::lane::{
 use crate::memory::Heap;
 use crate::topology::NodeMap;
 
-/// The wires of a rank, and who attends to them.
+/// The connections of a rank, and the thread that serves them.
 #[derive(Debug)]
 pub(crate) struct Rails {
     /// Attends to all of them.
     pub card: Card,
     /// Lays them.
     pub wiring: Box<dyn Wiring>,
-    /// What was chosen.
+    /// The lane that was chosen.
     pub report: RailReport,
 }
 
@@ -64,7 +64,7 @@ pub enum Why {
     NoCards {
         /// The rank.
         rank: u32,
-        /// What it says.
+        /// The reason in words.
         reason: String,
     },
 }
@@ -82,7 +82,7 @@ impl std::fmt::Display for Why {
     }
 }
 
-/// What a choice depends on.
+/// Facts that the choice depends on.
 pub(super) struct Place<'a> {
     /// The meeting point.
     pub hub: &'a dyn Hub,
@@ -90,9 +90,9 @@ pub(super) struct Place<'a> {
     pub machines: &'a [Location],
     /// Which ranks share memory.
     pub nodes: &'a NodeMap,
-    /// What partners may write to first.
+    /// Memory that peers write to first.
     pub heap: &'a Heap,
-    /// What was asked for.
+    /// The lane that was requested.
     pub options: &'a Options,
 }
 
@@ -135,7 +135,7 @@ impl Rails {
         Ok(rails)
     }
 
-    /// Lets partners write to a region. Returns its number, and what partners must be told of it.
+    /// Lets peers write to a region. Returns its number, and the description that peers need.
     ///
     /// # Errors
     /// Of the lane, if the memory cannot be registered.
@@ -217,8 +217,8 @@ impl Place<'_> {
         Ok(Box::new(Adapter::open(&Ground::here()?, setup)?))
     }
 
-    /// What this rank has opened, if all could: a rank that cannot tells the others, and does not
-    /// leave them waiting.
+    /// The lane that this rank has opened, if all ranks could. A rank that could not says so, and
+    /// no rank waits for it.
     fn open(&self, net: &Net, card: &Card) -> Result<Result<Box<dyn Wiring>, Lacking>, Error> {
         let (opened, lane) = ((net.open)(self, card), net.lane);
         let (hub, deadline) = (self.hub, self.options.clocks.rendezvous);
@@ -233,8 +233,7 @@ impl Place<'_> {
     }
 }
 
-/// Whether somebody asked for something that is not to be had, rather than that there is nothing to
-/// be had.
+/// Whether a rank requested something that is not available, rather than that nothing is available.
 fn is_mistake(error: &Error) -> bool {
     use VerbsError as V;
     let of_cards = |error: &LaneError| match error {
@@ -260,10 +259,10 @@ struct Lacking {
     /// The first that cannot.
     rank: u32,
     reason: String,
-    /// Whether somebody asked for something that is not to be had.
+    /// Whether a rank requested something that is not available.
     mistake: bool,
     lane: &'static str,
-    /// What is wrong here.
+    /// The error of this rank.
     own: Option<Error>,
 }
 

@@ -1,4 +1,4 @@
-//! Memory beside the heap that partners on other nodes write to.
+//! Memory next to the heap that peers on other nodes write to.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use crate::error::{Error, MemoryError};
 use crate::lane::{self, Lanes, Part, Reach, Region};
 use crate::memory::Mapped;
 
-/// This rank's part, which partners may write to as long as this lives.
+/// This rank's part. Peers may write to it as long as this value lives.
 #[derive(Debug)]
 pub(super) struct Registered {
     world: Arc<Shared>,
@@ -16,7 +16,7 @@ pub(super) struct Registered {
 }
 
 impl Registered {
-    /// What is registered under this number.
+    /// The memory that is registered under this number.
     pub fn of(group: &Group, number: u32) -> Self {
         Registered { world: Arc::clone(&group.shared), region: Some(number) }
     }

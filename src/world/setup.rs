@@ -26,20 +26,20 @@ pub struct Options {
     /// Keep so many operations of each rank for a timeline, the first ones since the recorder was
     /// emptied; 0 keeps none and costs nothing.
     pub record: usize,
-    /// What joins nodes.
+    /// The lane between nodes.
     pub rail: RailChoice,
-    /// The time of a link that wires within a machine keep. All ranks must choose alike.
+    /// The link that loop connections emulate. All ranks must choose the same.
     pub pace: Option<Pace>,
-    /// Where partners connect to this rank, if that is tcp.
+    /// Address at which peers connect to this rank, if the lane is tcp.
     pub tcp_address: TcpAddress,
     /// Forecast what cards will be asked for ([`World::rail_forecast`]).
     pub forecast: bool,
     /// Cards that take the place of this machine's.
     #[cfg(test)]
     pub(crate) stand_in: Option<crate::lane::Ground>,
-    /// What all ranks must have in common beside these options, in the caller's words: for example
-    /// the settings of a job whose machines are started one by one. Ranks that differ do not become
-    /// a world.
+    /// Settings beyond these options that all ranks must share, as text of the caller's. An example
+    /// is the settings of a job whose machines are started one by one. Ranks whose text differs do
+    /// not become a world.
     pub conditions: String,
 }
 
@@ -63,7 +63,7 @@ pub struct World {
     previous: Vec<u32>,
 }
 
-/// What groups, windows and calls share. The world lives until the last of them is gone.
+/// State that groups, windows and calls share. The world lives until the last of them is gone.
 pub(crate) struct Shared {
     /// The ways to other nodes; there are none where there is only one node. Dropped before the hub
     /// says goodbye: what a rank has sent is there before others hear that it has left.
@@ -267,18 +267,17 @@ impl World {
         self.shared.rails.as_ref().map(|rails| &rails.report)
     }
 
-    /// What this rank's cards have been asked to do so far; all 0 where the rails are no cards.
+    /// Requests to this rank's NICs so far; all 0 if the lane has no NICs.
     pub fn rail_counters(&self) -> RailCounters {
         self.shared.rails.as_ref().map(|rails| rails.card.counters()).unwrap_or_default()
     }
 
-    /// What they were to be asked for the same, told from the calls alone; all 0 without
-    /// [`Options::forecast`].
+    /// The same, predicted from the calls alone; all 0 without [`Options::forecast`].
     pub fn rail_forecast(&self) -> RailCounters {
         self.shared.rails.as_ref().map(|rails| rails.card.forecast()).unwrap_or_default()
     }
 
-    /// What the operating system granted for the heap.
+    /// Pages that the operating system granted for the heap.
     pub fn pages(&self) -> crate::memory::PageReport {
         self.shared.heap.pages()
     }
@@ -318,13 +317,13 @@ impl World {
         self.shared.hub.cancel(Cause::Cancelled { by: self.rank() });
     }
 
-    /// The survivors' next world: new segments, new connections, a new epoch. Collective among
-    /// those that are left. Handles and windows of the old world stay readable until they are
-    /// dropped; late writes of a lost rank go to segments that nobody reads any more.
+    /// The survivors' next world: new segments, new connections, a new epoch. Collective among the
+    /// survivors. Handles and windows of the old world stay readable until they are dropped. Late
+    /// writes of a lost rank go to segments that no rank reads any more.
     ///
     /// # Errors
     /// [`BootstrapError::RebuildFailed`] if the survivors do not meet, [`Cause::Evicted`] if they
-    /// have left this rank behind.
+    /// continued without this rank.
     pub fn rebuild(&self, deadline: Duration) -> Result<World, Error> {
         let (hub, previous) = self.shared.hub.rebuild(deadline)?;
         if let (Some(rails), Err(cause)) = (&self.shared.rails, self.shared.hub.health().check()) {
@@ -352,9 +351,9 @@ impl Shared {
         });
     }
 
-    /// An error amid a call ends the world: peers must not wait for a rank that has given up, nor
-    /// take it for the reason. A rank that left while it was awaited kills no world by itself:
-    /// whoever noticed says so. The error's ranks are positions among `ranks`.
+    /// An error in the middle of a call ends the world: peers must not wait for a rank that has
+    /// given up, nor blame it. A rank that left while it was awaited does not end a world by
+    /// itself; the rank that notices it reports it. The error's ranks are positions among `ranks`.
     pub(crate) fn fail(&self, ranks: &[u32], error: Error) -> Error {
         let hub = &self.hub;
         match &error {

@@ -1,17 +1,17 @@
-//! Memory of devices that cards reach: rows cross from device to device.
+//! Memory of devices that NICs reach: rows cross from device to device.
 //!
 //! ```text
 //!   device of s   | packed rows |  --card==wire==card-->  | words | ... final place ... |   device of d
 //!                                                           ^ strictly ordered, written behind the rows
 //! ```
 //!
-//! A flag in memory of the host may be seen before rows in memory of a device: these are two places
-//! on the bus, with no order between them. So whoever puts rows there writes a *word* there, too,
-//! before it raises the flag; and the stream that goes on with the rows awaits the word, once the
-//! host has seen the flag. What a device sees of a card's writes is in order by itself, or the wait
-//! makes it so ([`WriteOrder`]). The host does not write such words: when a world dies, a stream
-//! does, which needs another hardware queue than those that wait. Where there is one queue only,
-//! rows take the detour.
+//! A flag in host memory may become visible before rows in device memory: these are two places on
+//! the bus, with no order between them. So a sender of rows also writes a *word* there before it
+//! raises the flag. The stream that uses the rows awaits that word, once the host has seen the
+//! flag. A device sees the writes of a NIC in order by itself, or the wait makes it so
+//! ([`WriteOrder`]). The host does not write such words. When a world fails, a stream writes them,
+//! which needs a hardware queue that no waiting stream holds. With a single queue, rows are staged
+//! in host memory.
 
 use std::sync::Arc;
 
@@ -37,8 +37,8 @@ impl Straight {
     /// Collective.
     ///
     /// # Errors
-    /// The world's cause of death; [`BootstrapError::Malformed`],
-    /// [`LaneError`](crate::error::LaneError) for what makes no sense.
+    /// The world's cause; [`BootstrapError::Malformed`], [`LaneError`](crate::error::LaneError) for
+    /// what makes no sense.
     pub fn new(group: &Group, lanes: &Lanes, memory: &DeviceMemory) -> Result<Result<Self, Detour>, Error> {
         let (facts, len) = (memory.context.facts(), memory.own.len());
         let ordered = facts.write_order != WriteOrder::None || facts.flush_remote_writes;

@@ -1,4 +1,4 @@
-//! The host's twin of a device's memory: where rows wait that cross between nodes, where no card
+//! The host's twin of a device's memory: staging for rows that cross between nodes where no NIC
 //! reaches the device.
 //!
 //! ```text
@@ -8,10 +8,10 @@
 //!                  ^ rails                                    | rails
 //! ```
 //!
-//! What comes from other nodes lands in the twin where it is to lie on the device, under the
-//! licence that was given for that; so nothing is placed twice, and the copy in is one of whatever
-//! lies next to each other. What goes out waits in the outbox. Where cards reach the device, a
-//! small twin is the *desk* of a planner: what it writes for its device alone.
+//! Rows from other nodes land in the twin at the offset where they belong on the device, under the
+//! same write grant. So nothing is placed twice, and a copy in covers all adjacent rows. Outgoing
+//! rows wait in the outbox. Where NICs reach the device, a small twin is the *desk* of a planner:
+//! memory that it writes for its own device.
 
 use std::sync::Arc;
 
@@ -27,7 +27,8 @@ use crate::memory::{Mapped, Segment, pin};
 pub(crate) struct Twin {
     /// The twin as this rank's device reaches it, its outbox behind the rest.
     pub memory: Range,
-    /// As rails reach it, and those of the other ranks; of a desk, its owner's port alone.
+    /// Memory as the lane reaches it, and that of the other ranks; of a desk, its owner's port
+    /// only.
     pub window: lane::Window,
     _region: Option<Registered>,
 }
@@ -44,8 +45,8 @@ impl Twin {
         Ok(Twin { memory, window, _region: Some(region) })
     }
 
-    /// A desk of `len` bytes, for this rank alone. Collective: if one cannot be had, nobody goes
-    /// on.
+    /// A desk of `len` bytes, for this rank only. Collective: if one rank cannot have it, no rank
+    /// continues.
     ///
     /// # Errors
     /// As [`Twin::new`].

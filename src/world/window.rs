@@ -26,15 +26,15 @@ const FLAGS: WindowId = WindowId(1);
 
 /// `len` bytes at every member of a group, and one signal word per pair of members.
 ///
-/// **Bounds.** Every access is (peer, offset, length) and must lie inside the window; otherwise
-/// [`MemoryError::OutOfBounds`], and nothing is moved.
+/// **Bounds.** Every access is (peer, offset, length) and must lie inside the window. Otherwise it
+/// returns [`MemoryError::OutOfBounds`], and nothing moves.
 ///
 /// **Order.** Puts to one peer are visible to it after a later signal from the same rank to the
 /// same peer. Nothing else is ordered: a put alone may be seen in pieces.
 ///
-/// **Licence.** Who may write where and when is the callers' agreement: a rank must not put into
-/// bytes that their owner may be reading, until the owner has signalled that it is done. The
-/// library does this by itself for dispatch and combine; here it cannot know.
+/// **Write permission.** The callers agree which rank may write where and when. A rank must not put
+/// into bytes that their owner may be reading, until the owner has signaled that it has finished.
+/// Dispatch and combine keep this rule themselves; here the library cannot know it.
 ///
 /// ```
 /// use sidelane::World;
@@ -66,7 +66,7 @@ pub struct Window {
     _flags: SymmetricRange,
     /// The bytes themselves: symmetric, or registered.
     _data: Data,
-    /// The world lives as long as the window: somebody must receive what peers put.
+    /// The world lives as long as the window, because its threads receive the puts of peers.
     _world: Arc<Shared>,
 }
 
@@ -93,8 +93,8 @@ impl Window {
         Self::new(group, lanes, window, len, Data::Registered { _region: region })
     }
 
-    /// This rank's memory, if that of every member can be registered. A rank whose memory cannot
-    /// still takes part in the comparison: the others are told, not left waiting.
+    /// This rank's memory, if that of every member can be registered. A rank whose memory cannot be
+    /// registered still takes part in the comparison, so the others do not wait for it.
     fn adopt(group: &Group, memory: OwnedFd) -> Result<Segment, Error> {
         let own = Segment::adopt(memory, group.rank());
         let said = match &own {
@@ -162,7 +162,7 @@ impl Window {
     /// may not have landed.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`], the world's cause of death,
+    /// [`MemoryError::OutOfBounds`], the world's cause,
     /// [`LaneError::Deadline`](crate::error::LaneError) if a remote peer takes nothing.
     pub fn put(&mut self, peer: u32, offset: u64, src: &[u8]) -> Result<(), Error> {
         self.step_put(peer, offset, src)?;
@@ -210,13 +210,13 @@ impl Window {
     /// before that signal is then visible.
     ///
     /// # Errors
-    /// [`LaneError::Deadline`](crate::error::LaneError), or the world's cause of death.
+    /// [`LaneError::Deadline`](crate::error::LaneError), or the world's cause.
     pub fn wait_until(&mut self, peer: u32, value: u64) -> Result<(), Error> {
         self.step_wait(peer, Flag::Landed, value)
     }
 
     /// Returns when everything this rank has put or signalled so far has landed at its peers. These
-    /// must not have left: who is gone cannot say what has landed.
+    /// must not have left, because it could not report what has landed.
     ///
     /// # Errors
     /// As [`Window::put`].

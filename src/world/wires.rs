@@ -57,8 +57,8 @@ fn lay_by(wiring: &dyn Wiring, card: &Card, group: &Group, paths: &Paths) -> Res
     }
 }
 
-/// Whether a rank is at fault itself: it did not get something from its own machine. All other
-/// errors tell of another rank.
+/// Whether the rank itself is at fault, because its own machine refused something. All other errors
+/// concern another rank.
 fn is_own(error: &Error) -> bool {
     match error {
         Error::Bootstrap(error) => matches!(error, BootstrapError::System { .. }),

@@ -2,4 +2,5 @@
 
 mod features;
 mod module_layering;
+mod pages;
 mod parts;

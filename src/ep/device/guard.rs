@@ -1,11 +1,11 @@
-//! What ends the waits of streams when the world dies.
+//! Ends the waits of streams when the world fails.
 //!
-//! Nobody can take back a wait that is enqueued, and the driver does not know what it waits for. So
-//! when the world dies, a thread writes to every word that this rank waits for, again and again,
-//! since a late signal or a reset may undo it, until no stream can be waiting any more. Streams
-//! drain, and what they carry on with is worth nothing; the *status* word says so, to the host and
-//! to kernels. What the host does not reach, words in memory of a device, somebody else writes, as
-//! often. An exchange that is dropped while a stream may wait leaves the guard behind.
+//! No rank can take back a wait that is enqueued, and the driver does not know its cause. So when
+//! the world fails, a thread writes to every word that this rank awaits. It repeats this until no
+//! stream can be waiting any more, because a late signal or a reset may undo a write. Streams
+//! drain, and their further results are invalid; the *status* word says so to the host and to
+//! kernels. Words in device memory, which the host does not reach, have another writer that repeats
+//! as well. An exchange that is dropped while a stream may wait leaves the guard running.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,7 +27,7 @@ pub(super) struct Guard {
     health: Arc<Health>,
 }
 
-/// What writes words that the host does not reach.
+/// Writer of words that the host does not reach.
 pub(super) type Beyond = Box<dyn Fn() + Send + Sync>;
 
 pub(super) struct Words {
@@ -36,7 +36,7 @@ pub(super) struct Words {
     awaited: Vec<usize>,
     /// Value past every one that is waited for there.
     poison: u64,
-    /// Where it is said that the world is dead; the first is asked for.
+    /// Words that report the failed world; the first one is read.
     status: Vec<usize>,
     dead: u64,
     beyond: Option<Beyond>,
@@ -45,8 +45,8 @@ pub(super) struct Words {
 }
 
 impl Guard {
-    /// Watches over the world for the words at these places. When it dies, they become the poison,
-    /// and the status words `dead`.
+    /// Watches the world for the words at these places. When it fails, they become the poison, and
+    /// the status words `dead`.
     pub fn new(
         health: &Arc<Health>,
         memory: &PinnedMemory,
@@ -75,7 +75,7 @@ impl Guard {
         &self.words
     }
 
-    /// The first status: 0, what a kernel found, or that the world is dead.
+    /// The first status: 0, the fault of a kernel, or the failed world.
     pub fn status(&self) -> u64 {
         self.words.status.first().map_or(0, |&place| self.words.get(place))
     }
@@ -97,8 +97,8 @@ impl Drop for Guard {
 }
 
 impl Words {
-    /// Ends waits in a thread of its own, as soon as the world is dead and as long as there may be
-    /// any.
+    /// Ends waits in a thread of its own, as soon as the world has failed and as long as there may
+    /// be any.
     fn drain(self: Arc<Self>, health: Arc<Health>) {
         let (words, alive) = (Arc::clone(&self), Arc::clone(&health));
         let drain = move || {
@@ -130,8 +130,8 @@ impl Words {
         }
     }
 
-    /// Whether anybody but the guard and whoever shares its words has a claim on them: a stream may
-    /// be under way.
+    /// Whether anything but the guard and the owners of its words has a claim on them: a stream may
+    /// still run.
     pub fn is_claimed(&self) -> bool {
         self.memory.is_claimed()
     }

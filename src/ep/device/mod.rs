@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use status::Status;
 
-/// Number of a new instance on a device: it tells the handles of this process apart.
+/// Number of a new instance on a device. It distinguishes handles within this process.
 fn next_instance() -> u64 {
     static INSTANCES: AtomicU64 = AtomicU64::new(0);
     INSTANCES.fetch_add(1, Ordering::Relaxed)

@@ -10,30 +10,30 @@ use crate::lane::{DeviceMemory, Lanes};
 use crate::topology::Route;
 use crate::world::{Detour, Group, Member, Registration, Straight, Twin};
 
-/// What rows cross by. It lives as long as the exchange: other nodes write to it.
+/// Path of rows between nodes. It lives as long as the exchange, because other nodes write to it.
 #[derive(Debug)]
 pub(super) enum Passage {
     /// There is one node.
     None,
-    /// Memory of devices, as cards know it; and the planner's desk, where engines relay.
+    /// Memory of devices, as NICs know it; and the planner's desk, where engines relay.
     Straight(Straight, Option<Twin>),
     /// Memory of the host, and why.
     Detour(Twin, Detour),
 }
 
-/// What an exchange needs of it, alike at all ranks.
+/// Sizes that an exchange needs, equal at all ranks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Needs {
     /// Bytes at the start of the device's memory that hold words.
     pub words: u64,
-    /// Size of a desk, where one is needed beside a straight passage.
+    /// Size of a desk, where a straight passage needs one.
     pub desk: Option<u64>,
     /// Size of a twin, outbox counted.
     pub twin: u64,
 }
 
 impl Passage {
-    /// Decides for all members alike, and makes it. Collective.
+    /// Decides once for all members, and makes it. Collective.
     ///
     /// # Errors
     /// [`MemoryError`], [`DeviceError`](crate::error::DeviceError), or what a lane says, if the

@@ -12,7 +12,7 @@ use crate::error::{CallError, Error, MemoryError};
 /// | 2 | another rank's input was refused |
 /// | 3 | a rank has no room, or more rows than its budget |
 /// | 4 | ranks make different calls |
-/// | 65536 | the world is dead |
+/// | 65536 | the world has failed |
 ///
 /// In fixed slots, each other value than 0 and 65536 is a [`Fault`](crate::error::Fault) that a
 /// kernel has found.
@@ -30,7 +30,7 @@ impl Status {
     pub const NO_ROOM: Status = Status(3);
     /// Ranks make different calls.
     pub const MISMATCH: Status = Status(4);
-    /// The world is dead.
+    /// The world has failed.
     pub const WORLD_FAILED: Status = Status(1 << 16);
 
     /// That of an error which leaves the world alive.

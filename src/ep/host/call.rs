@@ -222,8 +222,8 @@ impl HostCall<'_, '_> {
         self.flight.stores = fixed.stores(sorted.entries() as u64 * row_bytes);
     }
 
-    /// Says what this rank has for every bin, and for every rank that relays. Where slots are
-    /// fixed, nobody asks.
+    /// Publishes this rank's counts for every bin, and for every rank that relays. With fixed slots
+    /// no rank reads them.
     fn publish(&mut self) -> Result<(), MemoryError> {
         let Fixed { port, control, bins, spec, .. } = &**self.fixed;
         let Workspace { crossing, sorted, numbers, calls, .. } = &mut *self.space;

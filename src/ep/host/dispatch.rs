@@ -65,7 +65,7 @@ impl HostExchange {
         self.exchange().enter(flight, lent, Until::Half)
     }
 
-    /// Second half: what landed, and its layout with what came beside the rows.
+    /// Second half: what landed, and its layout with the metadata of the rows.
     pub fn finish_placing(
         &mut self,
         flight: &mut Flight,
@@ -85,7 +85,7 @@ impl HostExchange {
         }
     }
 
-    /// What rows go out by: this instance, or the one that gathers for it.
+    /// Instance that sends the rows: this one, or the one that gathers for it.
     fn exchange(&mut self) -> &mut HostExchange {
         match self.gather {
             Some(ref mut gather) => &mut gather.engine,

@@ -18,10 +18,10 @@ use crate::world::Group;
 
 /// An [`ExpertParallel`](crate::ExpertParallel) on the host.
 pub(in crate::ep) struct HostExchange {
-    /// What never changes, but for the expert map.
+    /// State that never changes, except for the expert map.
     pub fixed: Arc<Fixed>,
     pub programs: Arc<RankPrograms>,
-    /// What calls use again.
+    /// State that calls reuse.
     pub space: Workspace,
     /// How rows go out, if not by exchange.
     pub gather: Option<Box<Gather>>,

@@ -21,7 +21,7 @@ use crate::schedule::{Parts, Tag};
 pub(super) mod options {
     /// Rows are summed.
     pub const ROWS: u32 = 1;
-    /// One `f32` per row comes home.
+    /// One `f32` per row returns.
     pub const WEIGHTS: u32 = 2;
     /// Rows are multiplied with routing weights.
     pub const WEIGHTED: u32 = 4;

@@ -1,10 +1,10 @@
-//! What planners and callers really read and write between two stages is what the proof orders.
+//! Compares accesses of planners and callers between stages with those that the proof orders.
 //!
-//! A story assumes a *footprint* for each step that plans: the bytes of windows that it reads and
-//! writes. Here real ranks make the calls of a story, with the same routings, and each of their
-//! accesses is recorded. Every access must lie in the footprint of its place in the program, and
+//! An unrolled program assumes a *footprint* for each planning step: the bytes of windows that it
+//! reads and writes. Here real ranks make the calls of an unrolled program, with the same routings,
+//! and record each access. Every access must lie in the footprint of its place in the program, and
 //! every byte range of a footprint must be used. Pools are compared from the first byte that is
-//! used there: when a chunk is free again depends on how soon peers have read it.
+//! used there, because the time when a chunk is free depends on its readers.
 
 use std::collections::BTreeMap;
 
@@ -25,8 +25,8 @@ const HIDDEN: usize = 8;
 const ROW_BYTES: u64 = 16;
 const ROWS: Parts = Parts { rows: true, weights: false };
 const BOTH: Parts = Parts { rows: true, weights: true };
-/// Calls with rows that are kept and read late, with outputs in place and copied, and such as a rank
-/// refuses.
+/// Calls with rows that are kept and read late, with outputs in place and copied, and calls that a
+/// rank refuses.
 const CALLS: [Call; 9] = [
     Call::Dispatch { routing: 0, keep: true },
     Call::Cached { handle: 0 },
@@ -58,8 +58,8 @@ struct Case {
 /// Bytes of windows that were read (`false`) and written (`true`).
 type Accesses = BTreeMap<(bool, u32, WindowId), Vec<(u64, u64)>>;
 
-/// What happens before each stage, in the order of stages. A second half is a stage of its own only
-/// if something happens between the halves.
+/// Accesses before each stage, in the order of stages. A second half is a stage of its own only if
+/// something happens between the halves.
 type Places = Vec<(&'static str, Accesses)>;
 
 fn add(accesses: &mut Accesses, write: bool, Bytes { owner, window, range }: Bytes) {
@@ -84,7 +84,7 @@ fn expected(scenes: &[Scene], places: &mut Places) {
     }
 }
 
-/// What a thread did, by addresses in the windows of these ports.
+/// Accesses of a thread, by addresses in the windows of these ports.
 fn seen(events: Vec<Event>, ports: &[&Port]) -> Places {
     let (mut places, mut accesses, mut inside) = (Places::new(), Accesses::new(), false);
     for event in events {
@@ -128,7 +128,7 @@ fn from_first(window: WindowId, ranges: &[(u64, u64)]) -> Vec<(u64, u64)> {
     ranges.iter().map(|(start, end)| (start - first, end - first)).collect()
 }
 
-/// Why what was seen is not what a story assumes.
+/// Difference between the recorded accesses and the assumed ones.
 fn difference(expected: &Places, seen: &Places) -> Option<String> {
     let names = |places: &Places| places.iter().map(|(name, _)| *name).collect::<Vec<_>>();
     if names(expected) != names(seen) {
@@ -288,7 +288,8 @@ impl Case {
         all
     }
 
-    /// Makes the calls, and compares what ranks do with a story of them. The first difference.
+    /// Makes the calls and compares the accesses of ranks with the unrolled program. Returns the
+    /// first difference.
     fn compare(&self, calls: &[Call], slip: Option<Slip>) -> Option<String> {
         let routings = self.routings();
         let story = self.story(&routings, calls, slip);

@@ -8,10 +8,10 @@
 //! ```
 //!
 //! The all-gather is a dispatch by an engine of its own, which is built so that every row goes to
-//! every rank. As all ranks know all choices, each finds the layout of an exchange by itself, that
-//! of its relays included; so whatever follows the handle is what follows an exchange, and needs no
-//! other code. In particular combine: it is the reduce-scatter of what each rank made, with the
-//! zeros left out of ranks that made nothing of a token.
+//! every rank. All ranks know all choices, so each computes the layout of an exchange by itself,
+//! with that of its relays. So calls along the handle are those of an exchange and need no other
+//! code. In particular, combine is the reduce-scatter of the outputs of each rank, without the
+//! zeros of ranks that have no expert of a token.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ use crate::schedule::call::{CallMachine, Part, RankPrograms, Role, StageId, Work
 use crate::schedule::{Operand, Operands};
 use crate::world::Group;
 
-/// What a dispatch by all-gather needs beside the instance that it is for.
+/// State of a dispatch by all-gather, beyond that of the instance it serves.
 pub(in crate::ep) struct Gather {
     /// Gathers.
     pub engine: HostExchange,
@@ -83,8 +83,8 @@ impl Gather {
         })
     }
 
-    /// What follows the gathering dispatch of an instance: its rows, and their layout as an
-    /// exchange would have made it.
+    /// Steps after the gathering dispatch of an instance: its rows, and their layout as an exchange
+    /// would have made it.
     ///
     /// # Errors
     /// The same on every rank: [`CallError`](crate::error::CallError),
@@ -122,8 +122,8 @@ impl Gather {
         Ok(())
     }
 
-    /// Sorts everybody's choices. They were checked where they come from, so what is wrong with
-    /// them now came on the way.
+    /// Sorts the choices of all ranks. Their senders checked them, so an error found here arose in
+    /// transit.
     fn sort(&mut self, fixed: &Fixed, words: &[u32]) -> Result<(), Cause> {
         let top_k = fixed.spec.top_k as usize;
         let notes = words.chunks_exact(1 + 2 * top_k);
@@ -277,7 +277,7 @@ impl Executor for Regrouping<'_> {
         Ok(())
     }
 
-    /// What was gathered was agreed on.
+    /// Ranks have agreed on the gathered data.
     fn agree(&mut self, _: Role) -> Result<(), Error> {
         Ok(())
     }

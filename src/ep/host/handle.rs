@@ -17,19 +17,19 @@ use crate::memory::{Extent, Licence, Pool};
 use crate::plan::{Chunk, Forward, Layout, Traffic};
 use crate::schedule::Sum;
 
-/// What a handle holds. Its tables are used again by later dispatches.
+/// Contents of a handle. Later dispatches reuse its tables.
 #[derive(Debug, Default)]
 pub(in crate::ep) struct Inner {
     pub layout: Layout,
-    /// What this rank relays. Nothing where there is only one node.
+    /// This rank's plan as a relay. Empty with a single node.
     pub forward: Option<Arc<Forward>>,
-    /// What came with the rows.
+    /// Metadata of the received rows.
     pub received: Received,
     /// Which choices had no room.
     pub dropped: Vec<bool>,
     /// Rows that each rank needed.
     pub required: Vec<u32>,
-    /// What this rank offers in a return.
+    /// Memory that this rank offers in a return.
     pub offer: Chunk,
     /// Routing weights `[tokens, top_k]`; empty unless combines are weighted.
     pub weights: Vec<f32>,
@@ -43,13 +43,13 @@ pub(in crate::ep) struct Inner {
     pub refused: Left<Extent>,
     /// Bytes copied because rows lay elsewhere.
     pub copied: AtomicCell<u64>,
-    /// What the last return moved.
+    /// Counts of the last return.
     pub returned: AtomicCell<Moved>,
     /// The output that the gradient of a weighted combine needs.
     pub kept: Left<Kept>,
 }
 
-/// What a dispatch moved, and was to move.
+/// Counts of a dispatch, and those of its plan.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::ep) struct DispatchMoves {
     pub moved: Moved,
@@ -57,7 +57,7 @@ pub(in crate::ep) struct DispatchMoves {
     pub traffic: Traffic,
 }
 
-/// What a call along a handle leaves to the next one: handles are shared.
+/// Value that one call stores for the next call on a handle. Locked, because threads share handles.
 #[derive(Debug)]
 pub(in crate::ep) struct Left<T>(Mutex<Option<T>>);
 
@@ -116,8 +116,8 @@ impl Inner {
         }
     }
 
-    /// Takes the buffer that belongs to this handle into its keeping, so that whatever refuses a
-    /// call loses nothing; [`HostHandle::output`] gives it out again. Anything else is returned.
+    /// Stores the buffer that belongs to this handle, so that a refused call loses nothing;
+    /// [`HostHandle::output`] returns it again. Any other input is returned.
     pub fn keep_safe<'a>(&self, y: HostInput<'a>) -> Option<HostInput<'a>> {
         match y {
             HostInput::Output(output) if output.instance == self.instance && output.number == self.number => {

@@ -41,7 +41,7 @@ pub(in crate::ep) struct Workspace {
     pub products: Vec<f32>,
     pub calls: Calls,
     pub licence: Arc<dyn Licence>,
-    /// Tells handles of different instances apart, within this process.
+    /// Number that distinguishes handles of different instances within this process.
     pub instance: u64,
     pub spare: Arc<ArrayQueue<Inner>>,
     /// Hears that the running call is agreed on.
@@ -120,7 +120,7 @@ impl Fixed {
 struct Readers {
     port: Arc<Port>,
     readers: Vec<u32>,
-    /// The control window outlives the instance until the last licence has come.
+    /// The control window outlives the instance until its last readers have finished.
     _range: SymmetricRange,
 }
 

@@ -1,4 +1,5 @@
-//! Any puts and signals, over cards that are fast and slow: the same bytes land, by the same work requests.
+//! Any puts and signals, over cards that are fast and slow: the same bytes land, by the same work
+//! requests.
 
 use proptest::prelude::*;
 
@@ -30,7 +31,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..40)
 }
 
-/// What the steps leave at the partner.
+/// Contents of the peer's memory after the steps.
 fn landed(steps: &[Step]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for step in steps {
@@ -78,7 +79,8 @@ fn perform(steps: &[Step], end: &End<'_>) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// Little staging, so that a card which is slow makes its sender wait again and again, in the middle of a write, too.
+    /// Little staging, so that a card which is slow makes its sender wait again and again, in the
+    /// middle of a write, too.
     #[test]
     fn how_many_requests_come_of_some_calls_does_not_depend_on_how_fast_the_card_is(
         steps in steps(),

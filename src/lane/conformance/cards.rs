@@ -1,5 +1,6 @@
-//! What only the verbs lane has: bits and counts that agree, keys that die, cards that fall silent or vanish.
-//! On cards without hardware; the same lane over a real wire is tried by `tests/testbed`.
+//! Tests of the verbs lane only: bits and counts that agree, keys that expire, NICs that fall
+//! silent or vanish. They run on NICs without hardware; `tests/testbed` runs the same lane over a
+//! real connection.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,7 +31,8 @@ pub(super) fn options(fabric: &Arc<Fabric>, signal: SignalMode) -> Options {
     }
 }
 
-/// Runs `body` on every rank; a rank that panics ends its world, so that the others do not wait for it.
+/// Runs `body` on every rank; a rank that panics ends its world, so that the others do not wait for
+/// it.
 pub(super) fn on_ranks<T: Send>(
     nodes: &[u32],
     options: &Options,

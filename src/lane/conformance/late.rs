@@ -1,4 +1,4 @@
-//! What comes late, and what comes from a card that fails: neither may touch what is there now, nor be kept from others.
+//! Late data, and data from a NIC that fails: neither may touch present data or block other ranks.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -44,7 +44,8 @@ fn what_a_dead_world_had_under_way_is_counted_and_touches_nothing_of_the_next() 
     assert_eq!(late, [Some(2), None], "the put and its signal");
 }
 
-/// The next world works and is clean; how many requests of the old one have failed, if this rank still has it.
+/// The next world works and is clean; how many requests of the old one have failed, if this rank
+/// still has it.
 fn finish(new: &World, old: Option<&World>, fabric: &Fabric) -> Option<u64> {
     let group = new.all().unwrap();
     let mut window = group.window(4096).unwrap();

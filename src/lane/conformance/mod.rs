@@ -44,7 +44,7 @@ struct Scenario {
     steps: &'static [Step],
 }
 
-/// What one of the two ranks does to the other, and what it must lead to.
+/// Action of one of the two ranks on the other, and its required result.
 #[derive(Clone, Copy)]
 struct Step(u32, Act, Expect);
 
@@ -262,7 +262,8 @@ fn play(scenario: &Scenario, world: &World) {
     let _ = group.gather(&[]);
 }
 
-/// The suite between two processes, and so between two machines: as `tests/testbed` starts it on both.
+/// The suite between two processes, and so between two machines: as `tests/testbed` starts it on
+/// both.
 #[test]
 #[ignore = "needs two processes that find each other by the environment"]
 fn the_lane_between_two_machines_conforms() {

@@ -1,12 +1,14 @@
-//! A world that ends in the middle of dispatches and is built again while packets of the old one are still on the wire:
-//! a rank's part. `tests/testbed` starts it on two machines, holds the wire, and says by files when to go on.
+//! A world that ends in the middle of dispatches and is built again while packets of the old one
+//! are still on the wire: a rank's part. `tests/testbed` starts it on two machines, holds the wire,
+//! and says by files when to go on.
 //!
 //! ```text
 //!   ranks   dispatch, dispatch .. | rank 3 cancels | rebuild, epoch 1 |            | dispatches, verified
 //!   wire    ------------------ held .................................. let go -----------------------
 //! ```
 //!
-//! Ranks 0 and 2 keep the old world, whose queue pairs are in error then; ranks 1 and 3 drop it, and theirs are gone.
+//! Ranks 0 and 2 keep the old world, whose queue pairs are in error then; ranks 1 and 3 drop it,
+//! and theirs are gone.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -75,7 +77,7 @@ fn late_packets_of_a_world_that_ended_in_mid_dispatch_do_not_touch_the_next() {
     group.gather(&[]).unwrap();
 }
 
-/// Files that whoever directs the ranks makes.
+/// Files of the test that directs the ranks.
 struct Signs(PathBuf);
 
 impl Signs {
@@ -94,7 +96,7 @@ fn layer(world: &World, route: Route) -> ExpertParallel {
     builder.experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN).route(route).build().unwrap()
 }
 
-/// What a rank's tokens choose, and what they hold; no two worlds or rounds send the same.
+/// Choices and contents of a rank's tokens; no two worlds or rounds send the same.
 fn tokens(world: &World, round: u64, rank: u32) -> (Routing<'static>, Vec<bf16>) {
     let seed = (u64::from(world.epoch()) << 32) + round;
     let routing = synthetic(Pattern::Uniform, EXPERTS, TOP_K, TOKENS, seed, rank).unwrap();
@@ -151,7 +153,7 @@ fn placed(all: &[(Routing<'_>, Vec<bf16>)], rank: u32) -> Vec<bf16> {
     rows
 }
 
-/// What comes home from experts that change nothing: each token as often as it was chosen, rounded once.
+/// Result of experts that change nothing: each token as often as it was chosen, rounded once.
 fn summed(routing: &Routing<'_>, x: &[bf16]) -> Vec<bf16> {
     let times = |token: u32| routing.experts_of(token).iter().filter(|&&expert| expert >= 0).count();
     let rows = x.chunks_exact(HIDDEN).zip(0..TOKENS);

@@ -1,5 +1,5 @@
-//! How many work requests come of some puts and a signal: exactly, by the rail's own count, by its forecast and by the
-//! card's.
+//! How many work requests come of some puts and a signal: exactly, by the rail's own count, by its
+//! forecast and by the card's.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -28,7 +28,7 @@ pub(super) struct End<'a> {
     pub rail: &'a dyn Rail,
     window: &'a Window,
     pub patience: Patience<'a>,
-    /// What is sent in place, and the same bytes in memory that is not registered.
+    /// Data that is sent in place, and the same bytes in memory that is not registered.
     registered: &'a [u8],
     elsewhere: &'a [u8],
 }
@@ -67,12 +67,13 @@ pub(super) fn pattern(i: u64) -> u8 {
     (i.wrapping_mul(37) ^ (i >> 6).wrapping_mul(101)) as u8 | 1
 }
 
-/// `count` rows, no two of them neighbours.
+/// `count` rows, no two of them local peers.
 fn scattered(count: usize) -> Vec<u32> {
     (0..count as u32).map(|row| 2 * (row * 7 % 61)).collect()
 }
 
-/// Cards that take `pieces` pieces to a request and, if `held`, execute only when they are looked at.
+/// Cards that take `pieces` pieces to a request and, if `held`, execute only when they are looked
+/// at.
 pub(super) fn fabric(pieces: u32, held: bool) -> Arc<Fabric> {
     let fabric = Fabric::new(&["card0"]);
     fabric.change("card0", |card| card.sges = pieces);
@@ -89,7 +90,7 @@ fn small(fabric: &Arc<Fabric>, settings: &Settings) -> Options {
     Options { config, stand_in, ..options(fabric, settings.signal) }
 }
 
-/// What rank 0 asked of its card for what `act` did, and what is at rank 1 when all has landed.
+/// Requests of rank 0 to its NIC during `act`, and the contents of rank 1 when all has landed.
 pub(super) fn counted(
     fabric: &Arc<Fabric>,
     settings: Settings,
@@ -131,7 +132,7 @@ pub(super) fn counted(
     (seen[0].0, std::mem::take(&mut seen[1].1))
 }
 
-/// What does not depend on time, whatever waits for credit.
+/// Counts that do not depend on time, even if something waits for credit.
 pub(super) fn asked(counters: RailCounters) -> RailCounters {
     RailCounters { doorbells: 0, completions: 0, received: 0, ..counters }
 }
@@ -147,7 +148,7 @@ fn requests(pieces: u32, signal: SignalMode, act: impl Fn(&End<'_>) + Sync) -> u
     counted.requests
 }
 
-/// What a signal is by itself, when it does not travel with a put.
+/// Requests of a signal by itself, when it does not travel with a put.
 fn alone(signal: SignalMode) -> u64 {
     u64::from(signal != SignalMode::Immediate)
 }
@@ -220,7 +221,7 @@ fn a_write_that_is_gathered_ends_with_a_chunk_a_signal_and_a_settling() {
     assert_eq!(all.doorbells, 4, "a batch for each signal, for the settling and for the end");
 }
 
-/// What the rails of rank 0 did for a put of `len` bytes and a signal.
+/// Counts of rank 0's connections for a put of `len` bytes and a signal.
 fn put_and_signal(signal: SignalMode, len: usize) -> RailCounters {
     let fabric = Fabric::new(&["card0"]);
     let counted = on_ranks(&[0, 1], &options(&fabric, signal), |world| {
@@ -308,10 +309,11 @@ fn telling_a_partner_that_its_signals_were_taken_does_not_end_a_write_that_is_ga
     });
 }
 
-/// Parts of a block that is handed on.
+/// Parts of a block that is relayed.
 const CHUNKS: usize = 4;
 
-/// What each rank asks of its card in a dispatch of `tokens` tokens into fixed slots, when all words have been named.
+/// Requests of each rank in a dispatch of `tokens` tokens into fixed slots, when all words have
+/// been named.
 fn dispatched(route: Route, signal: SignalMode, tokens: usize, registered: bool) -> Vec<RailCounters> {
     const HIDDEN: usize = 64;
     let nodes: &[u32] = if route == Route::Pxn { &[0, 0, 1, 1] } else { &[0, 1] };

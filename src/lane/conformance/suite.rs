@@ -1,4 +1,4 @@
-//! What every lane must do: a table.
+//! Requirements of every lane: a table.
 
 use std::time::Duration;
 

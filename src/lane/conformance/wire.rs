@@ -1,4 +1,4 @@
-//! What only lanes with a wire have: credits, and a card that checks what comes.
+//! Tests of lanes with connections only: credits, and a receiver that checks incoming data.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ use crate::schedule::{Flag, Place, SpanCopy};
 use crate::topology::Route;
 use crate::{Options, World};
 
-/// One end of a wire whose other end nobody serves.
+/// One end of a connection whose other end no thread serves.
 fn unserved() -> Link {
     let wire = Segment::create("sidelane-test", ring_bytes()).unwrap();
     let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
@@ -55,7 +55,8 @@ fn a_dead_world_ends_the_wait_for_credit_with_its_cause() {
     });
 }
 
-/// Runs `attack` at rank 0 with a port that is wrong about the windows of rank 1, on another node: its card must refuse.
+/// Runs `attack` at rank 0 with a port that is wrong about the windows of rank 1, on another node:
+/// its card must refuse.
 fn refused(attack: impl Fn(&Actor, Port) + Sync) {
     for rail in [RailChoice::Loop, RailChoice::Tcp] {
         refused_over(rail, &attack);

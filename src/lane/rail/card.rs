@@ -1,4 +1,4 @@
-//! The thread that attends to a rank's wires while the rank does other things.
+//! Progress thread: serves a rank's connections while the rank does other things.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,8 +15,8 @@ use crate::bootstrap::Health;
 use crate::error::{Cause, LaneError};
 use crate::lane::{turns, wait};
 
-/// The thread that receives for a rank, and sends what still waits for credit, while the rank does other things. A rank
-/// that waits attends to its wires by itself.
+/// The thread that receives for a rank, and sends what still waits for credit, while the rank does
+/// other things. A waiting rank serves its connections by itself.
 #[derive(Debug)]
 pub struct Card {
     shared: Arc<Shared>,
@@ -29,7 +29,7 @@ struct Shared {
     regions: Arc<Regions>,
     health: Arc<Health>,
     bell: OwnedFd,
-    /// The bell, and those of rails that have their own.
+    /// The thread's event descriptor, and those of connections that have their own.
     bells: OwnedFd,
     stop: AtomicBool,
     /// Threads that wait for what comes here share their cores with threads that compute.
@@ -37,17 +37,17 @@ struct Shared {
     idle_rounds: u32,
 }
 
-/// Rounds without news after which the card sleeps. Where ranks share cores, whoever waits receives by itself, and a card
-/// that looks again and again only keeps others from running.
+/// Rounds without news after which the thread sleeps. If ranks share cores, a waiting rank receives
+/// by itself, and a polling thread only keeps others from running.
 const IDLE_ROUNDS: u32 = 64;
 const IDLE_ROUNDS_IN_A_CROWD: u32 = 1;
 
-/// How long partners may take for what this rank sent last, when it leaves.
+/// How long peers may take for what this rank sent last, when it leaves.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
 impl Card {
-    /// Starts the thread. It sleeps until there are rails and news; on a `crowded` machine, with fewer cores than
-    /// ranks and their cards, sooner than on others.
+    /// Starts the thread. It sleeps until there are rails and news; on a `crowded` machine, with
+    /// fewer cores than ranks and their cards, sooner than on others.
     ///
     /// # Errors
     /// [`LaneError::System`].
@@ -74,12 +74,12 @@ impl Card {
         Ok(Card { shared, thread: Some(thread) })
     }
 
-    /// What partners may write to.
+    /// Memory that peers may write to.
     pub fn regions(&self) -> &Arc<Regions> {
         &self.shared.regions
     }
 
-    /// The descriptor by which partners wake this card.
+    /// The descriptor by which peers wake this card.
     pub fn bell(&self) -> BorrowedFd<'_> {
         self.shared.bell.as_fd()
     }
@@ -106,8 +106,8 @@ impl Card {
         self.shared.rails().iter().find(|rail| rail.peer() == peer).cloned()
     }
 
-    /// Takes what has come over all rails. A thread beside compute will sleep when there is nothing, until the card has news for it:
-    /// from now on the card cuts in as it does.
+    /// Takes what has come over all rails. A thread next to compute sleeps when there is nothing,
+    /// until the card has news for it: from now on the card cuts in as it does.
     pub fn progress(&self) {
         if wait::is_beside_compute() {
             self.shared.beside_compute.store(true, Ordering::Relaxed);
@@ -115,17 +115,17 @@ impl Card {
         self.shared.progress();
     }
 
-    /// The end of all rails of a dead world.
+    /// The end of all connections of a failed world.
     pub fn stop(&self, cause: &Cause) {
         self.shared.end(cause);
     }
 
-    /// What all rails together have done so far.
+    /// Counts of all connections so far.
     pub fn counters(&self) -> Counters {
         self.shared.rails().iter().map(|rail| rail.counters()).sum()
     }
 
-    /// What they were to do.
+    /// The predicted counts.
     pub fn forecast(&self) -> Counters {
         self.shared.rails().iter().map(|rail| rail.forecast()).sum()
     }

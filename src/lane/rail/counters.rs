@@ -1,11 +1,11 @@
-//! What a rail has done, exactly: what a plan can be held against.
+//! Exact counts of a connection's requests, to compare with the prediction.
 
 /// Counted since the rail was joined.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Counters {
     /// Work requests posted to the send queue.
     pub requests: u64,
-    /// Times that the card was told of new ones.
+    /// Doorbells: times that the NIC was told of new requests.
     pub doorbells: u64,
     /// Completions of sends.
     pub completions: u64,
@@ -17,8 +17,8 @@ pub struct Counters {
     pub copied: u64,
     /// Completions of receives.
     pub received: u64,
-    /// Completions that said a request had failed: the first fault of a rail, and what was under way behind it. Late
-    /// requests of a dead world end here.
+    /// Completions that said a request had failed: the first fault of a rail, and what was in
+    /// flight behind it. Late requests of a failed world end here.
     pub failed: u64,
 }
 
@@ -40,7 +40,7 @@ impl std::iter::Sum for Counters {
 impl std::ops::Sub for Counters {
     type Output = Counters;
 
-    /// What was done since `earlier`.
+    /// Counts since `earlier`.
     fn sub(self, earlier: Counters) -> Counters {
         Counters {
             requests: self.requests - earlier.requests,

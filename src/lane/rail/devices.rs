@@ -14,14 +14,14 @@ use super::{Stuck, Target};
 use crate::device::{Context, Range};
 use crate::lane::wait::Patience;
 
-/// A rank's memory on its device, and that of neighbours, to be registered with its cards.
+/// A rank's memory on its device, and that of local peers, to be registered with its cards.
 #[derive(Debug)]
 pub struct DeviceMemory {
     /// The device that reaches all of it.
     pub context: Arc<Context>,
-    /// This rank's, to which partners may write.
+    /// This rank's, to which peers may write.
     pub own: Range,
-    /// Neighbours', which may be sent: whose, by position in the group.
+    /// Memory of local peers, as a source of puts, by position of its owner in the group.
     pub neighbours: Vec<(u32, Range)>,
     /// This rank's position in the group.
     pub rank: u32,
@@ -34,7 +34,8 @@ pub struct DeviceMemory {
 pub enum Registration {
     /// By a descriptor (dma-buf).
     DmaBuf,
-    /// By its address, which a module of the kernel knows (nvidia-peermem); why not by a descriptor.
+    /// By its address, which a module of the kernel knows (nvidia-peermem); why not by a
+    /// descriptor.
     Address(NoDmaBuf),
 }
 
@@ -67,19 +68,20 @@ pub enum NoDmaBuf {
 pub enum Detour {
     /// This lane registers memory of the host alone.
     Lane(&'static str),
-    /// Signals are messages to the processor (`SIDELANE_VERBS_SIGNAL=immediate`), which no device awaits.
+    /// Signals are messages to the processor (`SIDELANE_VERBS_SIGNAL=immediate`), which no device
+    /// awaits.
     Messages,
     /// The card takes the device's memory neither by a descriptor nor by its address.
     Card {
         /// Why not by a descriptor.
         dma_buf: NoDmaBuf,
-        /// What it answered to the address.
+        /// Its answer for the address.
         errno: i32,
     },
     /// The device sees what cards write in no order, and its streams cannot wait until it is there.
     Unordered,
-    /// The device takes all streams from one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`): nothing would get past a stream
-    /// that waits for what a card writes, to end its wait.
+    /// The device takes all streams from one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`):
+    /// nothing would get past a stream that waits for what a card writes, to end its wait.
     OneQueue,
     /// The device or the card of another rank (of the group) is why.
     Rank(u32),
@@ -104,7 +106,7 @@ impl Detour {
 pub struct Local {
     /// Number of the region at this rank.
     pub region: u32,
-    /// Whose memory, by position in the group.
+    /// Owner of the memory, by position in the group.
     pub member: u32,
     /// First byte in it.
     pub offset: u64,
@@ -112,7 +114,8 @@ pub struct Local {
 
 /// A rail that reads memory of devices.
 pub trait DeviceRail {
-    /// Writes bytes of a device's memory to the partner. They are read until [`Rail::settle`](super::Rail::settle) has returned.
+    /// Writes bytes of a device's memory to the peer. They are read until
+    /// [`Rail::settle`](super::Rail::settle) has returned.
     ///
     /// # Errors
     /// As [`Rail::put`](super::Rail::put).

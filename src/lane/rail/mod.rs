@@ -2,13 +2,14 @@
 //!
 //! | lane | between | what carries it |
 //! |---|---|---|
-//! | verbs | machines with RDMA cards | queue pairs: writes from registered memory to registered memory |
+//! | verbs | machines with RDMA NICs | queue pairs: writes from registered memory to registered memory |
 //! | loop | "nodes" of one machine | a ring of records that only the pair has mapped, with credits |
 //! | paced | the same, to measure with | the same, but signals come when a slower link would bring them |
-//! | tcp | any machines | records on a connection, proved to be the partner's |
+//! | tcp | any machines | records on a connection, proved to be the peer's |
 //!
-//! All of them look alike to a [`Port`](super::Port): a [`Rail`] per partner takes puts to (region, offset) of the partner,
-//! and signals that become visible after them. The [`Card`] attends to all rails of a rank while the rank computes.
+//! A [`Port`](super::Port) sees one interface: a [`Rail`] per peer takes puts to (region, offset)
+//! of the peer, and signals that become visible after them. The [`Card`] thread serves all
+//! connections of a rank while the rank computes.
 
 mod card;
 mod counters;
@@ -42,7 +43,8 @@ use crate::bootstrap::Health;
 use crate::error::{Cause, Error, LaneError};
 use crate::schedule::Tag;
 
-/// Names of the lanes between "nodes" of one machine: as fast as it copies, and as slow as a link ([`Pace`]).
+/// Names of the lanes between "nodes" of one machine: as fast as it copies, and as slow as a link
+/// ([`Pace`]).
 ///
 /// [`Pace`]: crate::config::Pace
 pub const LOOP: &str = "loop";
@@ -54,10 +56,10 @@ pub fn is_copied(lane: &str) -> bool {
     [LOOP, PACED].contains(&lane)
 }
 
-/// Where bytes go: a place in a partner's memory.
+/// Where bytes go: a place in a peer's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Target {
-    /// Number of the region at the partner.
+    /// Number of the region at the peer.
     pub region: u32,
     /// First byte in it.
     pub offset: u64,
@@ -70,7 +72,7 @@ impl Target {
     }
 }
 
-/// A partner does not take what it is sent, or the world is dead.
+/// Blocked send: the wait for credit or completion ended early.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stuck {
     /// Position in what was sent that had to be free or done.
@@ -81,8 +83,8 @@ pub struct Stuck {
     pub why: Interrupted,
 }
 
-/// Offer of the partner's end of a wire, as it arrived. An empty offer says that the end could not
-/// be opened.
+/// Offer of the peer's end of a wire, as it arrived. An empty offer says that the end could not be
+/// opened.
 #[derive(Debug, Default)]
 pub struct WireOffer {
     /// Bytes, which go through the rendezvous.
@@ -120,7 +122,7 @@ pub trait Wiring: fmt::Debug + Send + Sync {
     /// Of the lane, if it cannot be opened.
     fn open(&self, peer: u32) -> Result<Box<dyn WireEnd + '_>, Error>;
 
-    /// Lets partners write to a region. Returns what they must be told of it ([`Rail::learn`]).
+    /// Lets peers write to a region. Returns the description that they need ([`Rail::learn`]).
     ///
     /// # Errors
     /// Of the lane, if the memory cannot be registered.
@@ -129,11 +131,11 @@ pub trait Wiring: fmt::Debug + Send + Sync {
         Ok(Vec::new())
     }
 
-    /// Lets partners write to memory of a device, and cards read it. Returns what partners must be told of it, and how it
-    /// was registered.
+    /// Lets peers write to memory of a device, and NICs read it. Returns the description that peers
+    /// need, and how it was registered.
     ///
     /// # Errors
-    /// Why it cannot be.
+    /// The reason why it cannot be.
     fn register_device(&self, _: u32, _: &DeviceMemory) -> Result<(Vec<u8>, Registration), Detour> {
         Err(Detour::Lane(self.lane()))
     }
@@ -141,7 +143,7 @@ pub trait Wiring: fmt::Debug + Send + Sync {
     /// The end of that.
     fn deregister(&self, _number: u32) {}
 
-    /// What the wires are laid through, for reports: a line per card.
+    /// Descriptions of the hardware that connections use, for reports: a line per NIC.
     fn describe(&self) -> Vec<String> {
         Vec::new()
     }
@@ -149,7 +151,7 @@ pub trait Wiring: fmt::Debug + Send + Sync {
 
 /// This rank's end of a wire that is not joined yet. Dropped, it gives back all that it took.
 pub trait WireEnd {
-    /// Bytes that the partner needs to join the ends.
+    /// Bytes that the peer needs to join the ends.
     fn bytes(&self) -> Vec<u8> {
         Vec::new()
     }
@@ -159,32 +161,34 @@ pub trait WireEnd {
         Vec::new()
     }
 
-    /// Joins the two ends, now that the partner has offered its own. Collective over the pair.
+    /// Joins the two ends, now that the peer has offered its own. Collective over the pair.
     ///
     /// # Errors
-    /// Of the lane, if the partner cannot be reached or what it offered makes no sense.
+    /// Of the lane, if the peer cannot be reached or what it offered makes no sense.
     fn join(self: Box<Self>, offered: WireOffer) -> Result<Arc<dyn Rail>, Error>;
 }
 
 /// One rank's end of the way to one rank of another node.
 ///
-/// Puts and signals of one rail happen in the order of the calls: a signal is visible at the partner only after all puts
-/// before it have landed, and after all signals before it. Callers have checked that targets lie in their windows.
+/// Puts and signals of one rail happen in the order of the calls: a signal is visible at the peer
+/// only after all puts before it have landed, and after all signals before it. Callers have checked
+/// that targets lie in their windows.
 pub trait Rail: fmt::Debug + Send + Sync {
     /// Name of the lane.
     fn lane(&self) -> &'static str;
 
-    /// The partner's rank in the world.
+    /// The peer's rank in the world.
     fn peer(&self) -> u32;
 
-    /// Writes bytes to the partner. Bytes of this rank's own regions are read until [`Rail::settle`] has returned; all
-    /// others may be changed as soon as this returns.
+    /// Writes bytes to the peer. Bytes of this rank's own regions are read until [`Rail::settle`]
+    /// has returned; all others may be changed as soon as this returns.
     ///
     /// # Errors
-    /// [`Stuck`], if the partner takes nothing.
+    /// [`Stuck`], if the peer takes nothing.
     fn put(&self, to: Target, bytes: &[u8], patience: Patience<'_>) -> Result<(), Stuck>;
 
-    /// Writes rows, gathered by index, one after another. The caller has checked that they lie in the source.
+    /// Writes rows, gathered by index, one after another. The caller has checked that they lie in
+    /// the source.
     ///
     /// # Errors
     /// As [`Rail::put`].
@@ -196,7 +200,7 @@ pub trait Rail: fmt::Debug + Send + Sync {
         patience: Patience<'_>,
     ) -> Result<(), Stuck>;
 
-    /// What it does with memory of devices, if anything.
+    /// Its operations on memory of devices, if it has any.
     fn devices(&self) -> Option<&dyn DeviceRail> {
         None
     }
@@ -207,18 +211,18 @@ pub trait Rail: fmt::Debug + Send + Sync {
     /// As [`Rail::put`].
     fn zero(&self, to: Target, len: u64, patience: Patience<'_>) -> Result<(), Stuck>;
 
-    /// Raises a flag line of the partner.
+    /// Raises a flag line of the peer.
     ///
     /// # Errors
     /// As [`Rail::put`].
     fn signal(&self, to: Target, value: u64, tag: Option<Tag>, patience: Patience<'_>) -> Result<(), Stuck>;
 
-    /// Sees to it that everything so far gets under way, and tells whether nothing of it is read here any more.
+    /// Posts everything so far, and returns whether the lane has finished reading it here.
     fn settled(&self) -> bool {
         true
     }
 
-    /// Returns when everything so far is under way and nothing of it is read here any more.
+    /// Returns when everything so far is in flight and nothing of it is read here any more.
     ///
     /// # Errors
     /// As [`Rail::put`].
@@ -232,24 +236,27 @@ pub trait Rail: fmt::Debug + Send + Sync {
     /// As [`Rail::put`].
     fn flush(&self, patience: Patience<'_>) -> Result<(), Stuck>;
 
-    /// Takes what has come and sends what can be sent, without waiting. Returns whether there was anything to do.
+    /// Takes what has come and sends what can be sent, without waiting. Returns whether there was
+    /// anything to do.
     fn progress(&self, health: &Health) -> bool;
 
-    /// Asks to be woken when there is something to do: by [`Rail::bell`], or by the partner at the bell of the [`Card`].
-    /// Returns whether there is something already.
+    /// Requests a wake-up for new work: by [`Rail::bell`], or by the peer through the event
+    /// descriptor of the [`Card`]. Returns whether there is work already.
     fn arm(&self, health: &Health) -> bool;
 
-    /// A descriptor that is readable when there is something to do, if this rail has one of its own.
+    /// A descriptor that is readable when there is something to do, if this rail has one of its
+    /// own.
     fn bell(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    /// Whether signals that arrive wake who sleeps on the flag. If not, flags must be looked at.
+    /// Whether arriving signals wake a thread that sleeps on the flag. If not, flags must be
+    /// polled.
     fn wakes(&self) -> bool {
         true
     }
 
-    /// Takes note of what the partner says of a region of its own.
+    /// Takes note of what the peer says of a region of its own.
     ///
     /// # Errors
     /// If that makes no sense.
@@ -257,26 +264,27 @@ pub trait Rail: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// The partner has cleared bytes of its own that flags may lie in.
+    /// The peer has cleared bytes of its own that flags may lie in.
     fn cleared(&self, _from: Target, _len: u64) {}
 
-    /// What the rail has done so far; all 0 where nothing is counted.
+    /// Counts so far; all 0 if nothing is counted.
     fn counters(&self) -> Counters {
         Counters::default()
     }
 
-    /// What the rail was to do for what was asked of it, if it was to forecast ([`Setup`]).
+    /// Predicted counts, if it was set up to predict them ([`Setup`]).
     fn forecast(&self) -> Counters {
         Counters::default()
     }
 
-    /// The world is dead: nothing more is sent or taken, and nothing is read here any more.
+    /// Ends the connection of a failed world: nothing more is sent, received or read here.
     fn stop(&self, _cause: &Cause) {}
 
-    /// This rank leaves in peace: returns when everything so far has landed, or cannot, or at a point in time.
+    /// This rank leaves in peace: returns when everything so far has landed, or cannot, or at a
+    /// point in time.
     fn leave(&self, _until: Instant) {}
 
-    /// What went wrong on this rail, if it knows more than that the world is dead.
+    /// The error of this connection, if it knows more than that the world has failed.
     fn fault(&self) -> Option<LaneError> {
         None
     }

@@ -1,4 +1,4 @@
-//! What wires say to a receiver that writes for its partners: a header of 64 bytes, and a payload.
+//! Records to a receiver that writes for its peers: a header of 64 bytes, and a payload.
 //!
 //! ```text
 //!   header   | kind, region | offset | len (signal: has a tag) | value | tag (3 words) | the wire's own |
@@ -11,7 +11,7 @@ pub const CHUNK: usize = 64 << 10;
 /// Bytes of a record's header.
 pub const HEADER: usize = 64;
 
-/// What a record asks the receiver to do.
+/// Request of a record to the receiver.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Record {
     /// Write the payload of `len` bytes.
@@ -40,7 +40,7 @@ pub enum Record {
         offset: u64,
         /// Its new value.
         value: u64,
-        /// What comes with it.
+        /// Payload of a record.
         tag: Option<Tag>,
     },
     /// Say when everything so far has landed.
@@ -77,7 +77,7 @@ impl Record {
         }
     }
 
-    /// What a header says, if it says anything.
+    /// The request in a header, if the header is valid.
     pub fn from_words(w: [u64; 8]) -> Option<Record> {
         let (kind, region, offset, len) = (w[0] as u32, (w[0] >> 32) as u32, w[1], w[2]);
         Some(match kind {
@@ -99,7 +99,7 @@ impl Record {
         bytemuck::cast(self.to_words().map(u64::to_le))
     }
 
-    /// What a header from another machine says, if it says anything.
+    /// The request in a header from another machine, if the header is valid.
     pub fn from_bytes(bytes: [u8; HEADER]) -> Option<Record> {
         Record::from_words(bytemuck::cast::<_, [u64; 8]>(bytes).map(u64::from_le))
     }

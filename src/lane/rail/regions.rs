@@ -1,4 +1,4 @@
-//! What partners may write to, and the writing, where this rank does it for them.
+//! Regions that peers may write to, and the writes that this rank does for them.
 
 use std::ptr::NonNull;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -9,7 +9,7 @@ use crate::error::MemoryError;
 use crate::lane::FlagLine;
 use crate::memory::Mapped;
 
-/// Memory that partners may write to: one member of a mapping.
+/// Memory that peers may write to: one member of a mapping.
 #[derive(Clone, Debug)]
 pub struct Region {
     /// The mapping.
@@ -25,7 +25,7 @@ pub struct Regions {
 }
 
 impl Regions {
-    /// Registers a region; partners name it by the number returned.
+    /// Registers a region; peers name it by the number returned.
     pub fn add(&self, region: Region) -> u32 {
         let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
         table.push(Some(region));
@@ -39,8 +39,8 @@ impl Regions {
         table.len() as u32 - 1
     }
 
-    /// From now on, what comes for this region is dropped: it was under way when its owner let go of it. Numbers are
-    /// not used again.
+    /// From now on, what comes for this region is dropped: it was in flight when its owner let go
+    /// of it. Numbers are not used again.
     pub fn remove(&self, number: u32) {
         if let Some(slot) =
             self.table.write().unwrap_or_else(PoisonError::into_inner).get_mut(number as usize)
@@ -81,7 +81,8 @@ impl Regions {
         }
     }
 
-    /// Gives `act` the address of bytes of a region, or nothing if the region's owner has let go of it.
+    /// Gives `act` the address of bytes of a region, or nothing if the region's owner has let go of
+    /// it.
     pub(super) fn with<T>(
         &self,
         number: u32,

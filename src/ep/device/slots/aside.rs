@@ -1,8 +1,9 @@
-//! Words in memory of the device that streams wait for, reached past these streams.
+//! Access to words in device memory past the streams that wait for them.
 //!
-//! The host does not write to a device's memory, and what it asks of a stream may stand behind the very wait that it is to end:
-//! a device takes the work of all streams from a few queues, each strictly in order. So streams are made until one is not held
-//! up, since each takes the next queue. This is for the end of a world, and for the question who is late: no call needs it.
+//! The host does not write to a device's memory. Work that it enqueues on a stream may lie behind
+//! the very wait that it should end: a device serves all streams from few queues, each strictly in
+//! order. So streams are made until one is not blocked, since each takes the next queue. Only the
+//! end of a world and the search for a late rank use this; no call does.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -34,7 +35,8 @@ pub(super) struct Aside {
 struct Tried {
     /// Not held up when it was last used.
     free: Option<Stream>,
-    /// Held up, [`TRIES`] at most: then nothing is tried until one of them is done. They go when they are.
+    /// Blocked streams, [`TRIES`] at most: then nothing is tried until one of them has finished.
+    /// They are freed when they have.
     behind: Vec<Stream>,
 }
 

@@ -1,9 +1,10 @@
-//! One call in slots: what each step of its program is to a stream.
+//! One call in slots: each step of its program, for a stream.
 //!
-//! The order of steps stands in [`schedule::call`](crate::schedule::call), and nowhere here.
+//! [`schedule::call`](crate::schedule::call) alone holds the order of steps.
 //!
 //! A kernel or copy before the first stage can be refused, and the call made again. Peers wait for
-//! what comes behind, so an error there ends the world. Sums are this rank's alone: their error does not.
+//! later steps, so an error there ends the world. Sums concern this rank only, so their errors do
+//! not.
 
 use std::sync::Arc;
 

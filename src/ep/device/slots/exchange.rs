@@ -23,20 +23,21 @@ use crate::schedule::Flag;
 use crate::schedule::call::{CallProgram, SlotCall};
 use crate::world::Shared;
 
-/// What this rank waits for of each peer.
+/// Flags that this rank awaits from each peer.
 pub(super) const FLAGS: [Flag; 2] = [Flag::Landed, Flag::Home];
-/// The status of a dead world; what kernels find is below it.
+/// The status of a failed world; faults of kernels are below it.
 pub(super) const DEAD: u64 = 1 << 16;
 
-/// An [`ExpertParallel`](crate::ExpertParallel) in fixed slots on a device. See the [module](super).
+/// An [`ExpertParallel`](crate::ExpertParallel) in fixed slots on a device. See the
+/// [module](super).
 ///
-/// It may be dropped when the host has enqueued its last call; graphs that hold its calls must not be launched any more, and
-/// with several nodes their launches must be done.
+/// It may be dropped when the host has enqueued its last call. Graphs that hold its calls must not
+/// be launched any more, and with several nodes their launches must have finished.
 ///
-/// With several nodes, see that the stream is done, by [`synchronize`](Self::synchronize) or [`Stream::is_done`], before the
-/// exchange goes, or at least before the world does: what CUDA alone has seen to be done Sidelane takes for unfinished. Until it
-/// sees it, a thread that is left behind serves the stream and holds the world, which says no goodbye; a process that exits then
-/// is lost to the others, not gone.
+/// With several nodes, confirm that the stream is done, by [`synchronize`](Self::synchronize) or
+/// [`Stream::is_done`], before the exchange is dropped, or at least before the world is. Until
+/// Sidelane has seen that, it treats the stream as unfinished. A thread then serves the stream and
+/// holds the world, which does not leave. If the process exits, other ranks see it as lost.
 #[derive(Debug)]
 pub(in crate::ep) struct SlotExchange {
     pub(super) shared: Arc<Shared>,
@@ -64,13 +65,14 @@ pub(in crate::ep) struct SlotExchange {
     pub(super) lanes: Vec<LaneUse>,
     pub(super) facts: Arc<Facts>,
     pub(super) guard: Guard,
-    /// Whom it awaits: by words of the host first, then by those that cards raise in the device's memory.
+    /// Peers that it awaits: by words of the host first, then by those that NICs raise in device
+    /// memory.
     pub(super) awaited: Vec<u32>,
     pub(super) aside: Option<Arc<Aside>>,
     /// This rank's own.
     pub(super) memory: Range,
     pub(super) window: Windows,
-    /// Goes last: it sees whether anybody still uses the words.
+    /// Dropped last: it sees whether a stream still uses the words.
     pub(super) proxy: Option<Proxy>,
 }
 
@@ -80,12 +82,12 @@ pub(super) struct LoweredCall {
     pub program: Arc<CallProgram>,
     /// The operations of its stage.
     pub stage: Lowered,
-    /// What it asks for, without how copies are enqueued.
+    /// Work of a call, without how copies are enqueued.
     pub counts: Enqueued,
 }
 
 impl LoweredCall {
-    /// What it asked for the last time.
+    /// Work of the last call.
     fn enqueued(&self) -> Enqueued {
         self.stage.with_copies(self.counts)
     }
@@ -102,11 +104,13 @@ impl SlotExchange {
         &self.lanes
     }
 
-    /// First half of a dispatch: sends, and says how many tokens. What is enqueued before the second half runs meanwhile.
+    /// First half of a dispatch: sends rows and states the number of tokens. Work that is enqueued
+    /// before the second half runs meanwhile.
     ///
     /// # Errors
-    /// [`CallError::OutOfTurn`], [`PlanError`], and [`DeviceError`](crate::error::DeviceError) for tensors of another shape,
-    /// misaligned or out of reach: nothing was enqueued, and the call can be made again. The reason of the world's failure.
+    /// [`CallError::OutOfTurn`], [`PlanError`], and [`DeviceError`](crate::error::DeviceError) for
+    /// tensors of another shape, misaligned or out of reach: nothing was enqueued, and the call can
+    /// be made again. The reason of the world's failure.
     pub fn start_dispatch(
         &mut self,
         stream: &Stream,
@@ -135,7 +139,8 @@ impl SlotExchange {
         Ok((rows, SlotHandle::new(facts, (self.dispatches, tokens), enqueued)))
     }
 
-    /// First half of a combine: sends the partial rows back. `out` is where sums will go, where that is known.
+    /// First half of a combine: sends the partial rows back. `out` is the target of the sums, if it
+    /// is known.
     ///
     /// # Errors
     /// As [`start_dispatch`](Self::start_dispatch).
@@ -159,7 +164,8 @@ impl SlotExchange {
     /// Second half of a combine: sums.
     ///
     /// # Errors
-    /// What the driver refuses ends the world. With an `out` that cannot be used, the rows are used up.
+    /// An error of the driver ends the world. With an `out` that cannot be used, the rows are used
+    /// up.
     pub fn finish_combine(
         &mut self,
         stream: &Stream,
@@ -171,7 +177,8 @@ impl SlotExchange {
         self.drive(stream, SlotCall::Combine, Given::Sums(out), Until::End)
     }
 
-    /// Instead of a combine of this handle, or of the last dispatch: what was received has been read. Collective.
+    /// Ends the dispatch of this handle, or the last one, without a combine: the received rows have
+    /// been read. Collective.
     ///
     /// # Errors
     /// As [`start_dispatch`](Self::start_dispatch).
@@ -212,17 +219,18 @@ impl SlotExchange {
         }
     }
 
-    /// Blocks until everything in the stream is done, however the world fares, and says how it went. For the end of a step or
-    /// of a test: nothing else here blocks.
+    /// Blocks until everything in the stream is done, even if the world fails, and returns the
+    /// outcome. Use it at the end of a step or of a test: nothing else here blocks.
     ///
-    /// With words in memory of the device, a dead world's waits are ended by a stream of Sidelane's. If blocked streams hold up
-    /// all hardware queues, there is none, and this returns the cause with the stream still waiting: it keeps Sidelane's memory,
-    /// and tensors of the caller's own must stay.
+    /// With words in device memory, a stream of Sidelane's ends the waits of a failed world. If
+    /// blocked streams hold all hardware queues, there is none. Then this returns the cause with
+    /// the stream still waiting: it keeps Sidelane's memory, and the caller's tensors must stay.
     ///
     /// # Errors
-    /// [`LaneError::Deadline`] if a live rank is silent for too long, which ends the world. It names the first peer of which
-    /// nothing has come, as far as words can be read: where the device does not answer, those of the host. If these say of nobody
-    /// that it is late, it names this rank itself. Else as [`status`](Self::status).
+    /// [`LaneError::Deadline`] if a live rank is silent for too long, which ends the world. It
+    /// names the first peer that has sent nothing, as far as words can be read: if the device does
+    /// not answer, those of the host. If these show no late peer, it names this rank itself. Else
+    /// as [`status`](Self::status).
     pub fn synchronize(&self, stream: &Stream) -> Result<(), Error> {
         let (start, deadline) = (Instant::now(), self.shared.options.clocks.deadline);
         let mut late = None;
@@ -242,7 +250,7 @@ impl SlotExchange {
         late.map_or_else(|| self.status(), Err)
     }
 
-    /// What is known to be wrong: the world's cause of death, or what a kernel has found. Sums are zeros then.
+    /// Known errors: the world's cause, or the fault that a kernel has found. Sums are zeros then.
     ///
     /// # Errors
     /// [`Cause`](crate::error::Cause), [`DeviceError::Fault`].

@@ -1,4 +1,4 @@
-//! What the caller holds of a dispatch in fixed slots.
+//! Handle of a dispatch in fixed slots.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,16 +13,16 @@ use crate::exec::Enqueued;
 use crate::plan::SlotShape;
 use crate::world::{Detour, Registration};
 
-/// What is the same for all handles of an exchange.
+/// State that all handles of an exchange share.
 #[derive(Debug)]
 pub(super) struct Facts {
-    /// Tells exchanges of a process apart.
+    /// Number that distinguishes exchanges of a process.
     pub instance: u64,
     /// Where experts leave their partial rows, and how many there are.
     pub partials: Range,
     pub rows: u32,
-    /// The words of the host, and the place of the status among them. No clone or range of their memory: it would count as a
-    /// stream that still uses them.
+    /// The words of the host, and the place of the status among them. No clone or range of their
+    /// memory: it would count as a stream that still uses them.
     pub words: Arc<Words>,
     pub status: u64,
     pub lanes: Vec<LaneUse>,
@@ -114,8 +114,8 @@ impl SlotHandle {
         }
     }
 
-    /// The status word, for kernels. It claims the words, not their memory: whoever keeps it is no
-    /// stream that still uses them.
+    /// The status word, for kernels. It claims the words, not their memory, so it does not count as
+    /// a stream that still uses them.
     pub fn status(&self) -> Result<Range, Error> {
         Ok(Range::part_of(&self.facts.words, Words::range, (self.facts.status, 4))?)
     }

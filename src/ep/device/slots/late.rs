@@ -1,12 +1,14 @@
-//! Who is late: what the words say of whom a stream still waits for.
+//! Finds the late peer from the words that a stream still awaits.
 
 use super::exchange::FLAGS;
 
-/// Of words of each peer, [`FLAGS`] in turn: the first peer that is awaited, and by which flag; `newest` if they do not say.
+/// The first peer that is awaited, and its flag, from the words of each peer, [`FLAGS`] in turn;
+/// `newest` if they do not tell.
 ///
-/// Words that have come stay until all have. A peer that has sent its dispatch may have sent what answers it as well, before this
-/// rank has heard all dispatches; and one whose answer is here, the next dispatch, before all answers are. So of whom a word is
-/// set is not awaited, whichever that is.
+/// Words that have arrived stay set until all have. A peer that has sent its dispatch may have sent
+/// the answering combine too, before this rank has received all dispatches. A peer whose answer is
+/// here may have sent the next dispatch, before all answers are. So a peer with any word set is not
+/// awaited.
 pub(super) fn late(values: &[u64], newest: usize) -> (Option<usize>, usize) {
     let peers = || values.chunks_exact(FLAGS.len()).map(|words| [words[0] != 0, words[1] != 0]);
     let only = |flags: [bool; 2]| peers().any(|words| words == flags);

@@ -1,4 +1,5 @@
-//! Instances in fixed slots on a CUDA stream: a program of constants that the stream carries out alone.
+//! Instances in fixed slots on a CUDA stream: a program of constants that the stream carries out
+//! alone.
 //!
 //! ```text
 //!   caller's stream    pack  | copies, signals | waits |  experts  | check | copies, signals | waits |  sum
@@ -7,25 +8,29 @@
 //! ```
 //!
 //! Each rank has a slot row for every token that another rank may send it
-//! ([`SlotShape`](crate::plan::SlotShape)). So nothing is counted or dropped, no thread plans, and sizes and addresses never
-//! change. Full slots move, whether used or not: for small batches this costs less than an exchange of counts. A graph can
-//! hold both calls: their flags are constants, and `schedule::stream` proves that this is safe.
+//! ([`SlotShape`](crate::plan::SlotShape)). So nothing is counted or dropped, no thread plans, and
+//! sizes and addresses never change. Full slots move, whether used or not: for small batches this
+//! costs less than an exchange of counts. A graph can hold both calls: their flags are constants,
+//! and `schedule::stream` proves that this is safe.
 //!
-//! Between packed and landed rows there are copies by copy engines and memory operations of the stream, and nothing else.
-//! Kernels run before and after, and [`Report`](crate::ep::Report) names them.
+//! Between packed and landed rows there are copies by copy engines and memory operations of the
+//! stream, and nothing else. Kernels run before and after, and [`Report`](crate::ep::Report) names
+//! them.
 //!
-//! **Other nodes.** A *proxy*, one host thread for each instance, puts for the stream. The stream sets a flag when slots are
-//! packed, and goes on. If the NICs of all ranks read and write their devices' memory, slots go from device to device, and a
-//! word behind them, in memory of the device, is what the receiving stream awaits. Otherwise they are staged in pinned memory
-//! of the host ([`Detour`](crate::world::Detour) gives the reason): one batch of copies out before the flag, one batch in
-//! behind the waits.
+//! **Other nodes.** A *proxy*, one host thread for each instance, puts for the stream. The stream
+//! sets a flag when slots are packed, and continues. If the NICs of all ranks read and write their
+//! devices' memory, slots go from device to device. The receiving stream awaits a word behind them,
+//! in device memory. Otherwise slots are staged in pinned host memory
+//! ([`Detour`](crate::world::Detour) gives the reason): one batch of copies out before the flag,
+//! one batch in behind the waits.
 //!
-//! **When the world fails**, all waits of streams are ended, and the status says that sums are worth nothing. Words in memory
-//! of the device are written for that by a stream made then, which must find a hardware queue that no blocked stream holds. So
-//! a device with a single queue stages in the host. Where all queues are held, `synchronize` gives up and returns the cause.
+//! **When the world fails**, all waits of streams are ended, and the status says that sums are
+//! invalid. A stream that is made then writes the words in device memory. It must find a hardware
+//! queue that no blocked stream holds, so a device with a single queue stages in the host. If all
+//! queues are held, `synchronize` gives up and returns the cause.
 //!
-//! All ranks make the same calls in the same order. An instance has one dispatch in flight. For more microbatches, make more
-//! instances, and enqueue their calls in the same order on all ranks.
+//! All ranks make the same calls in the same order. An instance has one dispatch in flight. For
+//! more microbatches, make more instances, and enqueue their calls in the same order on all ranks.
 
 mod aside;
 mod call;

@@ -1,4 +1,4 @@
-//! What lies where in the memory of one rank's device, and which memory its device reaches.
+//! Layout of one rank's device memory, and the memory that its device reaches.
 
 use crate::device::{Addresses, PinnedMemory, Range, Span, Stream};
 use crate::error::{DeviceError, Error, PlanError};
@@ -7,13 +7,14 @@ use crate::plan::{ExpertMap, SlotShape};
 use crate::schedule::stream::Slots;
 use crate::world::Member;
 
-/// The device window of an exchange: the slots, which peers reach, and behind them what only this rank's kernels use.
+/// The device window of an exchange: the slots, which peers reach, and behind them memory of this
+/// rank's kernels.
 ///
 /// ```text
 ///   | words that cards raise | slots | rank of each expert | local number | slots to pack | rows to sum | place of each token | counter |
 /// ```
 ///
-/// Words are there if there are other nodes.
+/// Words exist if there are other nodes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Places {
     slots: Slots,
@@ -96,7 +97,7 @@ fn after((offset, len): (u64, u64), next: u64) -> (u64, u64) {
     ((offset + len).next_multiple_of(Slots::ALIGN), next)
 }
 
-/// What is written once.
+/// Memory that is written once.
 pub(super) struct Tables {
     /// The rank that this one uses for each expert, and the number of the expert there.
     pub rank_of: Range,
@@ -138,7 +139,7 @@ impl Tables {
     }
 }
 
-/// Copies words to the device. What they are copied from is kept until the stream has been waited for.
+/// Copies words to the device. Their source lives until the stream has been waited for.
 fn write(stream: &Stream, to: &Range, words: &[u32]) -> Result<PinnedMemory, DeviceError> {
     let bytes: &[u8] = bytemuck::cast_slice(words);
     let staged = PinnedMemory::new(stream.context(), bytes.len())?;
@@ -147,7 +148,7 @@ fn write(stream: &Stream, to: &Range, words: &[u32]) -> Result<PinnedMemory, Dev
     Ok(staged)
 }
 
-/// What this rank's device reaches.
+/// Memory that this rank's device reaches.
 #[derive(Debug)]
 pub(super) struct Windows {
     /// Per rank: none of those of other nodes.

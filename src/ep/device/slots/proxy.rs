@@ -1,4 +1,4 @@
-//! A thread of the host that does for a stream what the stream cannot: it puts slots on rails.
+//! Host thread that puts slots to other nodes, because a stream cannot.
 //!
 //! ```text
 //!   caller's stream    pack | bell | copies within the node ... | waits for words that cards, or this thread, raise
@@ -6,12 +6,13 @@
 //!   on the detour             hears what rails have brought, and tells the stream
 //! ```
 //!
-//! It knows neither calls nor graphs: it hears bells, and each has one meaning. So a replay is served like a call.
+//! A *bell* is a request flag with one meaning. The thread knows neither calls nor graphs, so it
+//! serves a replay like a call.
 //!
-//! *Order.* A stream may ring twice before it is heard: what it awaits behind a bell does not ask that its own rows have left, so
-//! its next call may be there while this thread still sleeps. It rings no third time, since what it awaits behind the second peers
-//! send when they have heard the first. So two bells are set at most, one of a dispatch and one of what answers a dispatch; these
-//! come in turn, and in turn they are served.
+//! *Order.* A stream may set a second flag before the first is served: its next call does not wait
+//! until its own rows have left. It sets no third one, because it then awaits a signal that peers
+//! send after they have seen the first. So at most two flags are set, one of a dispatch and one of
+//! its answer. These alternate, and the thread serves them in turn.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,18 +28,18 @@ use crate::lane::Port;
 use crate::schedule::{Calls, Flag};
 use crate::world::{Shared, SymmetricRange};
 
-/// Looks at the bells before the thread sleeps between two: calls often follow each other closely.
+/// Polls before the thread sleeps, because calls often follow each other closely.
 const AWAKE: u32 = 20_000;
 /// The same, where ranks share cores.
 const AWAKE_IN_A_CROWD: u32 = 100;
 /// Sleep between two looks.
 const NAP: Duration = Duration::from_micros(50);
 
-/// What one proxy serves.
+/// Work of one proxy.
 #[derive(Debug)]
 pub(super) struct Work {
     pub shared: Arc<Shared>,
-    /// What reaches other nodes.
+    /// Programs that reach other nodes.
     pub port: Port,
     /// This rank's words, in memory of the host.
     pub words: Arc<Words>,
@@ -51,7 +52,7 @@ pub(super) struct Work {
     pub _flags: Option<SymmetricRange>,
 }
 
-/// A bell, and what it asks for.
+/// A request flag, and the program that it requests.
 #[derive(Debug)]
 pub(super) struct Bell {
     /// Which: [`Flag::Landed`] for a dispatch, others for what answers it.
@@ -62,7 +63,7 @@ pub(super) struct Bell {
 }
 
 impl Bell {
-    /// The bell that is to be served after so many, if it is set.
+    /// The request to serve after so many, if its flag is set.
     fn next(bells: &[Bell], served: Calls, is_set: impl Fn(usize) -> bool) -> Option<&Bell> {
         let dispatch = is_dispatch(served.number() + 1);
         bells.iter().find(|bell| (bell.rings == Flag::Landed) == dispatch && is_set(bell.place))
@@ -74,7 +75,7 @@ fn is_dispatch(number: u64) -> bool {
     number % 2 == 1
 }
 
-/// Whom the stream hears by this thread.
+/// Peers whose signals this thread passes to the stream.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Back {
     /// A rank of another node.
@@ -111,14 +112,15 @@ impl Proxy {
         Ok(Proxy { work, closing, thread: Some(started.map_err(refused)?) })
     }
 
-    /// What it serves.
+    /// Work that it serves.
     pub fn work(&self) -> &Work {
         &self.work
     }
 }
 
 impl Drop for Proxy {
-    /// What streams have yet to do is served, by a thread that is left behind if they are not seen to be done.
+    /// Remaining work of streams is served by a thread that stays behind, unless they are seen to
+    /// be done.
     fn drop(&mut self) {
         self.closing.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take().filter(|_| !self.work.words.is_claimed()) {
@@ -128,7 +130,7 @@ impl Drop for Proxy {
 }
 
 impl Work {
-    /// Serves until the exchange is gone and no stream is under way, or the world is dead.
+    /// Serves until the exchange is dropped and no stream runs, or the world has failed.
     fn serve(&self, closing: &AtomicBool) -> Result<(), Error> {
         let none = || Calls::new(self.shared.hub.epoch());
         let (mut sent, mut heard) = (none(), vec![none(); self.back.len()]);
@@ -150,7 +152,7 @@ impl Work {
         }
     }
 
-    /// Serves the bell whose turn it is, if it is set.
+    /// Serves the next request in turn, if its flag is set.
     fn hear(&self, sent: &mut Calls) -> Result<bool, Error> {
         let Some(bell) = Bell::next(&self.bells, *sent, |place| self.words.get(place) != 0) else {
             return Ok(false);
@@ -162,7 +164,7 @@ impl Work {
         Ok(true)
     }
 
-    /// Tells the stream what has come.
+    /// Tells the stream which rows have arrived.
     fn tell(&self, heard: &mut [Calls]) -> Result<bool, Error> {
         if self.back.is_empty() {
             return Ok(false);

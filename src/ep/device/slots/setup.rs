@@ -28,8 +28,9 @@ use crate::topology::Route;
 use crate::world::{DeviceWindow, Group, Member, SymmetricRange};
 
 impl SlotExchange {
-    /// Takes memory of the device, maps that of the others, and loads the kernels; with several nodes, registers it with NICs,
-    /// or pins as much of the host's beside it, and starts the proxy. Collective: what fails at one rank is told to all.
+    /// Allocates device memory, maps that of the others, and loads the kernels. With several nodes
+    /// it registers the memory with NICs, or pins as much host memory, and starts the proxy.
+    /// Collective: all ranks learn of a failure at one rank.
     pub fn new(group: &Group, spec: &Spec, context: &Arc<Context>) -> Result<Self, Error> {
         let made = Self::of_rank(group, spec, context);
         let lacks = made.as_ref().err().map_or_else(String::new, ToString::to_string);
@@ -167,7 +168,8 @@ impl SlotExchange {
     }
 }
 
-/// What rows cross by, with the flags that rails raise where these are not the device's, and what reaches other nodes. Collective.
+/// The path of rows between nodes, with the flags that the lane raises where these are not the
+/// device's, and the programs for other nodes. Collective.
 fn cross(
     group: &Group,
     context: &Arc<Context>,

@@ -1,8 +1,8 @@
-//! Whose turn it is: an exchange has one dispatch under way, and each of its halves is made once.
+//! Order of calls: an exchange has one dispatch in flight, and each of its halves is made once.
 
 use crate::schedule::call::{CallMachine, SlotCall};
 
-/// What an exchange does next.
+/// The next call of an exchange.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Turn {
     /// A dispatch, or what answers one.

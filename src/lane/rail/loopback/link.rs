@@ -16,15 +16,15 @@ use crate::lane::wait::{self, Patience};
 use crate::memory::Mapped;
 use crate::schedule::Tag;
 
-/// The connection to one remote partner: puts and signals out, records in.
+/// The connection to one remote peer: puts and signals out, records in.
 #[derive(Debug)]
 pub struct Link {
-    /// The partner's rank in the world.
+    /// The peer's rank in the world.
     peer: u32,
     out: Mutex<Out>,
     inbound: Mutex<In>,
     regions: Arc<Regions>,
-    /// Wakes the partner's card.
+    /// Wakes the peer's card.
     bell: OwnedFd,
     /// The link whose time is kept, if any: then signals are held back at both ends.
     paced: Option<Paced>,
@@ -56,12 +56,12 @@ struct In {
 }
 
 impl Link {
-    /// An end of the pair's segment. `lower` says which end: the lower rank sends on the first ring. Both ends are paced, or
-    /// none.
+    /// An end of the pair's segment. `lower` says which end: the lower rank sends on the first
+    /// ring. Both ends are paced, or none.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`](crate::error::MemoryError::OutOfBounds) if the segment is too small, [`LaneError::System`](crate::error::LaneError::System) if
-    /// there is no timer.
+    /// [`MemoryError::OutOfBounds`](crate::error::MemoryError::OutOfBounds) if the segment is too
+    /// small, [`LaneError::System`](crate::error::LaneError::System) if there is no timer.
     pub fn new(
         peer: u32,
         lower: bool,
@@ -164,7 +164,7 @@ impl Rail for Link {
         .map_err(|(seen, why)| Stuck { awaited, seen, why })
     }
 
-    /// Receives whatever has come, unless another thread is doing so.
+    /// Receives pending records, unless another thread is doing so.
     fn progress(&self, health: &Health) -> bool {
         let Ok(mut inbound) = self.inbound.try_lock() else { return false };
         let In { ring, tail, held } = &mut *inbound;
@@ -203,7 +203,7 @@ impl Rail for Link {
         any
     }
 
-    /// Asks the partner to wake this rank's card with its next record.
+    /// Asks the peer to wake this rank's card with its next record.
     fn arm(&self, _: &Health) -> bool {
         let inbound = self.inbound.lock().unwrap_or_else(PoisonError::into_inner);
         inbound.ring.arm();
@@ -214,8 +214,8 @@ impl Rail for Link {
         self.paced.as_ref().map(|paced| paced.timer.as_fd())
     }
 
-    /// The partner looks once more for what a rank has sent before it left: by then it must be due, unless the link is so slow
-    /// that nobody waits for it.
+    /// The peer polls once more for records that a rank sent before it left. They must be due by
+    /// then, unless the link is so slow that no rank waits for it.
     fn leave(&self, until: Instant) {
         let due = self.lock_out().due;
         let left = Duration::from_nanos(due.saturating_sub(now()));

@@ -1,9 +1,9 @@
-//! The loop lane: the interface of a network card, between load domains of one machine.
+//! The loop lane: the interface of a NIC, between emulated nodes of one machine.
 //!
-//! What a card offers is one-sided: the sender names a region, an offset and bytes; the receiver's processor takes no
-//! part. Here the "wire" is one shared segment per pair of ranks, and the receiving card is a thread of the receiver.
-//! Nothing else of the other node is mapped, so a schedule that relies on loads from another node cannot work here
-//! by accident.
+//! A NIC offers one-sided operations: the sender names a region, an offset and bytes, and the
+//! receiver's processor takes no part. Here the connection is one shared segment per pair of ranks,
+//! and the receiving NIC is a thread of the receiver. Nothing else of the other node is mapped, so
+//! a schedule that relies on loads from another node cannot work here by accident.
 //!
 //! ```text
 //!   rank a                    segment of the pair (a, b)                    rank b
@@ -11,8 +11,8 @@
 //!   Card      <--records--  | ring b->a: head, tail, bell, bytes |  <--Link.put
 //! ```
 //!
-//! Credits: a sender never writes past the receiver's tail; while it waits for credit it receives what came for it,
-//! so two ranks that fill each other's rings cannot block each other.
+//! Credits: a sender never writes past the receiver's tail. While it waits for credit it receives
+//! its own records, so two ranks that fill each other's rings cannot block each other.
 
 mod link;
 mod pace;

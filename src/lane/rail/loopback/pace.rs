@@ -1,8 +1,9 @@
-//! Wires that keep the time of a slower link.
+//! Loop connections that emulate a slower link.
 //!
-//! Overlap is worth measuring where transfers cost time and no core. Between "nodes" of one machine they cost the opposite:
-//! a copy, done at once by a core. Here bytes still move at once, but a signal behind them is seen only when a link of a
-//! given bandwidth and latency would have brought it, and nobody spins for that: a timer wakes the receiver's card.
+//! Overlap is worth measuring where transfers cost time and no core. Between emulated nodes of one
+//! machine they cost the opposite: a copy, done at once by a core. Here bytes still move at once,
+//! but a signal behind them becomes visible only when a link of a given bandwidth and latency would
+//! have brought it. No thread polls for that: a timer wakes the receiver's progress thread.
 //!
 //! ```text
 //!   sender     put 1 MB      signal, due = when the link has sent all so far + latency

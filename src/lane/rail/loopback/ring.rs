@@ -1,4 +1,5 @@
-//! One direction of a pair: a ring of records with one producer and one consumer, who may be other processes.
+//! One direction of a pair: a ring of records with one producer and one consumer, perhaps in two
+//! processes.
 //!
 //! ```text
 //!   line 0   head: bytes ever written        line 2   bell: the consumer sleeps and wants to be woken
@@ -8,8 +9,8 @@
 //!   record   | header: 64 bytes | payload, padded to 64 |
 //! ```
 //!
-//! Positions count bytes since the beginning and never wrap; their remainder is the place. A record never straddles
-//! the end: a *skip* fills what is left.
+//! Positions count bytes since the beginning and never wrap; their remainder is the place. A record
+//! never straddles the end: a *skip* fills what is left.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
@@ -39,7 +40,7 @@ pub struct Read {
     pub next: u64,
 }
 
-/// View of one ring in mapped memory. Whoever holds it keeps the mapping alive.
+/// View of one ring in mapped memory. Its owner keeps the mapping alive.
 #[derive(Clone, Copy, Debug)]
 pub struct Ring {
     at: NonNull<u8>,
@@ -112,7 +113,8 @@ impl Ring {
         end.saturating_sub(CAPACITY as u64)
     }
 
-    /// Producer: writes a record at `head` that is due at a time (0: at once), and returns where its payload goes.
+    /// Producer: writes a record at `head` that is due at a time (0: at once), and returns where
+    /// its payload goes.
     pub fn write(&self, head: u64, record: Record, due: u64) -> *mut u8 {
         let at = self.data(head);
         let mut words = record.to_words();
@@ -123,7 +125,8 @@ impl Ring {
         unsafe { at.add(HEADER) }
     }
 
-    /// Consumer: the record at `tail`. `None` if it makes no sense with `available` bytes published.
+    /// Consumer: the record at `tail`. `None` if it makes no sense with `available` bytes
+    /// published.
     pub fn read(&self, tail: u64, available: u64) -> Option<Read> {
         let at = self.data(tail);
         // SAFETY: a published record begins here: aligned, inside the ring.

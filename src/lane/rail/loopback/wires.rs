@@ -1,4 +1,5 @@
-//! How the ends of a loop wire find each other: the lower rank of a pair makes the segment, and descriptors are passed.
+//! How the ends of a loop wire find each other: the lower rank of a pair makes the segment, and
+//! descriptors are passed.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Where partners connect to: which addresses this rank listens at, and how it says so.
+//! Where peers connect to: which addresses this rank listens at, and how it says so.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -6,17 +6,19 @@ use crate::bootstrap::Pass;
 use crate::config::TcpAddress;
 use crate::error::BootstrapError;
 
-/// Where to listen, and what partners are told.
+/// Addresses to listen at, and those that peers receive.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Places {
     /// The address to bind.
     pub bind: IpAddr,
-    /// Addresses to try, in order. An unspecified one stands for that at which the rendezvous sees this rank.
+    /// Addresses to try, in order. An unspecified one stands for that at which the rendezvous sees
+    /// this rank.
     pub told: Vec<IpAddr>,
 }
 
 impl Places {
-    /// Those of this rank: what was asked for; or loopback, where all ranks meet there; or all addresses of this machine.
+    /// Those of this rank: what was asked for; or loopback, where all ranks meet there; or all
+    /// addresses of this machine.
     ///
     /// # Errors
     /// [`BootstrapError::BadVariable`] if the interface that was asked for has no address.
@@ -51,14 +53,15 @@ impl Places {
         }
     }
 
-    /// What partners are told.
+    /// The addresses as bytes for peers.
     pub fn to_text(&self, port: u16) -> String {
         let sockets = self.told.iter().map(|&ip| SocketAddr::new(ip, port).to_string());
         sockets.collect::<Vec<_>>().join(",")
     }
 }
 
-/// What a partner was told, if it makes sense. `seen_at` is where the rendezvous sees who said it.
+/// Addresses that a peer received, if the bytes are valid. `seen_at` is where the rendezvous sees
+/// their sender.
 pub fn parse(told: &[u8], seen_at: Option<IpAddr>) -> Option<Vec<SocketAddr>> {
     let resolve = |mut address: SocketAddr| {
         if address.ip().is_unspecified() {
@@ -70,7 +73,8 @@ pub fn parse(told: &[u8], seen_at: Option<IpAddr>) -> Option<Vec<SocketAddr>> {
     addresses.map(|address| address.parse().ok().and_then(resolve)).collect()
 }
 
-/// Interfaces that are up, with their addresses, IPv4 first. Addresses that mean something on one link only are left out.
+/// Interfaces that are up, with their addresses, IPv4 first. Addresses that mean something on one
+/// link only are left out.
 fn interfaces() -> Result<Vec<(String, IpAddr)>, BootstrapError> {
     let all = if_addrs::get_if_addrs().map_err(|error| BootstrapError::System {
         call: "getifaddrs",

@@ -1,7 +1,7 @@
-//! Which sockets of a rank have news: one look at all of them, however many there are.
+//! Polls the sockets of a rank: one system call for all of them.
 //!
-//! A rank that waits attends to each of its rails again and again. To ask every socket would cost a system call each
-//! time; here whoever comes round again asks for all.
+//! A rank that waits serves each of its connections again and again. Polling every socket would
+//! cost a system call each time, so one call covers a whole round.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -27,11 +27,11 @@ pub struct Bells {
 pub struct Bell {
     number: u64,
     rung: Arc<AtomicBool>,
-    /// The last look that its owner knows of.
+    /// The last poll that its owner knows of.
     seen: AtomicU64,
 }
 
-/// Sockets found ready in one look; the system offers the others first the next time.
+/// Sockets found ready in one poll; the system offers the others first the next time.
 const AT_ONCE: usize = 16;
 
 impl Bells {
@@ -67,7 +67,7 @@ impl Bells {
         let _ = epoll::delete(&self.set, socket);
     }
 
-    /// Whether a socket has news. Looks at all of them, if nobody has since its owner last asked.
+    /// Whether a socket has news. Polls all of them, if no thread has since its owner last asked.
     pub fn rang(&self, bell: &Bell) -> bool {
         if bell.seen.load(Ordering::Relaxed) == self.looks.load(Ordering::Relaxed) {
             self.look();

@@ -12,10 +12,10 @@ use crate::lane::rail::{Regions, Target};
 
 /// Bytes read ahead of the record that is received: several headers, or small puts, with one call.
 const STAGE: usize = 4096;
-/// Bytes taken in one turn, so that one loud partner does not keep the others waiting.
+/// Bytes taken in one turn, so that one loud peer does not keep the others waiting.
 const GULP: usize = 1 << 20;
 
-/// What has come, up to the middle of a record.
+/// Received bytes, up to the middle of a record.
 #[derive(Debug)]
 pub struct Inbound {
     stage: Box<[u8; STAGE]>,
@@ -28,11 +28,11 @@ pub struct Inbound {
 /// Why nothing more will come.
 #[derive(Debug, PartialEq)]
 pub enum End {
-    /// The partner closed its end.
+    /// The peer closed its end.
     Closed,
     /// The socket failed.
     Failed(Errno),
-    /// The partner sent what no correct partner sends.
+    /// The peer sent what no correct peer sends.
     Nonsense,
 }
 
@@ -49,8 +49,8 @@ impl Default for Inbound {
 }
 
 impl Inbound {
-    /// Takes what has come: writes payloads to `regions`, and passes on all other records. Returns whether there was
-    /// anything.
+    /// Takes what has come: writes payloads to `regions`, and passes on all other records. Returns
+    /// whether there was anything.
     ///
     /// # Errors
     /// [`End`], after everything before it was taken.
@@ -78,8 +78,8 @@ impl Inbound {
         Ok(taken > 0)
     }
 
-    /// One read, the payload first. The stage is empty then, or holds the beginning of a header. Returns how many bytes
-    /// there was room for, and how many came.
+    /// One read, the payload first. The stage is empty then, or holds the beginning of a header.
+    /// Returns how many bytes there was room for, and how many came.
     fn read(&mut self, socket: impl AsFd, regions: &Regions) -> Result<(usize, usize), End> {
         self.stage.copy_within(self.start..self.end, 0);
         (self.start, self.end) = (0, self.end - self.start);

@@ -22,12 +22,12 @@ use crate::lane::wait::{self, Patience, Waiter};
 use crate::lane::{FlagLine, RowSource};
 use crate::schedule::Tag;
 
-/// What all ends of a rank share.
+/// State that all connections of a rank share.
 #[derive(Clone, Debug)]
 pub struct Shared {
     /// This rank.
     pub rank: u32,
-    /// Where partners may write.
+    /// Where peers may write.
     pub regions: Arc<Regions>,
     /// Whether the world is alive.
     pub health: Arc<Health>,
@@ -41,16 +41,16 @@ pub struct Shared {
 #[derive(Debug)]
 pub struct Link {
     shared: Shared,
-    /// The partner's rank in the world.
+    /// The peer's rank in the world.
     peer: u32,
     socket: TcpStream,
     bell: Bell,
     out: Mutex<Outgoing>,
     inbound: Mutex<Inbound>,
-    /// The partner's last question, and the last one that was answered.
+    /// The peer's last question, and the last one that was answered.
     owed: AtomicU64,
     paid: AtomicU64,
-    /// The last question of ours that the partner has answered.
+    /// The last question of ours that the peer has answered.
     landed: Landed,
     /// When the connection ended, and how.
     ended: OnceLock<(Instant, Option<Errno>)>,
@@ -166,7 +166,7 @@ impl Rail for Link {
         .map_err(|(seen, why)| Stuck { awaited: mark, seen, why })
     }
 
-    /// Receives whatever has come, unless another thread is doing so, and sends what waits.
+    /// Receives pending records, unless another thread is doing so, and sends pending ones.
     fn progress(&self, health: &Health) -> bool {
         if self.ended.get().is_some() {
             self.mourn(health);
@@ -180,7 +180,7 @@ impl Rail for Link {
         news
     }
 
-    /// The bell rings as long as there is anything to do.
+    /// Keeps the event descriptor readable while there is work.
     fn arm(&self, _: &Health) -> bool {
         false
     }
@@ -200,7 +200,8 @@ impl Rail for Link {
         caused.then_some(LaneError::Wire { rank, peer, lane: self.lane(), errno })
     }
 
-    /// What the partner has not read yet would be lost with the socket, if something from it lies here unread.
+    /// Data that the peer has not read yet would be lost with the socket, if unread data from it
+    /// lies here.
     fn leave(&self, until: Instant) {
         let health = &self.shared.health;
         let mark = {
@@ -232,7 +233,8 @@ impl Link {
         self.sending(|out| self.send(out, &mut [IoSlice::new(&record.to_bytes())], patience))
     }
 
-    /// Sends with nobody between, and answers the partner's questions that came meanwhile.
+    /// Sends without interruption by another thread, and answers the peer's questions that arrived
+    /// meanwhile.
     fn sending<T>(&self, send: impl FnOnce(&mut Outgoing) -> Result<T, Stuck>) -> Result<T, Stuck> {
         let sent = send(&mut self.lock_out());
         // Whoever found the lock taken has left its answer to this thread.
@@ -243,8 +245,8 @@ impl Link {
         sent
     }
 
-    /// Sends a record. Waits for room, and receives meanwhile. A wait that ends in the middle of the record leaves the
-    /// rest of it in the outbox; one that ends before has sent nothing.
+    /// Sends a record. Waits for room, and receives meanwhile. A wait that ends in the middle of
+    /// the record leaves the rest of it in the outbox; one that ends before has sent nothing.
     fn send(
         &self,
         out: &mut Outgoing,
@@ -276,7 +278,7 @@ impl Link {
         }
     }
 
-    /// Answers what the partner last asked: all that came before it has landed.
+    /// Answers what the peer last asked: all that came before it has landed.
     fn pay(&self, out: &mut Outgoing) {
         let owed = self.owed.load(Ordering::Relaxed);
         if self.paid.swap(owed, Ordering::Relaxed) != owed {
@@ -345,8 +347,8 @@ impl Link {
         self.shared.bells.remove(&self.socket);
     }
 
-    /// The connection has ended. The rendezvous knows better why, and is to be heard first: a partner may have left in
-    /// peace, or died.
+    /// The connection has ended. The rendezvous knows better why, and is to be heard first: a peer
+    /// may have left, or died.
     fn mourn(&self, health: &Health) {
         let over = self.ended.get().is_some_and(|(since, _)| since.elapsed() >= self.shared.grace);
         if over && health.check().is_ok() && !health.is_absent(self.peer) {

@@ -1,7 +1,8 @@
-//! The tcp lane: the interface of a network card over sockets, for machines without one, and for tests with partitions.
+//! The tcp lane: the interface of a network card over sockets, for machines without one, and for
+//! tests with partitions.
 //!
-//! One connection per pair of partners carries records both ways. The receiver writes for the sender, after it has
-//! checked each target, and raises the flags itself.
+//! One connection per pair of peers carries records both ways. The receiver writes for the sender,
+//! after it has checked each target, and raises the flags itself.
 //!
 //! ```text
 //!   rank a                              one connection                              rank b
@@ -11,16 +12,17 @@
 //!   flush:    a sends Ask(n) behind its puts;  b answers n;  a waits for it
 //! ```
 //!
-//! *Credits* are TCP's own window. A sender that finds no room receives meanwhile, so two ranks that fill each other's
-//! way cannot block each other. Nothing is packed: rows go from where they lie to the socket, and from the socket to
-//! where they belong. What a sender had to give up in the middle of a record goes to an outbox, so that the stream
-//! stays whole.
+//! *Credits* are TCP's own window. A sender that finds no room receives meanwhile, so two ranks
+//! that fill each other's way cannot block each other. Nothing is packed: rows go from where they
+//! lie to the socket, and from the socket to where they belong. What a sender had to give up in the
+//! middle of a record goes to an outbox, so that the stream stays whole.
 //!
-//! *Who is there* is proved as at the rendezvous, with the job's secret; job, epoch and ranks are under the proof.
+//! *Identity* is proved as at the rendezvous, with the job's secret. The proof covers job, epoch
+//! and ranks.
 //!
-//! *Ends.* A wire that ends while its partner has left, or is known to be lost, is no fault. Otherwise the rendezvous is
-//! given a moment to say what happened to the partner; if it hears that all are well, it is the wire that broke
-//! ([`Cause::Wire`](crate::error::Cause::Wire)).
+//! *Ends.* A wire that ends while its peer has left, or is known to be lost, is no fault. Otherwise
+//! the rendezvous is given a moment to say what happened to the peer; if it hears that all are
+//! well, it is the wire that broke ([`Cause::Wire`](crate::error::Cause::Wire)).
 
 mod address;
 mod bells;

@@ -16,13 +16,13 @@ pub const PIECES: usize = 256;
 pub struct Outgoing {
     /// Bytes that the socket has taken.
     pub sent: u64,
-    /// What it has not taken of records that have begun.
+    /// Unsent rest of records that have begun.
     outbox: Vec<u8>,
     /// Bytes of the outbox that it has.
     gone: usize,
     /// Number of the last question whether everything has landed.
     pub asked: u64,
-    /// Whether the bells ring for room.
+    /// Whether the poller reports room to send.
     pub rings_for_room: bool,
     /// How sending failed: nothing is sent any more.
     pub failed: Option<Errno>,
@@ -65,7 +65,8 @@ impl Outgoing {
         true
     }
 
-    /// Hands bytes to the socket. Returns how many it took; none, too, if it takes nothing any more.
+    /// Hands bytes to the socket. Returns how many it took; none, too, if it takes nothing any
+    /// more.
     pub fn offer(&mut self, socket: &TcpStream, pieces: &[IoSlice<'_>]) -> usize {
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         while self.failed.is_none() {

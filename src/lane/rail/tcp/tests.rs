@@ -1,4 +1,4 @@
-//! What only a connection can show: one end is the lane's, the other one is played by the test.
+//! Tests at a connection: one end is the lane's, and the test acts as the other one.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -146,7 +146,7 @@ fn what_no_correct_partner_sends_ends_the_world_and_names_it() {
     }
 }
 
-/// Puts more than can be under way to a partner that reads nothing.
+/// Puts more than can be in flight to a peer that reads nothing.
 fn give_up(pair: &Pair, deadline: Duration) -> Interrupted {
     let bytes = vec![7; 64 << 20];
     let stuck = pair.link.put(Target { region: 0, offset: 0 }, &bytes, pair.patience(deadline));

@@ -14,9 +14,10 @@ use crate::config::TcpAddress;
 use crate::error::{BootstrapError, Error, LaneError};
 use crate::lane::rail::{Rail, Regions, WireEnd, WireOffer, Wiring, system};
 
-/// What a rank offers that connects to its partner: it needs to be told nothing.
+/// Offer of a rank that connects to its peer: empty, because the peer needs no address.
 const GUEST: &[u8] = b"guest";
-/// The longest time in which a rank that waits for a connection does not look whether the world is alive.
+/// The longest time in which a rank that waits for a connection does not look whether the world is
+/// alive.
 const SLICE: Duration = Duration::from_millis(20);
 
 /// The connections of a rank.
@@ -25,13 +26,13 @@ pub struct Wires {
     pass: Pass,
     shared: Shared,
     clocks: Clocks,
-    /// Where partners of higher rank are told to connect.
+    /// Addresses at which peers of higher rank connect.
     told: String,
     reception: Mutex<Reception>,
 }
 
 impl Wires {
-    /// Listens for partners.
+    /// Listens for peers.
     ///
     /// # Errors
     /// [`BootstrapError::BadVariable`] if the address asked for is none of this machine.
@@ -61,10 +62,11 @@ impl Wires {
         Ok(Wires { pass, shared, clocks, told, reception })
     }
 
-    /// Connects to a partner of lower rank, at one of the addresses it told.
+    /// Connects to a peer of lower rank, at one of the addresses it offered.
     ///
     /// # Errors
-    /// Why it was not let in, if it is known. What somebody answered says more than that another address is silent.
+    /// The reason of a refusal, if it is known. An answer from one address says more than the
+    /// silence of another.
     fn knock(
         &self,
         peer: u32,
@@ -90,7 +92,7 @@ impl Wires {
         Err(answer.or(silence))
     }
 
-    /// Waits for a partner of higher rank.
+    /// Waits for a peer of higher rank.
     fn admit(&self, peer: u32, until: Instant) -> Result<Option<TcpStream>, LaneError> {
         let health = &self.shared.health;
         loop {
@@ -107,8 +109,8 @@ impl Wires {
         }
     }
 
-    /// Small records leave at once; a partner that the network has swallowed is noticed even if the rendezvous still
-    /// hears of it, on another way.
+    /// Small records leave at once; a peer that the network has swallowed is noticed even if the
+    /// rendezvous still hears of it, on another way.
     fn tune(&self, stream: &TcpStream) -> Result<(), LaneError> {
         let silence = self.clocks.liveness * 4;
         let second = Duration::from_secs(1);

@@ -1,4 +1,4 @@
-//! All cards of a rank: what registers memory with them, and joins their queue pairs to partners'.
+//! All cards of a rank: what registers memory with them, and joins their queue pairs to peers'.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -23,7 +23,7 @@ use crate::lane::rail::{
 };
 use crate::topology::NodeMap;
 
-/// Requests that one queue pair may have under way.
+/// Requests that one queue pair may have in flight.
 const REQUESTS: u32 = 256;
 /// Requests per doorbell.
 const BATCH: usize = 16;
@@ -33,10 +33,10 @@ const PIECES: u32 = 30;
 const RECEIVES: u32 = 256;
 /// Bytes of a signal, tag and all, that travel inside a request where the card takes them.
 const INSIDE: u32 = 24;
-/// Chunks that may be staged for one partner.
+/// Chunks that may be staged for one peer.
 const STAGED: u64 = 4;
 
-/// What a rank tells its cards.
+/// Settings of a rank for its NICs.
 pub struct Setup {
     /// The rank (in the world).
     pub rank: u32,
@@ -46,7 +46,7 @@ pub struct Setup {
     pub nodes: NodeMap,
     /// Bytes at the start of the heap that hold flags and what goes with them.
     pub strict: u64,
-    /// What partners may write to, where this rank does it for them.
+    /// Regions that peers may write to, where this rank does it for them.
     pub regions: Arc<Regions>,
     /// Whether the world is alive.
     pub health: Arc<Health>,
@@ -59,9 +59,9 @@ pub struct Setup {
 pub struct Ground {
     /// libibverbs.
     pub library: Arc<Library>,
-    /// What the kernel tells of cards.
+    /// The kernel's description of NICs.
     pub sysfs: Sysfs,
-    /// What may be overridden.
+    /// Settings of the environment.
     pub settings: Settings,
 }
 
@@ -69,8 +69,8 @@ impl Ground {
     /// This machine, with what the environment says.
     ///
     /// # Errors
-    /// [`BootstrapError::BadVariable`](crate::error::BootstrapError::BadVariable), [`VerbsError::NoLibrary`],
-    /// [`VerbsError::MissingSymbol`].
+    /// [`BootstrapError::BadVariable`](crate::error::BootstrapError::BadVariable),
+    /// [`VerbsError::NoLibrary`], [`VerbsError::MissingSymbol`].
     pub fn here() -> Result<Self, Error> {
         let settings = Settings::from_env()?;
         let library = Library::load(settings.library.as_deref())?;
@@ -89,7 +89,7 @@ pub struct Adapter {
     regions: Arc<Regions>,
     health: Arc<Health>,
     forecast: bool,
-    /// The first region, as partners are told of it.
+    /// Description of the first region, for peers.
     heap: Mutex<Vec<u8>>,
 }
 
@@ -132,8 +132,8 @@ impl Adapter {
         })
     }
 
-    /// Both ranks of a pair take the same rail, if both have as many. Partners of one rank are on different nodes, or at
-    /// different places of a node.
+    /// Both ranks of a pair take the same rail, if both have as many. Peers of one rank are on
+    /// different nodes, or at different places of a node.
     fn card_for(&self, peer: u32) -> usize {
         let place = |rank: u32| {
             let node = self.nodes.node_of(rank);
@@ -208,7 +208,7 @@ impl Adapter {
     }
 }
 
-/// One end of a connection, whose queue pair has no partner yet.
+/// One end of a connection, whose queue pair has no peer yet.
 struct VerbsEnd<'a> {
     adapter: &'a Adapter,
     peer: u32,

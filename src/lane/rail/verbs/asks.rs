@@ -1,7 +1,8 @@
-//! From puts and signals to requests: what lies where the card can read it goes in place, all else is staged.
+//! From puts and signals to requests: what lies where the card can read it goes in place, all else
+//! is staged.
 //!
-//! A put is cut where the write that is being gathered is full, or where the partner's memory ends, and each part travels
-//! with that write or begins the next.
+//! A put is cut where the write that is being gathered is full, or where the peer's memory ends,
+//! and each part travels with that write or begins the next.
 
 use super::block::Staged;
 use super::connection::{Connection, Halt, SMALL, State};
@@ -70,7 +71,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Rows in place: as many pieces as a request takes, neighbours in one.
+    /// Rows in place: as many pieces as a request takes, local peers in one.
     pub(super) fn gather(
         &self,
         state: &mut State,
@@ -198,7 +199,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Signals by a number, which the partner's receive is told. Returns whether the number was enough.
+    /// Signals by a number, which the peer's receive reports. Returns whether the number was
+    /// enough.
     fn number(
         &self,
         state: &mut State,

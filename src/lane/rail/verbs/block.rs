@@ -1,13 +1,13 @@
-//! The registered memory that belongs to one rail.
+//! The registered memory that belongs to one connection.
 //!
 //! ```text
 //!   | granted: written by the partner | what the partner is granted | old value of an addition | receives of 64 bytes | staging |
 //! ```
 //!
-//! What the partner is granted only grows, so it needs no staging: a card that reads it late tells the partner more.
+//! The grant to the peer only grows, so it needs no staging: a NIC that reads it late reports more.
 //!
-//! *Staging* is a ring of bytes that were not registered where they lay, and of what signals say: copied in at the head,
-//! free again at the tail when the card has read them.
+//! *Staging* is a ring of bytes that were not registered at their source, and of the contents of
+//! signals: copied in at the head, free again at the tail when the NIC has read them.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ const GRANTED: u64 = 0;
 const GRANT: u64 = 64;
 const OLD: u64 = 128;
 const RECEIVES: u64 = 192;
-/// What is staged begins at a multiple of this.
+/// Alignment of staged data.
 const ALIGN: u64 = 64;
 
 /// The memory of one rail.
@@ -59,18 +59,18 @@ impl Block {
         Ok(Block { region, receives, staging, at, head: 0, tail: 0, _mapped: mapped })
     }
 
-    /// Where the partner writes how many signals it has taken.
+    /// Where the peer writes how many signals it has taken.
     pub fn granted_at(&self) -> Remote {
         Remote { addr: self.region.base() + GRANTED, rkey: self.region.rkey() }
     }
 
-    /// How many signals the partner has taken.
+    /// How many signals the peer has taken.
     pub fn granted(&self) -> u64 {
         // SAFETY: the first line, aligned, used as an atomic word.
         unsafe { FlagLine::new(self.at) }.value()
     }
 
-    /// What the partner is to be told: so many of its signals were taken.
+    /// The grant to the peer: so many of its signals were taken.
     pub fn grant(&self, taken: u64) -> Result<Sge, VerbsError> {
         // SAFETY: the second line of the block, aligned.
         let line = unsafe { FlagLine::new(self.at.add(GRANT as usize)) };
@@ -88,7 +88,7 @@ impl Block {
         self.region.sge(self.receive_at(number), RECEIVE as u32)
     }
 
-    /// What a receive has brought. Its completion must have been seen.
+    /// Contents of a receive. Its completion must have been seen.
     pub fn received(&self, number: u64) -> [u64; 8] {
         let offset = self.receive_at(number);
         // SAFETY: inside the block, aligned to 8; the card writes it before the completion and not again before it is posted.
@@ -99,8 +99,8 @@ impl Block {
         RECEIVES + number % self.receives * RECEIVE
     }
 
-    /// Room for `len` bytes that lie together: at most half of [`Block::staging`], so that there is always room once all
-    /// has been read. `None` if it is not free yet.
+    /// Room for `len` bytes that lie together: at most half of [`Block::staging`], so that there is
+    /// always room once all has been read. `None` if it is not free yet.
     ///
     /// # Errors
     /// [`VerbsError::OutOfRegion`] if it can never be.
@@ -146,6 +146,6 @@ pub struct Staged {
     pub at: *mut u8,
     /// The piece that is to be sent.
     pub piece: Sge,
-    /// What [`Block::staged_until`] is told when they have been read.
+    /// Position for [`Block::staged_until`] when they have been read.
     pub until: u64,
 }

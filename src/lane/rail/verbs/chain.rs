@@ -1,4 +1,5 @@
-//! What chains of both kinds share: requests with places for their pieces, linked when they are posted.
+//! State that chains of both kinds share: requests with places for their pieces, linked when they
+//! are posted.
 //!
 //! ```text
 //!   requests   | write | write | write with immediate |  free   |

@@ -1,4 +1,4 @@
-//! Which cards a rank uses: a pure function, so that it can be tried on machines that nobody has.
+//! Choice of NICs for a rank: a pure function, so tests can run it for machines that do not exist.
 //!
 //! ```text
 //!   named          all of them, in the order given: one rail each
@@ -15,12 +15,13 @@ use crate::error::VerbsError;
 pub struct Candidate {
     /// Its name.
     pub name: String,
-    /// Its NUMA distance from this process; none where either place is unknown: farther than any that is known.
+    /// Its NUMA distance from this process; none where either place is unknown: farther than any
+    /// that is known.
     pub distance: Option<u32>,
 }
 
-/// The places in `cards` of those that a rank uses, one per rail. `nth` is its rank on its node: ranks that are bound
-/// to NUMA nodes in blocks of equal size, or not at all, then spread evenly.
+/// The places in `cards` of those that a rank uses, one per rail. `nth` is its rank on its node:
+/// ranks that are bound to NUMA nodes in blocks of equal size, or not at all, then spread evenly.
 ///
 /// # Errors
 /// [`VerbsError::NoCard`], [`VerbsError::NoSuchCard`].

@@ -1,7 +1,8 @@
-//! Completion queues: how a card says that work requests are done, or why not.
+//! Completion queues: the NIC reports work requests as done, or the reason of a failure.
 //!
-//! A completion of a failed request tells its number, its queue pair, a status, and nothing else: the other fields are
-//! not written. So what was asked for is known by the number alone, and [`Completion::outcome`] does not offer the rest.
+//! The completion of a failed request tells its number, its queue pair and a status, and nothing
+//! else: the other fields are not written. So the number alone identifies the request, and
+//! [`Completion::outcome`] does not offer the rest.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::{self, NonNull};
@@ -14,7 +15,7 @@ use super::ffi::{self, ibv_comp_channel, ibv_context_ops, ibv_cq, ibv_wc};
 use super::{Context, errno};
 use crate::error::{CompletionStatus, VerbsError};
 
-/// A completion queue and the descriptor that wakes who waits for it.
+/// A completion queue and the descriptor that wakes a waiter.
 #[derive(Debug)]
 pub struct CompletionQueue {
     raw: NonNull<ibv_cq>,
@@ -59,7 +60,8 @@ impl CompletionQueue {
         }
     }
 
-    /// Asks to be woken by the next completion. What came before does not wake: poll once more after arming.
+    /// Asks to be woken by the next completion. What came before does not wake: poll once more
+    /// after arming.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
@@ -72,7 +74,8 @@ impl CompletionQueue {
             .map_err(|errno| self.context().failed("ibv_req_notify_cq", errno))
     }
 
-    /// Takes what made the descriptor readable; true if there was something. It wakes again only after [`arm`](Self::arm).
+    /// Takes what made the descriptor readable; true if there was something. It wakes again only
+    /// after [`arm`](Self::arm).
     ///
     /// # Errors
     /// [`VerbsError::Call`].
@@ -154,7 +157,7 @@ impl Drop for Channel {
     }
 }
 
-/// What a card says of one work request.
+/// Report of a NIC about one work request.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub struct Completion(ibv_wc);
@@ -162,7 +165,7 @@ pub struct Completion(ibv_wc);
 /// A work request that is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Done {
-    /// What is done.
+    /// The completed operation.
     pub kind: Kind,
     /// Of a receive: bytes that came.
     pub bytes: u32,
@@ -170,7 +173,7 @@ pub struct Done {
     pub immediate: Option<u32>,
 }
 
-/// What a card says is done.
+/// Operation that a NIC reports as done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A send.
@@ -192,7 +195,7 @@ pub enum Kind {
 pub struct Failed {
     /// Why.
     pub status: CompletionStatus,
-    /// What the card's maker says about it.
+    /// Vendor error code.
     pub vendor: u32,
 }
 

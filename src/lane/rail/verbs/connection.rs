@@ -1,4 +1,4 @@
-//! One rail: a queue pair to one partner, and what both ends know of each other.
+//! One connection: a queue pair to one peer, and the state that both ends keep about each other.
 //!
 //! ```text
 //!   put, rows, zeros --> pieces in place, or staged --> Sender --> card ==> partner's memory
@@ -6,14 +6,15 @@
 //!   progress         <-- completions: done | a signal has come | why it failed
 //! ```
 //!
-//! | signal | without tag | with tag | who raises the word |
+//! | signal | without tag | with tag | writer of the word |
 //! |---|---|---|---|
-//! | write | write of 8 bytes | write of the tag before it | the card |
-//! | fetch-add | addition | write of the tag before it | the card |
-//! | immediate | travels with the last write, or alone | a record of 64 bytes | the partner, when it receives |
+//! | write | write of 8 bytes | write of the tag before it | the NIC |
+//! | fetch-add | addition | write of the tag before it | the NIC |
+//! | immediate | travels with the last write, or alone | a record of 64 bytes | the peer, when it receives |
 //!
-//! The first two are for cards that place data in order, and wake nobody: who waits looks. The third is for cards that do
-//! not, takes a receive, and its credits are what the partner has *granted*: its receives less what it has yet to repost.
+//! The first two are for NICs that place data in order. They wake no thread, so a waiter polls. The
+//! third is for NICs that do not place data in order. It takes a receive, and its credits are the
+//! peer's *grant*: its receives less those that it has yet to repost.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
@@ -31,11 +32,12 @@ use crate::error::{Cause, CompletionStatus, Loss, VerbsError};
 use crate::lane::rail::{Stuck, Target};
 use crate::lane::wait::{Interrupted, Patience, Waiter};
 
-/// Puts of at most so many bytes are staged wherever they lie: copying costs less than to wait until they are read.
+/// Puts of at most so many bytes are staged wherever they lie: copying costs less than to wait
+/// until they are read.
 pub const SMALL: usize = 1 << 10;
 /// Completions taken at once.
 const POLL: usize = 32;
-/// How long a sender that waits for its card looks away.
+/// Time between two polls of a sender that waits for its NIC.
 const NAP: Duration = Duration::from_micros(20);
 
 /// One rail.
@@ -51,7 +53,7 @@ pub struct Connection {
     pub(super) health: Arc<Health>,
 }
 
-/// What a rail is made of.
+/// Parts of a connection.
 pub struct Parts {
     pub me: u32,
     pub peer: u32,
@@ -70,7 +72,7 @@ pub(super) struct State {
     pub(super) sender: Sender,
     pub(super) receiver: Receiver,
     pub(super) sent: Sent,
-    /// Where somebody wants to compare.
+    /// Prediction of requests, if one was requested.
     pub(super) forecast: Option<Forecast>,
     /// Why nothing more is sent.
     pub(super) end: Option<End>,
@@ -89,11 +91,11 @@ impl State {
 /// How a rail ended.
 #[derive(Clone, Debug)]
 pub(super) enum End {
-    /// The partner has left in peace.
+    /// The peer has left in peace.
     Left,
     /// This went wrong first.
     Failed(VerbsError, Cause),
-    /// The world died of something else.
+    /// The world failed for another reason.
     Dead(Cause),
 }
 
@@ -117,7 +119,7 @@ impl Connection {
         found.ok_or(VerbsError::NoKey { peer: self.peer, region: to.region, offset: to.offset })
     }
 
-    /// Runs `act` on a rail that works; one whose partner has left takes everything and does nothing.
+    /// Runs `act` on a rail that works; one whose peer has left takes everything and does nothing.
     pub(super) fn with(
         &self,
         patience: Patience<'_>,
@@ -147,7 +149,8 @@ impl Connection {
         }
     }
 
-    /// Nothing more is sent. What is under way must not be read by the card once its memory is someone else's.
+    /// Nothing more is sent. What is in flight must not be read by the card once its memory is
+    /// someone else's.
     pub(super) fn end(&self, state: &mut State, end: End) {
         if state.end.is_some() {
             return;
@@ -159,7 +162,7 @@ impl Connection {
         }
     }
 
-    /// Something went wrong. If the partner has left in peace, nothing did; otherwise the world ends.
+    /// Something went wrong. If the peer has left in peace, nothing did; otherwise the world ends.
     pub(super) fn fail(&self, state: &mut State, error: VerbsError, health: &Health) {
         if state.end.is_some() {
             return;
@@ -254,7 +257,7 @@ impl Connection {
         }
     }
 
-    /// Waiting for a partner that leaves in peace is over; it is no error to have sent it something.
+    /// Waiting for a peer that leaves in peace is over; it is no error to have sent it something.
     fn left_or(&self, why: Interrupted, patience: Patience<'_>) -> Halt {
         match why {
             Interrupted::Dead(Cause::Lost { rank, how: Loss::Closed })

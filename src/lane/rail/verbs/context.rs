@@ -32,7 +32,7 @@ unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
 
-/// What a card can do, as far as the lane asks.
+/// Abilities of a NIC that the lane uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Attributes {
     /// Pieces of memory in one work request.
@@ -43,9 +43,9 @@ pub struct Attributes {
     pub completions: u32,
     /// Whether it has fetch-add.
     pub atomics: bool,
-    /// Atomics that a queue pair may have under way.
+    /// Atomics that a queue pair may have in flight.
     pub atomics_out: u8,
-    /// Atomics from its partner that a queue pair keeps answers for.
+    /// Atomics from its peer that a queue pair keeps answers for.
     pub atomics_in: u8,
     /// Ports, numbered from 1.
     pub ports: u8,
@@ -55,7 +55,8 @@ impl Context {
     /// Opens a card by its name.
     ///
     /// # Errors
-    /// [`VerbsError::NoCard`], [`VerbsError::NoSuchCard`], [`VerbsError::Open`], [`VerbsError::Call`].
+    /// [`VerbsError::NoCard`], [`VerbsError::NoSuchCard`], [`VerbsError::Open`],
+    /// [`VerbsError::Call`].
     pub fn open(library: &Arc<Library>, card: &str) -> Result<Arc<Self>, VerbsError> {
         let list = List::new(library)?;
         let named = list.iter().find(|&device| list.name(device) == card);
@@ -90,7 +91,7 @@ impl Context {
         &self.card
     }
 
-    /// What the card can do.
+    /// Abilities of the NIC.
     pub fn attributes(&self) -> &Attributes {
         &self.attributes
     }
@@ -112,11 +113,13 @@ impl Context {
         Ok(Port::of(number, &attr))
     }
 
-    /// Reads the news of the card; to be called now and then, or when [`as_fd`](AsFd::as_fd) has something to read.
+    /// Reads the news of the card; to be called now and then, or when [`as_fd`](AsFd::as_fd) has
+    /// something to read.
     ///
     /// # Errors
-    /// [`VerbsError::CardLost`], [`VerbsError::QueuePairLost`], [`VerbsError::QueueOverflow`]. A port that goes down is
-    /// traced only: it may come back before retries end, and if not, work requests fail.
+    /// [`VerbsError::CardLost`], [`VerbsError::QueuePairLost`], [`VerbsError::QueueOverflow`]. A
+    /// port that goes down is traced only: it may come back before retries end, and if not, work
+    /// requests fail.
     pub fn check(&self) -> Result<(), VerbsError> {
         loop {
             let mut event = ibv_async_event { element: ibv_async_element { port_num: 0 }, event_type: 0 };

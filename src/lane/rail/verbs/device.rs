@@ -20,7 +20,7 @@ pub const ZEROS: u64 = 64 << 10;
 pub struct Device {
     /// The card, its port and its address.
     pub card: CardRail,
-    /// What its queue pairs may use.
+    /// Limits of its queue pairs.
     pub domain: Arc<ProtectionDomain>,
     /// Registered regions by number.
     regions: RwLock<HashMap<u32, Registered>>,
@@ -28,7 +28,8 @@ pub struct Device {
     _zeros: Arc<Mapped>,
 }
 
-/// A region: this rank's part, which partners may write to, and what else of it is mapped here, which may be sent.
+/// A region: this rank's part, which peers may write to, and what else of it is mapped here, which
+/// may be sent.
 #[derive(Debug)]
 pub struct Registered {
     rank: u32,
@@ -38,7 +39,7 @@ pub struct Registered {
 }
 
 impl Registered {
-    /// `rank`'s own part, and those of neighbours; the memory stays as long as this.
+    /// `rank`'s own part, and those of local peers; the memory stays as long as this.
     pub fn new(
         rank: u32,
         own: Own,
@@ -66,7 +67,7 @@ impl Source {
     }
 }
 
-/// How partners may use a region: the first bytes are strictly ordered, the others may be relaxed.
+/// How peers may use a region: the first bytes are strictly ordered, the others may be relaxed.
 #[derive(Clone, Copy, Debug)]
 pub struct Rights {
     /// Bytes at the start that hold flags and what goes with them.
@@ -94,7 +95,8 @@ impl Device {
         Ok(Device { card, domain, regions: RwLock::default(), zeros, _zeros: mapped })
     }
 
-    /// Registers a region under its number. Returns this rank's part, for [`say`](super::keys::say).
+    /// Registers a region under its number. Returns this rank's part, for
+    /// [`say`](super::keys::say).
     ///
     /// # Errors
     /// [`VerbsError::Register`].
@@ -130,12 +132,13 @@ impl Device {
         Ok(said)
     }
 
-    /// Partners may write there from now on.
+    /// Peers may write there from now on.
     pub(super) fn keep(&self, number: u32, registered: Registered) {
         self.regions.write().unwrap_or_else(PoisonError::into_inner).insert(number, registered);
     }
 
-    /// Bytes of a member of a region as this card may read them, if they are registered as one piece.
+    /// Bytes of a member of a region as this card may read them, if they are registered as one
+    /// piece.
     pub(super) fn piece_of(&self, number: u32, member: u32, offset: u64, len: u64) -> Option<Source> {
         let regions = self.regions.read().unwrap_or_else(PoisonError::into_inner);
         let region = regions.get(&number)?;
@@ -152,7 +155,7 @@ impl Device {
         region.neighbours.iter().find(|(rank, _)| *rank == member).and_then(|(_, piece)| inside(piece))
     }
 
-    /// Partners that still write there meet a dead key.
+    /// Peers that still write there meet a dead key.
     pub fn deregister(&self, number: u32) {
         let gone = self.regions.write().unwrap_or_else(PoisonError::into_inner).remove(&number);
         // A system call: not while others look their sources up.

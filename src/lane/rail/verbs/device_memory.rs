@@ -12,7 +12,8 @@ use crate::error::VerbsError;
 use crate::lane::rail::{Detour, DeviceMemory, Local, NoDmaBuf, Registration};
 
 impl Device {
-    /// Registers memory of devices under a number. Returns this rank's part, for [`say`](super::keys::say).
+    /// Registers memory of devices under a number. Returns this rank's part, for
+    /// [`say`](super::keys::say).
     ///
     /// # Errors
     /// [`Detour::Card`].

@@ -1,12 +1,12 @@
-//! What a queue pair's partner must know of it, as it goes through the rendezvous.
+//! Description of a queue pair for its peer, as it goes through the rendezvous.
 //!
 //! ```text
 //!   byte 0        1        2     3          4           8                    12   14   16
 //!        version  network  mtu   atomics    queue pair  first packet number  lid  0    gid (16 bytes)
 //! ```
 //!
-//! Numbers are little-endian. The whole is 32 bytes; the version comes first, so that any other build is told apart
-//! before a byte of it is believed.
+//! Numbers are little-endian. The whole is 32 bytes. The version comes first, so another build is
+//! recognized before any other byte is trusted.
 
 use std::net::Ipv6Addr;
 
@@ -26,7 +26,7 @@ pub struct Endpoint {
     pub link: LinkLayer,
     /// The largest packet its port takes.
     pub mtu: Mtu,
-    /// Atomics of its partner that it keeps answers for.
+    /// Atomics of its peer that it keeps answers for.
     pub atomics_in: u8,
     /// Number of the queue pair on its card.
     pub queue_pair: u32,
@@ -59,7 +59,8 @@ impl Endpoint {
     /// Reads what rank `peer` of the world sent.
     ///
     /// # Errors
-    /// [`VerbsError::EndpointVersion`], [`VerbsError::EndpointLength`], [`VerbsError::EndpointField`].
+    /// [`VerbsError::EndpointVersion`], [`VerbsError::EndpointLength`],
+    /// [`VerbsError::EndpointField`].
     pub fn from_bytes(peer: u32, bytes: &[u8]) -> Result<Self, VerbsError> {
         if let Some(&seen) = bytes.first().filter(|&&version| version != VERSION) {
             return Err(VerbsError::EndpointVersion { peer, seen, expected: VERSION });
@@ -82,7 +83,8 @@ impl Endpoint {
         Ok(Endpoint { link, mtu, atomics_in, queue_pair, first_packet, lid, gid })
     }
 
-    /// A number for a first packet: not guessable, so that late packets of an older connection do not fit a new one.
+    /// A number for a first packet: not guessable, so that late packets of an older connection do
+    /// not fit a new one.
     ///
     /// # Errors
     /// The system's random numbers are not to be had.

@@ -16,7 +16,8 @@ pub fn object<T>(returned: *mut T) -> Result<NonNull<T>, i32> {
     NonNull::new(returned).ok_or_else(last)
 }
 
-/// Calls that return 0, or an errno, or -1 and set errno: the manual pages promise one or the other, drivers do both.
+/// Calls that return 0, or an errno, or -1 and set errno: the manual pages promise one or the
+/// other, drivers do both.
 pub fn status(returned: c_int) -> Result<(), i32> {
     match returned {
         0 => Ok(()),

@@ -1,10 +1,11 @@
-//! What a rail will ask of its card, told from the calls alone: what the card's own counts are held against.
+//! Prediction of a connection's requests from the calls alone, to compare with the NIC's counts.
 //!
-//! The rules of the lane, as arithmetic. Puts are pieces: what is copied is one, rows in place are one for each run of
-//! neighbours. Pieces that lie one behind the other at the partner are one request, until it has thirty pieces or a chunk
-//! of bytes, or until a signal. A signal is one request more, or two with a tag, or none if it travels with the puts before it.
-//! A batch is a doorbell, a doorbell a completion. Exact as long as nothing waits for credit: then a batch may be cut
-//! short, and only requests, packets and bytes are.
+//! These are the rules of the lane as arithmetic. Puts are pieces: a copied put is one, and rows in
+//! place are one for each run of adjacent rows. Pieces with adjacent targets are one request, until
+//! it has thirty pieces or a chunk of bytes, or until a signal. A signal is one request more, or
+//! two with a tag, or none if it travels with the puts before it. A batch is a doorbell, and a
+//! doorbell a completion. The prediction is exact as long as nothing waits for credit. Otherwise a
+//! batch may be cut short, and only requests, packets and bytes are exact.
 
 use super::{Remote, SignalMode};
 use crate::lane::rail::Counters;
@@ -33,7 +34,7 @@ pub struct Rules {
 /// A piece that is staged takes a multiple of so many bytes.
 const STAGED: u64 = 64;
 
-/// What will have been asked.
+/// Predicted requests.
 #[derive(Debug)]
 pub struct Forecast {
     rules: Rules,
@@ -59,7 +60,7 @@ impl Forecast {
         Forecast { rules, counters: Counters::default(), held: 0, open: None }
     }
 
-    /// What has been forecast so far, without what is still open.
+    /// Prediction so far, without the open write.
     pub fn counters(&self) -> Counters {
         self.counters
     }
@@ -152,7 +153,8 @@ impl Forecast {
         self.post();
     }
 
-    /// The partner is told how many of its signals were taken: at once, and past a write that is open.
+    /// The report to the peer of how many of its signals were taken: at once, and past a write that
+    /// is open.
     pub fn grant(&mut self) {
         self.request(8);
         self.post();
@@ -164,8 +166,8 @@ impl Forecast {
         self.post();
     }
 
-    /// Bytes and pieces that still travel with the write that is open, if at least `least` bytes for `to` do; else of a new
-    /// one.
+    /// Bytes and pieces that still travel with the write that is open, if at least `least` bytes
+    /// for `to` do; else of a new one.
     fn room(&mut self, to: Remote, least: u64, copied: bool) -> (u64, usize) {
         let Rules { chunk, staged, pieces, .. } = self.rules;
         if let Some(open) = self.open.filter(|open| open.behind == to && open.pieces < pieces) {

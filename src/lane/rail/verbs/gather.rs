@@ -1,4 +1,4 @@
-//! The write that is being gathered: puts that lie one behind the other at the partner travel in one request.
+//! The write that is being gathered: puts with adjacent targets travel in one request.
 //!
 //! ```text
 //!   put header | put_rows 7 2 9 | zero          at the partner   | header | 7 | 2 | 9 | 0 0 |
@@ -6,16 +6,18 @@
 //!       [ staged    in place     zeros ]        a request: at most a chunk of bytes, as many pieces as a card takes
 //! ```
 //!
-//! It ends with what lies elsewhere, with a signal, which may travel with it, and when everything is to go out: all of
-//! them calls. What the card has done so far ends nothing, so how many requests some calls come to does not depend on time.
+//! A put to another place ends it, and so does a signal, which may travel with it, and a flush: all
+//! of them calls. The progress of the NIC ends nothing, so the number of requests does not depend
+//! on time.
 //!
-//! What of it is staged takes at most half of the staging: whoever waits for room to stage one more piece of it gets that
-//! room when all before it has been read, though it is not posted itself.
+//! Its staged part takes at most half of the staging. So a put that waits for room to stage one
+//! more piece gets that room when all earlier data has been read, though the write itself is not
+//! posted.
 
 use super::block::Block;
 use super::{Remote, Sge};
 
-/// What one request may hold.
+/// Limits of one request.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
     /// Bytes.
@@ -34,7 +36,7 @@ impl Bounds {
     }
 }
 
-/// What a request still takes.
+/// Remaining room of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
     /// Bytes.
@@ -46,7 +48,7 @@ pub struct Room {
 /// Where pieces lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kept {
-    /// In memory of others, who want to know when it is read no more.
+    /// In memory of others, which the lane must report as free once it has read them.
     InPlace,
     /// In the ring of staged bytes, which is free up to here once they have been read.
     Staged(u64),
@@ -81,7 +83,7 @@ impl Gather {
         }
     }
 
-    /// What can still travel to `to` with what has been gathered; `None` if that is nothing, or lies elsewhere.
+    /// Room for data to `to` in the gathered write; `None` if it is empty or ends elsewhere.
     pub fn room(&self, to: Remote, staged: bool) -> Option<Room> {
         let behind = Remote { addr: self.to.addr + self.bytes, rkey: self.to.rkey };
         if self.pieces.is_empty() || to != behind {

@@ -1,7 +1,8 @@
 //! GIDs: the addresses of a port, and which of them a connection uses.
 //!
-//! A RoCE port has each address twice: for RoCE v1, which no router passes, and for RoCE v2, which travels in UDP over
-//! IP. Those made of an IPv4 address are what switches are most often set up for.
+//! A RoCE port has each address twice: for RoCE v1, which no router passes, and for RoCE v2, which
+//! travels in UDP over IP. Those made of an IPv4 address are what switches are most often set up
+//! for.
 
 use std::net::Ipv6Addr;
 
@@ -15,11 +16,11 @@ pub struct Gid {
     pub index: u8,
     /// The address.
     pub gid: Ipv6Addr,
-    /// What it is for.
+    /// Kind of the address.
     pub kind: GidType,
 }
 
-/// What an address is for.
+/// Kind of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GidType {
     /// InfiniBand; on Ethernet, RoCE v1.
@@ -29,8 +30,8 @@ pub enum GidType {
 }
 
 impl Gid {
-    /// The one that a connection uses: that of index `wanted`; on Ethernet RoCE v2 with an IPv4 address, else one with
-    /// an IPv6 address, else the one of the link; on InfiniBand the first.
+    /// The one that a connection uses: that of index `wanted`; on Ethernet RoCE v2 with an IPv4
+    /// address, else one with an IPv6 address, else the one of the link; on InfiniBand the first.
     ///
     /// # Errors
     /// [`VerbsError::NoGid`], [`VerbsError::NoSuchGid`].

@@ -1,6 +1,6 @@
-//! Registered memory by place: this rank's own, and what partners have told of theirs.
+//! Registered memory by place: this rank's own, and the descriptions of peers' memory.
 //!
-//! A region may be registered in pieces: flags and what goes with them strictly ordered, rows relaxed.
+//! A region may be registered in pieces: flags and their tags strictly ordered, rows relaxed.
 //!
 //! ```text
 //!   said   | pieces: u8 | start, len, address: u64 each, per piece | cards: u8 | rkey: u32 per piece and card |
@@ -29,7 +29,7 @@ impl Own {
     }
 }
 
-/// What partners are told of a region: one entry per card, all with the same pieces.
+/// Description of a region for peers: one entry per NIC, all with the same pieces.
 pub fn say(cards: &[Said]) -> Vec<u8> {
     let pieces = cards.first().map_or(&[][..], Vec::as_slice);
     let mut said = vec![pieces.len() as u8];
@@ -45,10 +45,10 @@ pub fn say(cards: &[Said]) -> Vec<u8> {
     said
 }
 
-/// What a partner's regions are, as the card knows them that this rank is joined to.
+/// Regions of a peer, as registered with the NIC that this rank is connected to.
 #[derive(Debug, Default)]
 pub struct Theirs {
-    /// Which of the partner's cards it is.
+    /// Which of the peer's cards it is.
     card: u8,
     regions: HashMap<u32, Vec<Piece>>,
 }
@@ -61,12 +61,12 @@ struct Piece {
 }
 
 impl Theirs {
-    /// Of a partner's card of this number.
+    /// Of a peer's card of this number.
     pub fn of_card(card: u8) -> Self {
         Theirs { card, regions: HashMap::new() }
     }
 
-    /// Takes note of what the partner says of a region.
+    /// Takes note of what the peer says of a region.
     ///
     /// # Errors
     /// [`VerbsError::Keys`] if it makes no sense.

@@ -1,17 +1,19 @@
 //! libibverbs, loaded at run time: a table of its functions.
 //!
-//! Loaded, not linked, so that one build runs on machines with and without cards, as NCCL and UCX do. A crate that
-//! links would make the library a condition of starting: `rdma-sys` (0.3.0) links and needs the system's headers to
-//! build. The published `ibverbs` (0.9.2) links too, and cannot do what this lane is made of: it has sends and
-//! receives, but neither RDMA write nor immediates nor atomics, and does not let one reach the queue pair below.
+//! Loaded, not linked, so that one build runs on machines with and without cards, as NCCL and UCX
+//! do. A crate that links would make the library a condition of starting: `rdma-sys` (0.3.0) links
+//! and needs the system's headers to build. The published `ibverbs` (0.9.2) links too, and cannot
+//! do what this lane is made of: it has sends and receives, but neither RDMA write nor immediates
+//! nor atomics, and does not let one reach the queue pair below.
 //!
 //! The table is plain function pointers, so a test can fill it with functions of its own.
 //!
-//! **Forks.** `ibv_fork_init` is not called. It matters where a process forks while private memory is registered, on
-//! kernels before 5.12: the parent's next write then goes to a fresh copy of the page, and the card still reads the
-//! old one. The heap is shared memory, which is never copied; the library itself never forks. A program that does so
-//! with registered buffers of its own, on such a kernel, sets `RDMAV_FORK_SAFE=1`, which libibverbs reads itself.
-//! To call it here would make the pages of those buffers vanish from the children, neighbours on the page included.
+//! **Forks.** `ibv_fork_init` is not called. It matters where a process forks while private memory
+//! is registered, on kernels before 5.12: the parent's next write then goes to a fresh copy of the
+//! page, and the card still reads the old one. The heap is shared memory, which is never copied;
+//! the library itself never forks. A program that does so with registered buffers of its own, on
+//! such a kernel, sets `RDMAV_FORK_SAFE=1`, which libibverbs reads itself. To call it here would
+//! make the pages of those buffers vanish from the children, local peers on the page included.
 
 use std::error::Error;
 use std::ffi::{c_char, c_int, c_void};
@@ -24,10 +26,11 @@ use super::ffi::{
 };
 use crate::error::VerbsError;
 
-/// What the dynamic loader is asked for if nothing else is named.
+/// Default name for the dynamic loader.
 const USUAL: &str = "libibverbs.so.1";
 
-/// Declares the table, and how it is filled: the symbol of a function is its name with `ibv_` before it.
+/// Declares the table, and how it is filled: the symbol of a function is its name with `ibv_`
+/// before it.
 macro_rules! functions {
     (
         $(#[$about:meta])*
@@ -62,7 +65,8 @@ macro_rules! functions {
 }
 
 functions! {
-    /// The functions of libibverbs that the lane calls; those that C inlines are in `ibv_context_ops`.
+    /// The functions of libibverbs that the lane calls; those that C inlines are in
+    /// `ibv_context_ops`.
     needed {
         get_device_list: fn(*mut c_int) -> *mut *mut ibv_device;
         free_device_list: fn(*mut *mut ibv_device);

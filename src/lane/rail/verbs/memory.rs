@@ -54,7 +54,8 @@ impl Drop for ProtectionDomain {
 }
 
 bitflags::bitflags! {
-    /// What may be done to registered memory. Reading by the card itself is always allowed, reading by others never.
+    /// Permitted access to registered memory. Reads by the NIC itself are always allowed, reads by
+    /// others never.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Access: u32 {
         /// The card may write what its own queue pairs receive.
@@ -63,7 +64,8 @@ bitflags::bitflags! {
         const REMOTE_WRITE = IBV_ACCESS_REMOTE_WRITE;
         /// Others may add; asks for `LOCAL_WRITE`.
         const REMOTE_ATOMIC = IBV_ACCESS_REMOTE_ATOMIC;
-        /// Writes may pass each other on the way from the card to memory. For data; never for flags.
+        /// Writes may pass each other on the way from the card to memory. For data; never for
+        /// flags.
         const RELAXED = IBV_ACCESS_RELAXED_ORDERING;
     }
 }
@@ -96,10 +98,10 @@ impl Sge {
     }
 }
 
-/// A place in a partner's registered memory.
+/// A place in a peer's registered memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Remote {
-    /// Address, as the partner's card knows it.
+    /// Address, as the peer's card knows it.
     pub addr: u64,
     /// The key of the region.
     pub rkey: u32,
@@ -111,15 +113,17 @@ impl MemoryRegion {
         context.functions().reg_mr_iova2.is_some()
     }
 
-    /// Registers memory of the processor. Its address for work requests, here and remote, is its ordinary one.
+    /// Registers memory of the processor. Its address for work requests, here and remote, is its
+    /// ordinary one.
     ///
     /// # Safety
-    /// The memory is mapped until the region is dropped. From now on cards may read it, and write it as `access`
-    /// allows, at any time: nobody holds a reference to what they write, and what they read is not borrowed mutably
-    /// while a work request names it.
+    /// The memory is mapped until the region is dropped. From now on NICs may read it, and write it
+    /// as `access` allows, at any time: no reference exists to bytes that they write, and bytes
+    /// that they read are not borrowed mutably while a work request names them.
     ///
     /// # Errors
-    /// [`VerbsError::Register`]; [`VerbsError::TooOld`] if `access` is relaxed and the library does not know how.
+    /// [`VerbsError::Register`]; [`VerbsError::TooOld`] if `access` is relaxed and the library does
+    /// not support it.
     pub unsafe fn register(
         domain: &Arc<ProtectionDomain>,
         at: NonNull<u8>,
@@ -143,8 +147,9 @@ impl MemoryRegion {
         Self::of(domain, raw, base, len as u64)
     }
 
-    /// Registers `len` bytes at `offset` of a dma-buf: memory of a device, such as a GPU. `iova` is its address for work
-    /// requests, here and remote; any number will do that has the same offset within a page.
+    /// Registers `len` bytes at `offset` of a dma-buf: memory of a device, such as a GPU. `iova` is
+    /// its address for work requests, here and remote; any number will do that has the same offset
+    /// within a page.
     ///
     /// # Safety
     /// As [`MemoryRegion::register`], wherever the same memory is mapped.
@@ -193,7 +198,7 @@ impl MemoryRegion {
         self.lkey
     }
 
-    /// The key to give to partners.
+    /// The key to give to peers.
     pub fn rkey(&self) -> u32 {
         self.rkey
     }

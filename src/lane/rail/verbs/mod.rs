@@ -1,7 +1,8 @@
-//! Network cards: libibverbs behind a safe, typed face.
+//! Network cards: libibverbs behind a safe, typed interface.
 //!
-//! The card reads and writes memory that was registered for it; the processor posts requests and polls completions.
-//! Everything is loaded at run time: without the library or a card there is a typed error, never a panic.
+//! The NIC reads and writes memory that was registered for it. The processor posts requests and
+//! polls completions. Everything is loaded at run time: without the library or a NIC there is a
+//! typed error, never a panic.
 //!
 //! ```text
 //!   Settings, Sysfs --> Rail: a card of this rank, open, and how its queue pairs go out
@@ -13,8 +14,8 @@
 //!                                +--> Completion: done, or why not
 //! ```
 //!
-//! On it the lane stands. An [`Adapter`] is all cards of a rank; each pair of partners is joined by a connection, which is the
-//! rail; it keeps what is under way within bounds, and what it asks of the card can be told in advance.
+//! The lane is built on it. An [`Adapter`] is all NICs of a rank. A connection joins each pair of
+//! ranks. It bounds the requests in flight, and its requests can be predicted.
 //!
 //! ```text
 //!   Adapter --+--> Device     a card, and the memory registered with it: keys that partners are told (keys, offer)
@@ -25,10 +26,10 @@
 //!                    +--> Forecast   what all this comes to
 //! ```
 //!
-//! Whatever is made in another keeps it alive, so the order in which they are dropped is always right. A call that
-//! fails while something is dropped is traced: nobody could do anything about it.
+//! Each object keeps those alive that it was made from, so any order of drops is right. A call that
+//! fails during a drop is traced, because no caller could act on it.
 //!
-//! Why own declarations, and no crate for verbs: see `library`.
+//! The module `library` gives the reason for own declarations instead of a crate for verbs.
 
 mod adapter;
 mod asks;

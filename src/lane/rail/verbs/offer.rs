@@ -1,4 +1,4 @@
-//! What each end of a rail tells the other before they are joined.
+//! Descriptions that the ends of a connection exchange before they are joined.
 
 use super::{Endpoint, Remote, SignalMode};
 use crate::error::VerbsError;
@@ -14,7 +14,7 @@ pub struct Offer {
     pub card: u8,
     /// Receives that it keeps posted.
     pub receives: u32,
-    /// Where it wants to be told how many of its signals were taken.
+    /// Address for the peer's count of taken signals.
     pub granted: Remote,
     /// Its heap, as [`keys`](super::keys) says it.
     pub heap: Vec<u8>,

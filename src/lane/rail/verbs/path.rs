@@ -1,4 +1,5 @@
-//! How a queue pair goes out into the network: everything that connecting sets beside the partner's address.
+//! Path of a queue pair through the network: everything that connecting sets next to the peer's
+//! address.
 
 use std::net::Ipv6Addr;
 
@@ -34,7 +35,8 @@ pub struct Path {
 }
 
 impl Path {
-    /// Whether packets to this GID need the global header: always on Ethernet; on InfiniBand only beyond the subnet.
+    /// Whether packets to this GID need the global header: always on Ethernet; on InfiniBand only
+    /// beyond the subnet.
     pub(super) fn is_global(&self, remote: Ipv6Addr) -> bool {
         let network = |gid: Ipv6Addr| gid.to_bits() >> 64;
         self.link == LinkLayer::Ethernet || network(self.gid) != network(remote)

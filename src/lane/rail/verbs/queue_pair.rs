@@ -20,10 +20,10 @@ use super::ffi::{
 use super::{Context, Endpoint, Path, ProtectionDomain, ReceiveChain, SendChain, errno};
 use crate::error::{Operation, VerbsError};
 
-/// Atomics under way that are worth having: signals, a few per partner.
+/// Atomics in flight that are worth having: signals, a few per peer.
 const ATOMICS: u8 = 16;
 
-/// How long a partner is told to wait that met no receive: 0.64 ms, about a turn of a busy receiver.
+/// Wait for a peer whose request met no receive: 0.64 ms, about a time slice of a busy receiver.
 const RNR_TIMER: u8 = 12;
 
 /// Routers that a packet may pass.
@@ -73,9 +73,11 @@ unsafe impl Send for QueuePair {}
 unsafe impl Sync for QueuePair {}
 
 impl QueuePair {
-    /// A queue pair towards rank `peer` of the world. Receives may be posted at once, before it is connected.
+    /// A queue pair towards rank `peer` of the world. Receives may be posted at once, before it is
+    /// connected.
     ///
-    /// No inline bytes may be granted ([`caps`](Self::caps) tells); everything else is granted as asked, or more.
+    /// No inline bytes may be granted (see [`caps`](Self::caps)); everything else is granted as
+    /// requested, or more.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
@@ -147,7 +149,7 @@ impl QueuePair {
         self.modify(attr, ffi::IBV_QP_PKEY_INDEX | ffi::IBV_QP_PORT | ffi::IBV_QP_ACCESS_FLAGS)
     }
 
-    /// What the partner must know to connect.
+    /// The description that the peer needs to connect.
     pub fn endpoint(&self) -> Endpoint {
         Endpoint {
             link: self.path.link,
@@ -164,8 +166,8 @@ impl QueuePair {
         ATOMICS.min(self.context().attributes().atomics_in)
     }
 
-    /// Connects to the partner's queue pair: from here on requests may be posted. The partner must have connected too,
-    /// or will soon: until then requests are sent again and again, as retries allow.
+    /// Connects to the peer's queue pair: from here on requests may be posted. The peer must have
+    /// connected too, or will soon: until then requests are sent again and again, as retries allow.
     ///
     /// # Errors
     /// [`VerbsError::NoRoute`], [`VerbsError::LinkLayers`], [`VerbsError::Call`].
@@ -216,7 +218,8 @@ impl QueuePair {
         self.modify(attr, mask | ffi::IBV_QP_RNR_RETRY | ffi::IBV_QP_MAX_QP_RD_ATOMIC)
     }
 
-    /// Ends the connection: what is under way is flushed, nothing of the partner is taken any more. Does not wait for it.
+    /// Ends the connection: what is in flight is flushed, nothing of the peer is taken any more.
+    /// Does not wait for it.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
@@ -225,10 +228,12 @@ impl QueuePair {
             .map_err(|errno| self.context().failed("ibv_modify_qp to ERR", errno))
     }
 
-    /// Posts what waits in the chain, with one doorbell. What the card refuses stays in the chain.
+    /// Posts the requests of the chain, with one doorbell. Requests that the NIC refuses stay in
+    /// the chain.
     ///
     /// # Errors
-    /// [`VerbsError::Post`]: how many were taken, and the errno. `ENOMEM` says that the queue is full.
+    /// [`VerbsError::Post`]: how many were taken, and the errno. `ENOMEM` says that the queue is
+    /// full.
     pub fn post_send(&self, chain: &mut SendChain) -> Result<(), VerbsError> {
         // SAFETY: the context is open.
         let post = unsafe { (*self.context().raw()).ops.post_send };
@@ -287,12 +292,12 @@ impl QueuePair {
         }
     }
 
-    /// The partner (in the world).
+    /// The peer (in the world).
     pub fn peer(&self) -> u32 {
         self.peer
     }
 
-    /// What was granted.
+    /// The granted limits.
     pub fn caps(&self) -> Caps {
         self.caps
     }

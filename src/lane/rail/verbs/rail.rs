@@ -39,13 +39,14 @@ impl std::fmt::Display for Rail {
 }
 
 impl Rail {
-    /// The rails of this process, which is the `nth` rank of its node: the cards that the settings name, or else the
-    /// nearest one that is usable.
+    /// The rails of this process, which is the `nth` rank of its node: the cards that the settings
+    /// name, or else the nearest one that is usable.
     ///
     /// # Errors
-    /// [`VerbsError::NoCard`], [`VerbsError::NoSuchCard`]; what is wrong with a card that is named, or, if none is
-    /// usable, with the first: [`VerbsError::Open`], [`VerbsError::PortDown`], [`VerbsError::NoSuchPort`],
-    /// [`VerbsError::NoGid`], [`VerbsError::NoSuchGid`], [`VerbsError::MtuTooLarge`].
+    /// [`VerbsError::NoCard`], [`VerbsError::NoSuchCard`]; what is wrong with a card that is named,
+    /// or, if none is usable, with the first: [`VerbsError::Open`], [`VerbsError::PortDown`],
+    /// [`VerbsError::NoSuchPort`], [`VerbsError::NoGid`], [`VerbsError::NoSuchGid`],
+    /// [`VerbsError::MtuTooLarge`].
     pub fn open(
         library: &Arc<Library>,
         sysfs: &Sysfs,

@@ -17,14 +17,14 @@ pub struct Receiver {
     regions: Arc<Regions>,
     heard: Heard,
     chain: ReceiveChain,
-    /// Receives that are kept posted, here and at the partner.
+    /// Receives that are kept posted, here and at the peer.
     own: u64,
     theirs: u64,
-    /// Receives taken and posted again; what the partner knows of it; where it wants to know.
+    /// Receives taken and posted again; what the peer knows of it; where it wants to know.
     taken: u64,
     told: u64,
     grant_to: Remote,
-    /// Signals sent to the partner.
+    /// Signals sent to the peer.
     signals: u64,
 }
 
@@ -63,7 +63,7 @@ impl Receiver {
         self.own as u32
     }
 
-    /// The partner keeps so many receives, and wants to be told here how many of its signals were taken.
+    /// The peer keeps so many receives, and wants the count of its taken signals at this address.
     pub fn joined(&mut self, receives: u32, grant_to: Remote) {
         (self.theirs, self.grant_to) = (receives.into(), grant_to);
     }
@@ -71,7 +71,7 @@ impl Receiver {
     /// Takes what a receive has brought, and posts it again.
     ///
     /// # Errors
-    /// [`VerbsError::Message`] if no correct partner sends it, [`VerbsError::Post`].
+    /// [`VerbsError::Message`] if no correct peer sends it, [`VerbsError::Post`].
     pub fn take(&mut self, number: u64, done: Done, block: &Block, qp: &QueuePair) -> Result<(), VerbsError> {
         let message = VerbsError::Message { peer: self.peer };
         let understood = match (done.kind, done.immediate) {
@@ -106,22 +106,22 @@ impl Receiver {
         (self.own / 4).max(1)
     }
 
-    /// How many signals the partner should be told that were taken, if it does not know of many of them.
+    /// Number of taken signals that the peer should learn, if it does not know of many of them.
     pub fn to_grant(&self) -> Option<u64> {
         (self.taken - self.told >= self.batch()).then_some(self.taken)
     }
 
-    /// Where the partner wants to be told.
+    /// Address at which the peer wants the number.
     pub fn grant_to(&self) -> Remote {
         self.grant_to
     }
 
-    /// It is being told.
+    /// The number was sent.
     pub fn granted(&mut self, taken: u64) {
         self.told = taken;
     }
 
-    /// Whether the partner has a receive for one more signal, having told that so many were taken.
+    /// Whether the peer has a receive for one more signal, after it reported so many as taken.
     pub fn may_signal(&self, granted: u64) -> bool {
         self.signals < granted + self.theirs
     }

@@ -5,10 +5,11 @@
 //!           one write       queue, pieces       flights: one per doorbell, with the bytes and the staging it frees
 //! ```
 //!
-//! Requests wait in a queue of our own, so that nothing the card holds can overflow: a post takes no more than there is
-//! room for, in requests and in bytes under way. They are posted in batches, one doorbell each, and only the last of a
-//! batch makes a completion. The last write is held back until something says that it is complete: the put or the signal
-//! that comes next may travel with it ([`Gather`]).
+//! Requests wait in a queue of our own, so that nothing the card holds can overflow: a post takes
+//! no more than there is room for, in requests and in bytes in flight. They are posted in batches,
+//! one doorbell each, and only the last of a batch makes a completion. The last write is held back
+//! until something says that it is complete: the put or the signal that comes next may travel with
+//! it ([`Gather`]).
 
 use std::collections::VecDeque;
 
@@ -18,7 +19,7 @@ use super::{Flags, QueuePair, Remote, SendChain, Sge};
 use crate::error::{Operation, VerbsError};
 use crate::lane::rail::Counters;
 
-/// What may be under way.
+/// Limits of requests in flight.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Requests.
@@ -110,8 +111,8 @@ impl Sender {
         }
     }
 
-    /// Room for at least `least` bytes at `to`, which are copied first or not: in the write that is being gathered, if they
-    /// lie behind it, or else in a new one.
+    /// Room for at least `least` bytes at `to`, which are copied first or not: in the write that is
+    /// being gathered, if they lie behind it, or else in a new one.
     pub fn room(&mut self, to: Remote, least: u64, staged: bool) -> Room {
         let fits = |room: &Room| room.pieces > 0 && room.bytes >= least;
         self.gather.room(to, staged).filter(fits).unwrap_or_else(|| {
@@ -120,7 +121,7 @@ impl Sender {
         })
     }
 
-    /// What a write that holds nothing yet takes.
+    /// Room of an empty write.
     pub fn bounds(&self) -> Bounds {
         self.gather.bounds
     }
@@ -130,7 +131,8 @@ impl Sender {
         self.gather.add(to, pieces, kept);
     }
 
-    /// Nothing more travels with the write that is being gathered, if there is one, unless as `kind`.
+    /// Nothing more travels with the write that is being gathered, if there is one, unless as
+    /// `kind`.
     fn close_as(&mut self, kind: Kind) -> bool {
         let Gather { to, bytes, until, in_place, .. } = self.gather;
         let pieces = self.gather.pieces.len();
@@ -145,13 +147,14 @@ impl Sender {
         true
     }
 
-    /// Nothing more travels with the write that is being gathered. Whoever stages what will not is to say so first: who
-    /// waits for room may wait for this very write.
+    /// Closes the write that is being gathered. Call it before staging data that does not travel
+    /// with it, because a wait for room may be a wait for this very write.
     pub fn close(&mut self) {
         self.close_as(Kind::Write);
     }
 
-    /// Ends the write that is being gathered, if there is one, with this immediate. Returns whether there is.
+    /// Ends the write that is being gathered, if there is one, with this immediate. Returns whether
+    /// there is.
     pub fn take_along(&mut self, immediate: u32) -> bool {
         self.close_as(Kind::Immediate(immediate))
     }
@@ -170,8 +173,8 @@ impl Sender {
         self.push(Request { kind, to, pieces: 1, bytes, staged: Some(staged.until), words: [0; 3] });
     }
 
-    /// Asks for a write of words that travel inside the request, behind everything so far. `false` if the card does not
-    /// take so many.
+    /// Asks for a write of words that travel inside the request, behind everything so far. `false`
+    /// if the card does not take so many.
     pub fn ask_inside(&mut self, to: Remote, words: &[u64]) -> bool {
         let mut inside = [0; 3];
         let Some(place) = inside.get_mut(..words.len()) else { return false };
@@ -185,8 +188,9 @@ impl Sender {
         true
     }
 
-    /// Tells the partner at once how many of its signals were taken. This may overtake a write that is being gathered: it
-    /// says nothing of it, and when it is said is up to the partner.
+    /// Reports to the peer at once how many of its signals were taken. This may overtake a write
+    /// that is being gathered: the report says nothing about it, and the peer does not expect it at
+    /// a given time.
     pub fn grant(&mut self, to: Remote, taken: u64) -> Result<(), VerbsError> {
         let piece = self.block.grant(taken)?;
         self.pieces.push_back(piece);
@@ -201,7 +205,8 @@ impl Sender {
         self.asked += 1;
     }
 
-    /// All requests so far are to be posted as soon as there is room; a write that is being gathered may go on.
+    /// All requests so far are to be posted as soon as there is room; a write that is being
+    /// gathered may go on.
     pub fn post_soon(&mut self) {
         self.due = self.asked;
     }
@@ -212,7 +217,8 @@ impl Sender {
         self.post_soon();
     }
 
-    /// Posts what is due and what fills a batch, as far as there is room. Returns whether it posted anything.
+    /// Posts what is due and what fills a batch, as far as there is room. Returns whether it posted
+    /// anything.
     ///
     /// # Errors
     /// [`VerbsError::Post`].
@@ -293,7 +299,7 @@ impl Sender {
         }
     }
 
-    /// Forgets what has not been posted: there is nobody to send it to.
+    /// Drops requests that have not been posted: their peer is gone.
     pub fn abandon(&mut self) {
         self.gather.pieces.clear();
         self.queue.clear();
@@ -304,7 +310,7 @@ impl Sender {
         self.under_way = 0;
     }
 
-    /// Whether everything asked for is under way, and memory of others read no more.
+    /// Whether everything asked for is in flight, and memory of others read no more.
     pub fn is_settled(&self) -> bool {
         self.posted == self.asked && self.done >= self.in_place
     }
@@ -336,7 +342,7 @@ fn code(kind: Kind) -> u64 {
     }
 }
 
-/// What the request of this number asked for.
+/// The operation of the request with this number.
 pub fn operation(id: u64) -> Operation {
     match id {
         receive if receive & RECEIVE != 0 => Operation::Receive,

@@ -1,5 +1,5 @@
-//! What may be overridden, read from the environment once. The table of variables, with defaults and reasons, is
-//! `docs/verbs.md`.
+//! Settings of the verbs lane, read from the environment once. `docs/verbs.md` has the table of
+//! variables, with defaults and reasons.
 
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -61,7 +61,7 @@ pub struct Settings {
     pub mtu: Option<Mtu>,
     /// Bytes of one write.
     pub chunk: u64,
-    /// Bytes under way to one partner.
+    /// Bytes in flight to one peer.
     pub in_flight: u64,
     /// How a signal travels.
     pub signal: SignalMode,

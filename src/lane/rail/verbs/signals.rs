@@ -1,8 +1,8 @@
-//! What both ends know of the words that are signalled over a rail, beyond the words themselves.
+//! State of both ends about words that are signaled over a connection, beyond the words themselves.
 //!
-//! A write needs to know nothing. An addition must know what the word holds; a number of 32 bits that comes with data
-//! must stand for a word and its value: 12 bits say which word, by a number that the first signal of the word gave it
-//! (in a record of its own), and 20 bits by how much the word has grown.
+//! A write needs no state. An addition must know the value of the word. A number of 32 bits that
+//! comes with data must stand for a word and its value: 12 bits name the word, by a number that its
+//! first signal gave it (in a record of its own), and 20 bits say by how much the word has grown.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ use crate::lane::rail::Target;
 
 /// Words that have a number.
 const WORDS: usize = 1 << 12;
-/// Growth that fits beside a number.
+/// Growth that fits next to a number.
 const GROWTH: u64 = 1 << 20;
 
 /// The sender's side: what each word was raised to last.
@@ -39,7 +39,8 @@ impl Sent {
         word.is_some_and(|word| word.number.is_some() && value.wrapping_sub(word.value) < GROWTH)
     }
 
-    /// The immediate that says this; none if it must be said at length, in a record that carries the number of the word.
+    /// The immediate that says this; none if it must be said at length, in a record that carries
+    /// the number of the word.
     pub fn immediate(&mut self, to: Target, value: u64) -> Result<u32, u32> {
         let numbers = self.numbers as usize;
         let word = self.last.entry((to.region, to.offset)).or_insert(Word { value: 0, number: None });
@@ -81,7 +82,7 @@ impl Heard {
     /// In place of a number, where they have run out.
     pub const NONE: u32 = u32::MAX;
 
-    /// A word has this number from now on. `false` if no correct partner says so.
+    /// A word has this number from now on. `false` if no correct peer says so.
     pub fn learn(&mut self, number: u32, word: Target) -> bool {
         if number == Heard::NONE {
             return true;
@@ -97,7 +98,7 @@ impl Heard {
         true
     }
 
-    /// What an immediate says: which word, and by how much it has grown.
+    /// The word of an immediate, and by how much it has grown.
     pub fn read(&self, immediate: u32) -> Option<(Target, u64)> {
         let word = self.words.get((immediate >> 20) as usize).copied().flatten()?;
         Some((word, u64::from(immediate) % GROWTH))

@@ -1,4 +1,4 @@
-//! What the kernel says of cards in files: addresses of their ports, and where they sit in the machine.
+//! The kernel's files about NICs: addresses of their ports, and their place in the machine.
 //!
 //! ```text
 //!   class/infiniband/<card>/device                           link into the PCI tree; none for a soft card
@@ -17,7 +17,8 @@ use rustix::thread::{CpuSet, sched_getaffinity};
 use super::gid::{Gid, GidType};
 use crate::memory::Numa;
 
-/// The tree below a root: `/sys`, or one that a test laid out. What is not there or not readable is simply not known.
+/// The tree below a root: `/sys`, or one that a test laid out. What is not there or not readable is
+/// simply not known.
 #[derive(Clone, Debug)]
 pub struct Sysfs {
     root: PathBuf,

@@ -1,7 +1,8 @@
 //! Work requests: chains of them, made once, filled and posted again and again, one doorbell each.
 //!
-//! Nothing is allocated after `new`, and nothing points at anything until a chain is posted, so chains may be moved.
-//! Bytes that travel inside a request are copied into the chain: who posts need not keep them.
+//! Nothing is allocated after `new`, and nothing points at anything until a chain is posted, so
+//! chains may be moved. Bytes that travel inside a request are copied into the chain, so the caller
+//! need not keep them.
 
 use super::chain::Chain;
 use super::ffi::{
@@ -53,10 +54,11 @@ impl SendChain {
         SendChain { chain: Chain::new(caps.requests, sges), inline, caps }
     }
 
-    /// RDMA write: the pieces, one after another, to a place in the partner's memory.
+    /// RDMA write: the pieces, one after another, to a place in the peer's memory.
     ///
     /// # Errors
-    /// [`VerbsError::ChainLimit`], as of all requests: the chain is full, or the request is too large for it.
+    /// [`VerbsError::ChainLimit`], as of all requests: the chain is full, or the request is too
+    /// large for it.
     pub fn write(
         &mut self,
         wr_id: u64,
@@ -91,7 +93,8 @@ impl SendChain {
         self.chain.push(request, [piece])
     }
 
-    /// RDMA write that takes one of the partner's receives and hands it a number. No pieces at all is allowed.
+    /// RDMA write that takes one of the peer's receives and hands it a number. No pieces at all is
+    /// allowed.
     ///
     /// # Errors
     /// As [`write`](Self::write).
@@ -108,7 +111,8 @@ impl SendChain {
         self.chain.push(request, sges)
     }
 
-    /// Adds to an aligned word of 8 bytes in the partner's memory; what it was before comes to `old`, 8 bytes here.
+    /// Adds to an aligned word of 8 bytes in the peer's memory; what it was before comes to `old`,
+    /// 8 bytes here.
     ///
     /// # Errors
     /// As [`write`](Self::write).
@@ -125,7 +129,7 @@ impl SendChain {
         self.chain.push(request, [old])
     }
 
-    /// Sends the pieces to one of the partner's receives.
+    /// Sends the pieces to one of the peer's receives.
     ///
     /// # Errors
     /// As [`write`](Self::write).
@@ -145,7 +149,7 @@ impl SendChain {
         (self.chain.len(), self.chain.room())
     }
 
-    /// What it was made for.
+    /// Limits that it was made for.
     pub fn caps(&self) -> ChainCaps {
         self.caps
     }

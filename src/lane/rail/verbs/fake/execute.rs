@@ -1,4 +1,4 @@
-//! What a card does with a request.
+//! Execution of a request by a NIC.
 
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::state::{Job, Pair, State};
 use crate::lane::rail::verbs::ffi::{self, ibv_sge, ibv_wc};
 
-/// What became of a request.
+/// Outcome of a request.
 enum Outcome {
     Done,
-    /// It waits for the partner, or for a receive.
+    /// It waits for the peer, or for a receive.
     Waits,
     Failed(u32),
 }
@@ -99,7 +99,7 @@ impl State {
         Ok(len)
     }
 
-    /// Hands a message to the partner's oldest receive.
+    /// Hands a message to the peer's oldest receive.
     fn take_receive(&mut self, partner: u32, job: &Job, bytes: &[u8]) -> Result<(), u32> {
         let there = self.pair(partner);
         let (domain, queue) = (there.domain, there.receive);
@@ -223,7 +223,8 @@ impl State {
 // SAFETY: all zero is a value of this plain structure.
 const EMPTY: ibv_wc = unsafe { std::mem::zeroed() };
 
-/// Writes as a card does: whole words where they are aligned, so that others may look at them meanwhile.
+/// Writes as a card does: whole words where they are aligned, so that others may look at them
+/// meanwhile.
 fn place(to: *mut u8, bytes: &[u8]) {
     let (words, rest) = bytes.as_chunks::<8>();
     if !to.addr().is_multiple_of(8) {

@@ -1,9 +1,10 @@
 //! Cards without hardware: a stand-in for libibverbs in this process, for tests.
 //!
-//! A [`Fabric`] is a network of cards. Its library fills the same table as the real one, so everything above is what
-//! runs with cards: contexts, domains, keys with bounds and rights, queue pairs and their states, completions, credit
-//! for receives, queues that are full. Writes are copies, done when they are posted, or, while the fabric is
-//! [held](Fabric::hold), one at a time when their sender polls: so nothing can rely on instant execution.
+//! A [`Fabric`] is a network of cards. Its library fills the same table as the real one, so
+//! everything above is what runs with cards: contexts, domains, keys with bounds and rights, queue
+//! pairs and their states, completions, credit for receives, queues that are full. Writes are
+//! copies, done when they are posted, or, while the fabric is [held](Fabric::hold), one at a time
+//! when their sender polls: so nothing can rely on instant execution.
 //!
 //! ```text
 //!   table    the C functions: find the fabric behind an object, translate
@@ -11,8 +12,8 @@
 //!   execute  what a card does with a request
 //! ```
 //!
-//! Faults: a card that falls [silent](Fabric::silence), whose partners' retries end when the test says so
-//! ([`give_up`](Fabric::give_up)), and a card that is [removed](Fabric::remove).
+//! Faults: a card that falls [silent](Fabric::silence), whose peers' retries end when the test says
+//! so ([`give_up`](Fabric::give_up)), and a card that is [removed](Fabric::remove).
 
 mod execute;
 mod state;
@@ -40,7 +41,7 @@ pub struct Fabric {
     slot: usize,
 }
 
-/// What `ibv_device` points at.
+/// Target of `ibv_device` pointers.
 pub struct Device {
     fabric: Weak<Fabric>,
     card: usize,
@@ -86,7 +87,7 @@ impl Fabric {
         table::functions(self.slot)
     }
 
-    /// What the kernel says of these cards.
+    /// The kernel's files about these NICs.
     pub fn sysfs(&self) -> &Sysfs {
         &self.sysfs
     }
@@ -126,7 +127,8 @@ impl Fabric {
         self.state().give_up();
     }
 
-    /// Takes a card out of the machine: its partners see it silent, its owner sees a fatal event and errors.
+    /// Takes a card out of the machine: its peers see it silent, its owner sees a fatal event and
+    /// errors.
     pub fn remove(&self, card: &str) {
         let at = self.place(card);
         self.state().remove(at);
@@ -138,13 +140,14 @@ impl Fabric {
         change(&mut self.state().cards[at]);
     }
 
-    /// What a card has done so far.
+    /// Counts of a NIC so far.
     pub fn statistics(&self, card: &str) -> Statistics {
         let at = self.place(card);
         self.state().cards[at].statistics
     }
 
-    /// Objects that are not destroyed, and objects that were destroyed too early: both 0 at the end of a good program.
+    /// Objects that are not destroyed, and objects that were destroyed too early: both 0 at the end
+    /// of a good program.
     pub fn leftovers(&self) -> (usize, usize) {
         let state = self.state();
         (state.objects(), state.too_early)

@@ -1,4 +1,4 @@
-//! What a kernel and its cards hold: objects by their numbers.
+//! State of a kernel and its NICs: objects by their numbers.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::Ipv6Addr;
@@ -6,7 +6,7 @@ use std::os::fd::BorrowedFd;
 
 use crate::lane::rail::verbs::ffi::{self, ibv_qp_cap, ibv_sge, ibv_wc};
 
-/// What a card has done.
+/// Counts of a NIC.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
     /// Requests taken by send queues.

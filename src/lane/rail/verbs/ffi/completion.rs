@@ -4,7 +4,8 @@ use std::ffi::{c_int, c_uint, c_void};
 
 use super::ibv_context;
 
-/// A completion queue. It goes on behind `cqe` with locks of the library's own; only ever pointed at.
+/// A completion queue. It goes on behind `cqe` with locks of the library's own; only ever pointed
+/// at.
 #[repr(C)]
 pub struct ibv_cq {
     pub context: *mut ibv_context,
@@ -22,7 +23,8 @@ pub struct ibv_comp_channel {
     pub refcnt: c_int,
 }
 
-/// A completion. When `status` is not success, only `wr_id`, `status`, `vendor_err` and `qp_num` mean anything.
+/// A completion. When `status` is not success, only `wr_id`, `status`, `vendor_err` and `qp_num`
+/// mean anything.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ibv_wc {

@@ -10,7 +10,8 @@ pub struct ibv_device {
     _opaque: [u8; 0],
 }
 
-/// A card that is open. It goes on behind `num_comp_vectors` with fields of the library's own; only ever pointed at.
+/// A card that is open. It goes on behind `num_comp_vectors` with fields of the library's own; only
+/// ever pointed at.
 #[repr(C)]
 pub struct ibv_context {
     pub device: *mut ibv_device,
@@ -23,7 +24,8 @@ pub struct ibv_context {
 /// An entry that is not used here.
 type Unused = *const c_void;
 
-/// The driver's functions. C calls them through inline functions, so the library exports no symbol for them.
+/// The driver's functions. C calls them through inline functions, so the library exports no symbol
+/// for them.
 #[repr(C)]
 pub struct ibv_context_ops {
     pub unused_before_poll_cq: [Unused; 11],
@@ -39,7 +41,7 @@ pub struct ibv_context_ops {
     pub unused_behind_post_recv: [Unused; 5],
 }
 
-/// What a card can do.
+/// Abilities of a NIC.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ibv_device_attr {
@@ -87,7 +89,8 @@ pub struct ibv_device_attr {
 
 pub const IBV_ATOMIC_NONE: c_uint = 0;
 
-/// State of a port. The exported `ibv_query_port` fills all but the last fields, which stay as they were.
+/// State of a port. The exported `ibv_query_port` fills all but the last fields, which stay as they
+/// were.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ibv_port_attr {
@@ -144,7 +147,7 @@ pub struct ibv_async_event {
     pub event_type: c_uint,
 }
 
-/// What the news are about, by their kind.
+/// Subject of an event, by its kind.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub union ibv_async_element {

@@ -26,7 +26,8 @@ pub struct ibv_mr {
 pub const IBV_ACCESS_LOCAL_WRITE: c_uint = 1;
 pub const IBV_ACCESS_REMOTE_WRITE: c_uint = 1 << 1;
 pub const IBV_ACCESS_REMOTE_ATOMIC: c_uint = 1 << 3;
-/// Optional: who cannot do it may leave it out. Only `ibv_reg_mr_iova2` and newer calls know optional flags.
+/// Optional: a driver without it may leave it out. Only `ibv_reg_mr_iova2` and newer calls know
+/// optional flags.
 pub const IBV_ACCESS_RELAXED_ORDERING: c_uint = 1 << 20;
 
 const _: () = assert!(size_of::<ibv_pd>() == 16);

@@ -1,10 +1,13 @@
-//! What this library uses of libibverbs' C interface: structures, constants, and the calls that C inlines.
+//! The part of libibverbs' C interface that this library uses: structures, constants, and the calls
+//! that C inlines.
 //!
-//! Only what is used is declared, under its C name. The layouts are libibverbs' stable binary interface (version 1.1,
-//! unchanged since 2006); each structure that crosses as a whole has its size asserted here, and the package
-//! `tests/verbs-abi` compares every size, offset and constant with what `rdma-sys` reads from the system's headers.
+//! Only this part is declared, under its C names. The layouts are libibverbs' stable binary
+//! interface (version 1.1, unchanged since 2006). Each structure that crosses as a whole has its
+//! size asserted here. The package `tests/verbs-abi` compares every size, offset and constant with
+//! those that `rdma-sys` reads from the system's headers.
 //!
-//! Numbers that a card answers are plain integers, never Rust enums: a newer driver may say something new.
+//! Numbers from a NIC are plain integers, never Rust enums, because a newer driver may return new
+//! ones.
 //!
 //! ```text
 //!   ibv_device -> ibv_context --+-- ibv_pd --+-- ibv_mr

@@ -30,7 +30,7 @@ pub struct ibv_qp_cap {
     pub max_inline_data: u32,
 }
 
-/// What a queue pair is created with; `cap` comes back as granted.
+/// Parameters to create a queue pair with; `cap` returns the granted ones.
 #[repr(C)]
 pub struct ibv_qp_init_attr {
     pub qp_context: *mut c_void,
@@ -55,7 +55,7 @@ pub struct ibv_global_route {
     pub traffic_class: u8,
 }
 
-/// The address of a partner's port.
+/// The address of a peer's port.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ibv_ah_attr {
@@ -68,7 +68,7 @@ pub struct ibv_ah_attr {
     pub port_num: u8,
 }
 
-/// What `ibv_modify_qp` sets; a mask says which of it.
+/// Attributes that `ibv_modify_qp` sets; a mask selects them.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ibv_qp_attr {

@@ -1,4 +1,4 @@
-//! What requests do when something is wrong.
+//! Requests that fail.
 
 use std::os::fd::AsFd;
 

@@ -65,7 +65,7 @@ impl End {
         self.region.sge(at * 8, len * 8).unwrap()
     }
 
-    /// Word `at`, for a request of the partner.
+    /// Word `at`, for a request of the peer.
     fn place(&self, at: u64) -> Remote {
         Remote { addr: self.region.base() + at * 8, rkey: self.region.rkey() }
     }

@@ -1,4 +1,4 @@
-//! What requests do when all is well.
+//! Requests that succeed.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
@@ -169,7 +169,8 @@ fn who_waits_is_woken_once_by_what_comes_after_arming() {
     assert_eq!(a.poll().len(), 3);
 }
 
-/// Rank 0 writes odd numbers, rank 1 even ones, each when the other's has come; the last number that it saw.
+/// Rank 0 writes odd numbers, rank 1 even ones, each when the other's has come; the last number
+/// that it saw.
 fn play(fabric: &Arc<Fabric>, rank: u64, to: &Sender<Meeting>, from: &Receiver<Meeting>) -> u64 {
     let (card, peer) = [("a", 1), ("b", 0)][rank as usize];
     let end = End::new(fabric, card, peer, &Settings::default(), CAPS);

@@ -1,4 +1,4 @@
-//! The C functions. Each finds the fabric behind its object; errors are told as libibverbs tells them.
+//! The C functions. Each finds the fabric behind its object, and reports errors as libibverbs does.
 
 mod completion;
 mod device;
@@ -20,7 +20,8 @@ use super::state::State;
 use crate::lane::rail::verbs::ffi::*;
 use crate::lane::rail::verbs::library::Functions;
 
-/// `ibv_get_device_list` has no argument that leads to a fabric: each fabric has a function of its own.
+/// `ibv_get_device_list` has no argument that leads to a fabric: each fabric has a function of its
+/// own.
 const SLOTS: usize = 32;
 static FABRICS: Mutex<[Option<Weak<Fabric>>; SLOTS]> = Mutex::new([const { None }; SLOTS]);
 
@@ -74,7 +75,7 @@ pub fn functions(slot: usize) -> Functions {
     }
 }
 
-/// What `ibv_context` points at.
+/// Target of `ibv_context` pointers.
 #[repr(C)]
 struct Open {
     raw: ibv_context,

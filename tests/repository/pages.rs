@@ -1,0 +1,108 @@
+//! Rules that the pages keep: links lead somewhere, prose is 100 columns wide, and every variable
+//! has a row in the table of the environment.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Pages for readers: those of the root and of `docs`.
+fn pages() -> Vec<PathBuf> {
+    let folders = [root().to_owned(), root().join("docs")];
+    let entries = folders.iter().flat_map(|folder| fs::read_dir(folder).unwrap());
+    entries
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|e| e == "md"))
+        .collect()
+}
+
+/// Lines of a page outside of code blocks.
+fn prose(page: &Path) -> Vec<String> {
+    let text = fs::read_to_string(page).unwrap();
+    let mut in_code = false;
+    let mut lines = Vec::new();
+    for line in text.lines() {
+        match line.starts_with("```") {
+            true => in_code = !in_code,
+            false if !in_code => lines.push(line.to_owned()),
+            false => {}
+        }
+    }
+    lines
+}
+
+/// The anchor of a heading, as GitHub makes it.
+fn anchor(heading: &str) -> String {
+    let text = heading.trim_start_matches('#').trim().to_lowercase();
+    let kept = text.chars().filter(|c| c.is_alphanumeric() || "-_ ".contains(*c));
+    kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+}
+
+fn has_anchor(page: &Path, wanted: &str) -> bool {
+    let id = format!("id=\"{wanted}\"");
+    prose(page).iter().any(|line| line.starts_with('#') && anchor(line) == wanted || line.contains(&id))
+}
+
+#[test]
+fn every_relative_link_of_a_page_leads_somewhere() {
+    let mut seen = 0;
+    for page in pages() {
+        for line in prose(&page) {
+            let links = line.split("](").skip(1).filter_map(|rest| rest.split(')').next());
+            for link in links.filter(|link| !link.starts_with("http")) {
+                let (path, part) = link.split_once('#').unwrap_or((link, ""));
+                let target = if path.is_empty() { page.clone() } else { page.parent().unwrap().join(path) };
+                assert!(target.exists(), "{}: {link}", page.display());
+                let found = part.is_empty() || has_anchor(&target, part);
+                assert!(found, "{}: {link}", page.display());
+                seen += 1;
+            }
+        }
+    }
+    assert!(seen > 50, "the pages were read: {seen}");
+}
+
+#[test]
+fn prose_of_pages_is_at_most_100_columns_wide() {
+    for page in pages() {
+        for line in prose(&page) {
+            // A table row is one line, and a link or a word cannot be broken.
+            let free = !line.starts_with('|') && line.trim().contains(' ') && !line.contains("http");
+            assert!(!free || line.chars().count() <= 100, "{}: {line}", page.display());
+        }
+    }
+}
+
+/// Variables of Sidelane's that the sources below a folder name in string literals.
+fn variables(folder: &Path, found: &mut BTreeSet<String>) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap();
+        if path.is_dir() {
+            variables(&path, found);
+        } else if name.ends_with(".rs") && !name.contains("tests") {
+            let text = fs::read_to_string(&path).unwrap();
+            let literals = text.split('"').filter(|text| text.starts_with("SIDELANE_"));
+            let names = literals.filter(|text| text.chars().all(|c| c.is_ascii_uppercase() || c == '_'));
+            found.extend(names.filter(|name| !name.ends_with('_')).map(str::to_owned));
+        }
+    }
+}
+
+#[test]
+fn every_variable_is_in_the_table_of_the_environment() {
+    let mut found = BTreeSet::new();
+    for folder in ["src", "bindings/python/src"] {
+        variables(&root().join(folder), &mut found);
+    }
+    let table = fs::read_to_string(root().join("docs/environment.md")).unwrap();
+    // Variables of tests, and those that `build.rs` sets for the compiler.
+    let others = ["SIDELANE_TEST_", "SIDELANE_STAND_IN_", "SIDELANE_COMMIT", "SIDELANE_TARGET"];
+    let read = found.iter().filter(|name| !others.iter().any(|other| name.starts_with(other)));
+    let missing: Vec<_> = read.filter(|name| !table.contains(&format!("| `{name}` |"))).collect();
+    assert!(missing.is_empty(), "{missing:?}");
+    assert!(found.len() > 30, "the sources were read: {found:?}");
+}
