@@ -36,8 +36,8 @@ install() {
 }
 
 step_system() {
-    step "system: headers of libibverbs, valgrind, network namespaces"
-    install iproute2 pkg-config libibverbs-dev librdmacm-dev libclang-14-dev gcc g++ python3-venv valgrind
+    step "system: headers of libibverbs, valgrind, CMake, network namespaces"
+    install iproute2 pkg-config libibverbs-dev librdmacm-dev libclang-14-dev gcc g++ python3-venv valgrind cmake
     local probe="sidelane-probe-$$"
     if ip netns add "$probe"; then
         ip netns del "$probe"
@@ -74,7 +74,8 @@ step_kernels() {
 # All packages at once: each choice of packages has features of its own, and another choice builds the library again.
 step_tests() {
     step "tests: all packages but the trainer, one world per process test"
-    SIDELANE_NEED_VALGRIND=1 SIDELANE_RANDOM_SECONDS=3 cargo test "${PACKAGES[@]}" --no-fail-fast
+    SIDELANE_NEED_VALGRIND=1 SIDELANE_NEED_CMAKE=1 SIDELANE_RANDOM_SECONDS=3 \
+        cargo test "${PACKAGES[@]}" --no-fail-fast
 }
 
 # The tests have built the program and the example.

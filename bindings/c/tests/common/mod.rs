@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
 use std::env;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
@@ -36,6 +37,7 @@ pub fn compiled(source: &Path, name: &str, linked: Linked) -> PathBuf {
     match linked {
         Linked::Shared | Linked::WithDriver => {
             let rpath = format!("-Wl,-rpath,{}", libraries.display());
+            with_soname(&libraries);
             compiler.arg("-L").arg(&libraries).arg("-lsidelane_c").arg(rpath);
             if let Linked::WithDriver = linked {
                 compiler.arg("-L").arg(stand_in_cuda::install().expect("a driver")).arg("-lcuda");
@@ -55,6 +57,20 @@ pub fn libraries() -> PathBuf {
     let folder = test.parent().expect("a folder").to_owned();
     assert!(folder.join("libsidelane_c.so").exists(), "the library is built with the tests");
     folder
+}
+
+/// Gives the library the name that programs load: cargo writes one name alone.
+fn with_soname(libraries: &Path) {
+    let link = libraries.join(soname());
+    match std::os::unix::fs::symlink("libsidelane_c.so", &link) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => panic!("{}: {error}", link.display()),
+        _ => {}
+    }
+}
+
+/// The name that programs load the shared library by.
+pub fn soname() -> String {
+    format!("libsidelane_c.so.{}.{}", env!("CARGO_PKG_VERSION_MAJOR"), env!("CARGO_PKG_VERSION_MINOR"))
 }
 
 /// A job of the `sidelane` program, with memory that fits what is tested.
