@@ -1,5 +1,5 @@
-//! Rules that the pages keep: links lead somewhere, prose is 100 columns wide, and every variable
-//! has a row in the table of the environment.
+//! Rules that the pages keep: links lead somewhere, the book has all pages, prose is 100 columns
+//! wide, and every variable has a row in the table of the environment.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -63,6 +63,20 @@ fn every_relative_link_of_a_page_leads_somewhere() {
         }
     }
     assert!(seen > 50, "the pages were read: {seen}");
+}
+
+/// mdBook shows the pages that its table of contents names, and no others.
+#[test]
+fn table_of_contents_names_every_page_of_docs_once() {
+    let docs = root().join("docs");
+    let contents = prose(&docs.join("SUMMARY.md")).join("\n");
+    let named = contents.split("](").skip(1).filter_map(|rest| rest.split(')').next());
+    let mut named: Vec<_> = named.map(|page| docs.join(page)).collect();
+    named.push(docs.join("SUMMARY.md"));
+    named.sort();
+    let mut there: Vec<_> = pages().into_iter().filter(|page| page.starts_with(&docs)).collect();
+    there.sort();
+    assert_eq!(named, there);
 }
 
 #[test]
