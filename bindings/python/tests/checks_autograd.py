@@ -44,6 +44,16 @@ def by_hand(of, rank, g):
     return of.summed(rank, forward), of.summed(rank, back), home
 
 
+def check_gradients_may_require_gradients(world):
+    of, me = case(world.size), world.rank
+    x, weights = leaves(of, me)
+    incoming = torch.cos(of.x[me]).requires_grad_()
+    layer(built(world, of), of, me, x, weights).backward(incoming)
+    _, dx, dw = by_hand(of, me, [torch.cos(x) for x in of.x])
+    same(x.grad, dx)
+    same(weights.grad, dw)
+
+
 def check_tokens_and_gradients_are_exact(world):
     me = world.rank
     for dtype in (torch.float32, torch.bfloat16):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections import deque
 from contextlib import contextmanager, nullcontext
 from typing import Any, Iterator
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 import train_megatron
 from megatron.core.transformer.moe import fused_a2a, moe_layer, token_dispatcher
-from megatron_cases import EXPERTS, Case, held, inputs, layer
+from megatron_cases import EXPERTS, HIDDEN, Case, held, inputs, layer
 from megatron_overlap import Microbatch
 from routing import same
 from torch import Tensor
@@ -272,8 +274,120 @@ def check_overlapped_microbatches_give_what_they_give_one_by_one(world: sidelane
 def as_it_was() -> Iterator[None]:
     """Puts back what enable() changes."""
     names = ("MoEAlltoAllTokenDispatcher", "MoEFlexTokenDispatcher")
-    with mock.patch.multiple(moe_layer, **{name: getattr(moe_layer, name) for name in names}):
+    most = mock.patch.object(sidelane.megatron.TokenDispatcher, "max_tokens", sidelane.megatron.layers.MAX_TOKENS)
+    with mock.patch.multiple(moe_layer, **{name: getattr(moe_layer, name) for name in names}), most:
         yield
+
+
+def check_shared_experts_are_computed_between_the_calls(world: sidelane.World) -> None:
+    join(world)
+    case = Case(1, 2, "none", True)
+    of = inputs(case, world.rank)
+    results = []
+    for who in ("all-to-all", "sidelane"):
+        ours = dispatcher(who, case)
+        ours.config.moe_shared_expert_overlap = True
+        shared = SharedInParts()
+        ours.set_shared_experts(shared)
+        results.append((layer(ours, case, of), shared.factor.grad, shared.called))
+    (theirs, their_grad, their_calls), (mine, my_grad, my_calls) = results
+    for one, other in zip(mine, theirs, strict=True):
+        same(one, other)
+    same(my_grad, their_grad)
+    assert my_calls == their_calls
+
+
+class SharedInParts:
+    """Shared experts in the parts of Megatron's, which calls them in this order: a factor."""
+
+    use_shared_expert_gate = False
+
+    def __init__(self) -> None:
+        self.factor, self.called = torch.tensor([3.0], requires_grad=True), []
+
+    def pre_forward_comm(self, tokens: Tensor) -> None:
+        self.called.append("pre_forward_comm")
+        self.tokens = tokens
+
+    def linear_fc1_forward_and_act(self, _rows: Tensor) -> None:
+        self.called.append("linear_fc1_forward_and_act")
+        self.tokens = self.tokens * self.factor
+
+    def linear_fc2_forward(self, _tokens: Tensor) -> None:
+        self.called.append("linear_fc2_forward")
+
+    def post_forward_comm(self) -> None:
+        self.called.append("post_forward_comm")
+
+    def get_output(self) -> Tensor:
+        self.called.append("get_output")
+        return self.tokens
+
+
+def check_rank_with_another_hidden_size_is_named_on_all_ranks(world: sidelane.World) -> None:
+    join(world)
+    case = Case(1, 2, "none", True)
+    layer(dispatcher("sidelane", case), case, inputs(case, world.rank))
+    for attempt in range(2):
+        ours, of = dispatcher("sidelane", case), inputs(case, world.rank, hidden=HIDDEN + (world.rank == 1))
+        try:
+            ours.token_dispatch(*ours.dispatch_preprocess(of.x, of.chosen, of.probs))
+            raise AssertionError("sizes differ")
+        except sidelane.InputError as error:
+            assert world.rank == 1 and (error.kind, error.tensor) == ("Shape", "x"), error
+        except sidelane.CallError as error:
+            assert world.rank != 1 and (error.kind, error.peer) == ("PeerRefused", 1), error
+    layer(dispatcher("sidelane", case), case, inputs(case, world.rank))
+
+
+def check_more_tokens_than_usual_are_promised_by_name(world: sidelane.World) -> None:
+    join(world)
+    with as_it_was():
+        sidelane.megatron.enable(max_tokens=sidelane.megatron.layers.MAX_TOKENS + 1)
+        case = Case(1, 1, "none", True)
+        tokens = sidelane.megatron.layers.MAX_TOKENS + 1
+        ours = dispatcher("sidelane", case)
+        x = torch.ones(tokens if world.rank == 0 else 1, 1, HIDDEN)
+        chosen = torch.zeros(x.shape[0], EXPERTS, dtype=torch.bool)
+        chosen[:, 0] = True
+        rows, _ = ours.token_dispatch(*ours.dispatch_preprocess(x, chosen, chosen.float()))
+        assert rows.shape[0] == (tokens + world.size - 1 if world.rank == 0 else 0)
+
+
+def check_worlds_go_with_their_process_groups(world: sidelane.World) -> None:
+    join(world)
+
+    def use(group: Any) -> None:
+        ep = sidelane.megatron.layers.layer(group, experts=world.size, top_k=1, hidden=HIDDEN, dtype=torch.float32)
+        rows, handle = ep.dispatch(torch.ones(1, HIDDEN), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1))
+        ep.combine(rows, handle)
+
+    def held_here() -> int:
+        """Descriptors: connections, and memory of this rank and its peers."""
+        return len(os.listdir("/proc/self/fd"))
+
+    members = list(range(world.size))
+    group = dist.new_group(members)
+    before = held_here()
+    use(group)
+    during = held_here()
+    assert during > before
+    sidelane.megatron.release(group)
+    assert held_here() == before
+    # It is joined anew, and goes with the last reference to its group.
+    use(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert held_here() < during
+    # Destroyed, though somebody holds it: gone when the next group needs a world.
+    kept, other = dist.new_group(members), dist.new_group(members)
+    use(kept)
+    dist.destroy_process_group(kept)
+    with_one = held_here()
+    use(other)
+    assert held_here() <= with_one
+    sidelane.megatron.release(other)
 
 
 def check_the_page_s_code_runs(world: sidelane.World) -> None:

@@ -35,6 +35,7 @@ class Case:
             cuda_graph_scope=[],
             fp4=None,
             fp8=None,
+            hidden_size=HIDDEN,
             moe_deepep_num_sms=20,
             moe_hybridep_num_sms=16,
             moe_expert_capacity_factor=None if self.capacity == "none" else 1.0,

@@ -92,7 +92,7 @@ class _Dispatch(torch.autograd.Function):
         # Combine that weighs brings the weights' gradients home by itself.
         wanted = ctx.needs_input_grad[3] and not ctx.ep.weighted
         tokens, weights = ctx.ep.dispatch_backward(
-            rows.contiguous(), ctx.handle, row_weights.contiguous() if wanted else None
+            rows.detach().contiguous(), ctx.handle, row_weights.detach().contiguous() if wanted else None
         )
         return None, tokens, None, weights
 
@@ -110,5 +110,5 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, tokens: Tensor) -> Any:
-        rows, weights = ctx.ep.combine_backward(tokens.contiguous(), ctx.handle)
+        rows, weights = ctx.ep.combine_backward(tokens.detach().contiguous(), ctx.handle)
         return None, None, rows, rows.new_empty(0, dtype=torch.float32), weights

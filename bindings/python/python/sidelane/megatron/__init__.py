@@ -21,7 +21,8 @@ Newer Megatrons have a backend ``ncclep``: :func:`sidelane.megatron.nccl.install
 | :mod:`.nccl` | expert-major | the same | exact, or a budget |
 | :class:`Buffer` | one per token and rank, permuted by Megatron | by rank | exact |
 
-Worlds and layers are made at the first call that needs them, all ranks of the group together, and kept.
+Worlds and layers are made at the first call that needs them, all ranks of the group together. They are kept
+until the process group is destroyed, or until :func:`release`.
 """
 
 from . import nccl
@@ -29,6 +30,7 @@ from .buffer import Buffer, Config, EventHandle, EventOverlap
 from .deep_ep import install
 from .dispatcher import TokenDispatcher, enable
 from .hybrid import HybridEPBuffer
+from .layers import release
 
 __all__ = [
     "Buffer",
@@ -40,4 +42,5 @@ __all__ = [
     "enable",
     "install",
     "nccl",
+    "release",
 ]

@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from .. import autograd
-from .layers import layer
+from .layers import MAX_TOKENS, layer
 
 
-def enable() -> None:
-    """Makes :class:`TokenDispatcher` that of all MoE layers that are built from now on, of types ``alltoall`` and ``flex``."""
+def enable(*, max_tokens: int = MAX_TOKENS) -> None:
+    """Makes :class:`TokenDispatcher` that of all MoE layers that are built from now on, of types ``alltoall`` and ``flex``.
+
+    ``max_tokens`` is the most tokens of a rank, the same at all ranks. It is 65,536 at least.
+    """
     from megatron.core.transformer.moe import moe_layer
 
+    TokenDispatcher.max_tokens = max_tokens
     moe_layer.MoEAlltoAllTokenDispatcher = TokenDispatcher
     moe_layer.MoEFlexTokenDispatcher = TokenDispatcher
 
@@ -28,14 +32,20 @@ class TokenDispatcher:
     passes of the two apart when it overlaps microbatches.
     """
 
+    max_tokens = MAX_TOKENS
+    """The most tokens of a rank, as :func:`enable` sets it."""
+
     def __init__(self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any) -> None:
         if config.moe_router_padding_for_quantization:
             raise ValueError("rows are not padded for quantisation yet: set moe_router_padding_for_quantization=False")
-        self.config, self.shared_experts = config, None
+        self.config = config
+        self.shared_experts: Any = None
         self.ep_group, self.tp_group, self.tp_ep_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.tp_ep
         self.ep_size, self.tp_size, self.tp_rank = self.ep_group.size(), self.tp_group.size(), self.tp_group.rank()
         self.num_local_experts, self.local_expert_indices = num_local_experts, local_expert_indices
         experts = num_local_experts * self.ep_size
+        # Experts in a latent space get rows of its size.
+        self.hidden = getattr(config, "moe_latent_size", None) or config.hidden_size
         # A capacity that is padded gives experts tokens that have not chosen them.
         self.choices = experts if config.moe_pad_expert_input_to_capacity else config.moe_router_topk
         self.cudagraph_attrs: list[str] = []
@@ -45,8 +55,16 @@ class TokenDispatcher:
         self.ids: Tensor | None = None
         self.routed: autograd.Routed | None = None
 
-    def set_shared_experts(self, _shared_experts: Any) -> None:
-        raise NotImplementedError("the overlap of shared experts is not open to this dispatcher")
+    def set_shared_experts(self, shared_experts: Any) -> None:
+        """Computes shared experts between the calls of this dispatcher (``--moe-shared-expert-overlap``).
+
+        Their parts are called where Megatron's all-to-all calls them. On the host, calls return when rows have
+        moved, so nothing overlaps.
+        """
+        self.shared_experts = shared_experts
+        if shared_experts.use_shared_expert_gate:
+            self.cudagraph_attrs.append("shared_experts.gate_score")
+        self.cudagraph_attrs.append("shared_experts.cached_fc1_input")
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """From the map [tokens, experts] to choices [tokens, top_k] by ascending expert."""
@@ -64,6 +82,8 @@ class TokenDispatcher:
             ids = torch.cat([(ids // n * self.tp_size + tp) * n + ids % n for tp in range(self.tp_size)], dim=1)
             dropped, weights = dropped.repeat(1, self.tp_size), weights.repeat(1, self.tp_size)
         self.ids = ids.masked_fill(dropped, -1)
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
         return hidden_states.reshape(-1, self.hidden_shape[-1]), weights
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
@@ -74,7 +94,9 @@ class TokenDispatcher:
             self.tp_ep_group,
             experts=self.num_local_experts * self.tp_size * self.ep_size,
             top_k=self.ids.shape[1],
-            hidden=hidden_states.shape[1],
+            max_tokens=self.max_tokens,
+            # Not that of the tensor: a rank whose tensor has another size is refused on all ranks, by the layer they share.
+            hidden=self.hidden,
             dtype=hidden_states.dtype,
         )
         self.ep, self.routed = ep, autograd.dispatch(ep, hidden_states, self.ids, probs)
@@ -84,6 +106,8 @@ class TokenDispatcher:
         """Rows are as experts take them."""
         if self.routed is None:
             raise RuntimeError("dispatch_postprocess comes after token_dispatch")
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(hidden_states)
         counts = torch.tensor(self.routed.tokens_per_expert, dtype=torch.int64)
         return hidden_states, counts, probs.to(self.probs_dtype)
 
@@ -100,5 +124,10 @@ class TokenDispatcher:
         return tokens
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """In the shape that came."""
-        return hidden_states.view(self.hidden_shape)
+        """In the shape that came, with what shared experts add."""
+        tokens = hidden_states.view(self.hidden_shape)
+        if self.shared_experts is None:
+            return tokens
+        self.shared_experts.linear_fc2_forward(hidden_states)
+        self.shared_experts.post_forward_comm()
+        return tokens + self.shared_experts.get_output()

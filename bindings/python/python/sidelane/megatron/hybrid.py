@@ -26,7 +26,7 @@ class HybridEPBuffer:
     def __init__(
         self, group: ProcessGroup, hidden_dim: int, max_num_of_tokens_per_rank: int, num_local_experts: int, **_: Any
     ) -> None:
-        self.group = group
+        self.group, self.max_tokens = group, max_num_of_tokens_per_rank
 
     def dispatch_with_permute(
         self,
@@ -55,6 +55,7 @@ class HybridEPBuffer:
             self.group,
             experts=experts,
             top_k=experts,
+            max_tokens=self.max_tokens,
             hidden=hidden.shape[1],
             dtype=torch.bfloat16 if fp8 else hidden.dtype,
             align=pad_multiple or 1,

@@ -112,6 +112,7 @@ class EpBuffer:
             "experts": num_local_experts * _group.size(),
             "top_k": top_k,
             "hidden": hidden_dim,
+            "max_tokens": max_tokens_per_rank,
             "align": max(alignment, 1),
         }
         if recv_capacity_per_rank is not None:
