@@ -23,7 +23,7 @@ impl Communicator {
         if send.len().checked_mul(ranks) != Some(seen) {
             let (what, rows, columns) = ("elements to receive", ranks, send.len());
             let error = PlanError::WrongShape { what, seen, rows, columns };
-            return Err(self.refuse(call, Program::AllToAll, error.into()));
+            return Err(self.enter_refused(call, Program::AllToAll, error.into()));
         }
         let (most, stores) = (self.seat.most(program), self.stores(size_of_val(receive) as u64));
         let (input, output): (&[u8], &mut [u8]) =

@@ -34,7 +34,7 @@ impl Communicator {
             }
         });
         if let Err(error) = carried {
-            return Err(self.refuse(call, program, error.into()));
+            return Err(self.enter_refused(call, program, error.into()));
         }
         // What is written has just been read.
         let stores = Stores::Cached;
@@ -71,7 +71,7 @@ impl Communicator {
             false => Err(PlanError::WrongShape { what: "elements to sum", seen, rows: ranks, columns }),
         };
         if let Err(error) = checked {
-            return Err(self.refuse(call, program, error.into()));
+            return Err(self.enter_refused(call, program, error.into()));
         }
         let (most, stores) = (self.seat.most(program), Stores::Cached);
         let output = bytemuck::cast_slice_mut(receive);

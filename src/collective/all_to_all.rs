@@ -62,7 +62,7 @@ impl Communicator {
             parts => parts.err(),
         };
         if let Some(error) = wrong {
-            return Err(self.refuse(call, Program::AllToAll, error.into()));
+            return Err(self.enter_refused(call, Program::AllToAll, error.into()));
         }
         let part = total / ranks;
         Counts::lay(&mut self.counts.sends, (0..ranks).map(|_| part));
@@ -99,7 +99,7 @@ impl Communicator {
         };
         if let Some((what, seen, rows, columns)) = bad {
             let error = PlanError::WrongShape { what, seen, rows, columns };
-            return Err(self.refuse(call, Program::AllToAll, error.into()));
+            return Err(self.enter_refused(call, Program::AllToAll, error.into()));
         }
         Counts::lay(&mut self.counts.sends, counts.iter().map(|&count| count as u64 * size));
         let to_others =

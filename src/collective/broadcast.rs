@@ -25,7 +25,7 @@ impl Communicator {
         if root >= self.size() {
             let (parameter, expected) = ("root", "a rank of the group");
             let error = PlanError::BadParameter { parameter, seen: root.into(), expected };
-            return Err(self.refuse(call, Program::AllToAll, error.into()));
+            return Err(self.enter_refused(call, Program::AllToAll, error.into()));
         }
         let shape = if total >= CHAIN && self.seat.nodes.nodes() > 2 { Shape::Chain } else { Shape::Star };
         let program = Program::Broadcast { root, shape };

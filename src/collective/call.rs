@@ -128,8 +128,17 @@ impl Executor for RoundCall<'_, '_> {
 }
 
 impl Communicator {
+    /// Enters a collective call that this rank cannot make, because it has nothing usable to bring, so that the other
+    /// ranks hear of it and do not wait. They get [`PeerRefused`](CallError::PeerRefused), nobody's tensors change, and the
+    /// next call works. Messages have nothing to enter. Returns the error to report here: `error`, or the one that ended
+    /// the world meanwhile.
+    pub fn refuse(&mut self, kind: CallKind, error: Error) -> Error {
+        let call = Call { kind, dtype: Dtype::Bytes, option: 0, bytes: None };
+        self.enter_refused(call, Program::AllToAll, error)
+    }
+
     /// Enters a round that this rank refuses: the others must hear of it.
-    pub(super) fn refuse(&mut self, call: Call, program: Program, why: Error) -> Error {
+    pub(super) fn enter_refused(&mut self, call: Call, program: Program, why: Error) -> Error {
         let round = &Round { program, ..Self::empty(call.dtype) };
         self.rounds.sends.clear();
         self.rounds.tags.fill(call.tag(true));

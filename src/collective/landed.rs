@@ -60,7 +60,7 @@ impl Communicator {
         let call = Call { kind: CallKind::AllToAll, dtype, option: 2, bytes: Some(total) };
         let fits = self.equal_parts(send.len()).map_err(Error::from).and_then(|_| self.fits(total));
         if let Err(error) = fits {
-            return Err(self.refuse(call, program, error));
+            return Err(self.enter_refused(call, program, error));
         }
         let (part, stores) = (total / ranks, self.stores(total));
         let round = Round { program, len: part, ..Self::empty(dtype) };
@@ -79,7 +79,7 @@ impl Communicator {
         if bytes <= room {
             return Ok(());
         }
-        let (space, setting) = ("landing", "CommunicatorBuilder::landing");
+        let (space, setting) = ("landing", "landing");
         Err(MemoryError::OutOfSpace { rank, asked: bytes, free: room, total: room, space, setting }.into())
     }
 }

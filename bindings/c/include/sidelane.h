@@ -1,4 +1,4 @@
-// Sidelane from C: worlds, one-sided windows, expert-parallel dispatch and combine, the gate.
+// Sidelane from C: worlds, one-sided windows, expert-parallel dispatch and combine, collectives, the gate.
 //
 // A layer has its rows on the host, or on a GPU and its calls on a stream of yours: the stream in
 // its options says which. The functions are the same. On a device they enqueue, and results are
@@ -145,6 +145,15 @@
 // Likewise, and what crosses is rounded to bf16.
 #define SIDELANE_NODE_SUMS_BF16 2
 
+// By ascending rank, rounded once: the same bits on every lane and for every number of nodes.
+#define SIDELANE_SUMS_DIRECT 0
+
+// From rank to rank, for many nodes; partial sums keep all bits of the f32 sum.
+#define SIDELANE_SUMS_RING_F32 1
+
+// Likewise, with partial sums that are rounded to bf16: for elements of that type.
+#define SIDELANE_SUMS_RING_BF16 2
+
 // bfloat16: the upper half of a binary32.
 #define SIDELANE_DTYPE_BF16 0
 
@@ -277,6 +286,9 @@ typedef int32_t sidelane_status_t;
 
 // All-gather and reduce-scatter over a group.
 typedef struct sidelane_collective_t sidelane_collective_t;
+
+// All-reduce, reduce-scatter, broadcast, all-to-all, all-gather and messages over a group.
+typedef struct sidelane_communicator_t sidelane_communicator_t;
 
 // Dispatch and combine over a group.
 typedef struct sidelane_ep_t sidelane_ep_t;
@@ -952,6 +964,20 @@ typedef struct {
     uint64_t rows;
 } sidelane_shares_info_t;
 
+// Settings of a communicator: all ranks must choose alike. 0 is the default of everything.
+typedef struct {
+    // sizeof(sidelane_communicator_options_t).
+    size_t size;
+    // Bytes of a round. The communicator takes about ten times as much of SIDELANE_SYMMETRIC. Default: 512 KiB.
+    uint64_t chunk;
+    // All-reduces of at most so many bytes are summed whole by every rank, with the same bits. Default: 16 KiB.
+    uint64_t whole;
+    // How an all-reduce adds up: SIDELANE_SUMS_...
+    uint32_t sums;
+    // 0.
+    uint32_t reserved;
+} sidelane_communicator_options_t;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -1514,6 +1540,78 @@ sidelane_status_t sidelane_shares_report(sidelane_shares_t *shares, sidelane_rep
 
 // Closes shares. NULL is nothing.
 sidelane_status_t sidelane_shares_close(sidelane_shares_t *shares);
+
+// Builds a communicator on a group; `options` may be NULL. Collective.
+//
+// The caller's word: pointers are NULL or valid; `options` is as large as its size says.
+sidelane_status_t sidelane_communicator_build(sidelane_group_t *group,
+                                              const sidelane_communicator_options_t *options,
+                                              sidelane_communicator_t **communicator);
+
+// Sums `data` over all ranks, element by element, in place. Collective; as many elements on all ranks.
+//
+// The caller's word: pointers are NULL or valid; the tensor is as large as it says, and nobody else uses it meanwhile.
+sidelane_status_t sidelane_communicator_all_reduce(sidelane_communicator_t *communicator,
+                                                   const sidelane_tensor_t *data);
+
+// `data` of rank `root` becomes that of all. Collective; as many elements on all ranks.
+//
+// The caller's word: as sidelane_communicator_all_reduce().
+sidelane_status_t sidelane_communicator_broadcast(sidelane_communicator_t *communicator,
+                                                  uint32_t root,
+                                                  const sidelane_tensor_t *data);
+
+// Sums part r of `send`, which has an equal part for each rank, over all ranks into `receive` of rank r. Collective.
+//
+// The caller's word: as sidelane_communicator_all_reduce(), of both tensors.
+sidelane_status_t sidelane_communicator_reduce_scatter(sidelane_communicator_t *communicator,
+                                                       const sidelane_tensor_t *send,
+                                                       const sidelane_tensor_t *receive);
+
+// Part r of `send` goes to rank r; part s of `receive` is from rank s. Both have an equal part for each rank. Collective.
+//
+// The caller's word: as sidelane_communicator_reduce_scatter().
+sidelane_status_t sidelane_communicator_all_to_all(sidelane_communicator_t *communicator,
+                                                   const sidelane_tensor_t *send,
+                                                   const sidelane_tensor_t *receive);
+
+// `send` of rank s becomes part s of `receive`, on all. Collective; as many elements on all ranks.
+//
+// The caller's word: as sidelane_communicator_reduce_scatter().
+sidelane_status_t sidelane_communicator_all_gather(sidelane_communicator_t *communicator,
+                                                   const sidelane_tensor_t *send,
+                                                   const sidelane_tensor_t *receive);
+
+// Sends `data` to a rank, whose sidelane_communicator_receive() of as many elements takes it. Messages of a pair keep their
+// order. Returns when all is on its way; `data` may then be changed. At most two chunks lie unread at the receiver: more waits
+// until it comes. What is wrong with this rank's arguments is told here alone.
+//
+// The caller's word: as sidelane_communicator_all_reduce().
+sidelane_status_t sidelane_communicator_send(sidelane_communicator_t *communicator,
+                                             uint32_t peer,
+                                             const sidelane_tensor_t *data);
+
+// Receives the next message of a rank, which must have as many elements of this type: otherwise it is dropped, and both
+// ranks are told.
+//
+// The caller's word: as sidelane_communicator_all_reduce().
+sidelane_status_t sidelane_communicator_receive(sidelane_communicator_t *communicator,
+                                                uint32_t peer,
+                                                const sidelane_tensor_t *data);
+
+// Sends to a rank and receives from it, at once: where both do, neither waits for the other to receive first.
+//
+// The caller's word: as sidelane_communicator_reduce_scatter().
+sidelane_status_t sidelane_communicator_exchange(sidelane_communicator_t *communicator,
+                                                 uint32_t peer,
+                                                 const sidelane_tensor_t *send,
+                                                 const sidelane_tensor_t *receive);
+
+// Waits until a rank has taken all messages that were sent to it.
+sidelane_status_t sidelane_communicator_flush(sidelane_communicator_t *communicator, uint32_t peer);
+
+// Closes the communicator. NULL is nothing.
+sidelane_status_t sidelane_communicator_close(sidelane_communicator_t *communicator);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -6,6 +6,7 @@
 
 use std::fs::File;
 
+use sidelane::collective::Communicator;
 use sidelane::ep::{Collective, Handle, Shares, Tensor, TensorMut};
 use sidelane::error::{CallKind, Error, PlanError};
 use sidelane::{Dtype, ExpertParallel, Group};
@@ -15,10 +16,7 @@ use crate::fault::Fault;
 /// A call of a layer, along a handle if there is one. Returns what the caller is told: `fault`, or
 /// what ended the world meanwhile.
 pub fn call(ep: &mut ExpertParallel, kind: CallKind, handle: Option<&Handle>, fault: Fault) -> Fault {
-    match ep.refuse(kind, handle, PlanError::RefusedHere.into()) {
-        Error::Plan(PlanError::RefusedHere) => fault,
-        other => other.into(),
-    }
+    told(ep.refuse(kind, handle, PlanError::RefusedHere.into()), fault)
 }
 
 /// A build: with settings that no rank can use.
@@ -29,6 +27,23 @@ pub fn build(group: &Group) {
 /// A collective: of rows without elements.
 pub fn collective(group: &Group) {
     drop(Collective::builder(group).build());
+}
+
+/// A communicator: of rounds without bytes.
+pub fn communicator(group: &Group) {
+    drop(Communicator::builder(group).chunk(0).build());
+}
+
+/// A call of a communicator. Returns what the caller is told, as [`call`].
+pub fn communication(communicator: &mut Communicator, kind: CallKind, fault: Fault) -> Fault {
+    told(communicator.refuse(kind, PlanError::RefusedHere.into()), fault)
+}
+
+fn told(said: Error, fault: Fault) -> Fault {
+    match said {
+        Error::Plan(PlanError::RefusedHere) => fault,
+        other => other.into(),
+    }
 }
 
 /// A window: of another size than the others ask for.

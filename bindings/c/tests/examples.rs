@@ -51,6 +51,18 @@ fn rows_are_gathered_and_summed_and_own_memory_is_a_window() {
 }
 
 #[test]
+fn communicator_sums_copies_and_sends_between_ranks() {
+    let program = compiled(&Path::new(PACKAGE).join("tests/communicates.c"), "communicates", Linked::Static);
+    for (nodes, ranks) in [(1, 3), (2, 2)] {
+        let mut job = launch(nodes, ranks);
+        // Rounds of the default size take 5 MB.
+        job.env("SIDELANE_HEAP", "12M").env("SIDELANE_SYMMETRIC", "8M");
+        let out = succeeded(&job.arg(&program).output().expect("it starts"), "communicates");
+        assert_eq!(out.matches("summed, copied and sent").count(), (nodes * ranks) as usize, "{out}");
+    }
+}
+
+#[test]
 fn a_router_s_losses_and_gradients_are_what_can_be_told_by_hand() {
     let program = compiled(&Path::new(PACKAGE).join("tests/losses.c"), "losses", Linked::Static);
     let out = succeeded(&Command::new(program).output().expect("it starts"), "losses");

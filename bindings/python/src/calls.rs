@@ -158,7 +158,9 @@ impl Instance {
     /// Checks the inputs of a dispatch: tokens, ids and weights.
     pub fn tokens(&self, py: Python<'_>, [x, experts, weights]: [&Bound<'_, PyAny>; 3]) -> PyResult<Tokens> {
         let look = || {
-            let rows = self.shape.place.borrow(x, "x")?.columns(self.shape.sent.0)?.rows()?;
+            let Shape { place, sent: (columns, dtype), dtype_given, .. } = &self.shape;
+            let rows = place.borrow(x, "x")?.columns(*columns)?.rows()?;
+            let rows = if *dtype_given { rows } else { rows.fits_default(*dtype)? };
             Ok(Tokens { x: rows, chosen: self.chosen(experts, weights)?, kind: Kind::of(x) })
         };
         look().map_err(|error| self.refuse(py, CallKind::Dispatch, None, error))

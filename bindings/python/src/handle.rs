@@ -23,6 +23,8 @@ pub struct Shape {
     pub hidden: usize,
     /// Their type.
     pub dtype: Dtype,
+    /// Whether the caller has said it.
+    pub dtype_given: bool,
     /// Elements and type of a row that is dispatched: others if it is a record.
     pub sent: (usize, Dtype),
     /// Choices per token.

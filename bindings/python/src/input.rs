@@ -12,12 +12,13 @@ use sidelane::error::PlanError;
 use crate::device::OnStream;
 use crate::dlpack::{self, Lent};
 use crate::errors::{Wrong, raise};
-use crate::tensor::Element;
+use crate::tensor::{Element, Kind};
 
 /// A contiguous tensor, lent by another library.
 pub struct Input {
     held: Held,
     what: &'static str,
+    kind: Kind,
     element: Element,
     shape: Vec<usize>,
 }
@@ -70,9 +71,10 @@ impl Input {
         })?;
         let shape: Vec<usize> = lent.shape().iter().map(|&size| size as usize).collect();
         let (address, len) = (lent.address(), shape.iter().product::<usize>());
-        check_layout(&lent, what, len)?;
+        let kind = Kind::of(object);
+        check_layout(&lent, (what, kind), len)?;
         if len > 0 && !address.is_multiple_of(element.size()) {
-            return Err(misaligned(what, element));
+            return Err(misaligned(what, kind, element));
         }
         let held = match on {
             None => Held::Host(lent),
@@ -81,7 +83,7 @@ impl Input {
                 Held::Device { lent: Arc::new(lent), range }
             }
         };
-        Ok(Input { held, what, element, shape })
+        Ok(Input { held, what, kind, element, shape })
     }
 
     fn capsule<'py>(
@@ -200,6 +202,29 @@ impl Input {
         Err(wrong(self.what, "ReadOnly", "it must not be written to".to_owned()))
     }
 
+    /// Its bytes on the host, to write.
+    ///
+    /// # Errors
+    /// As [`Input::slice`].
+    pub fn bytes_mut(&mut self) -> PyResult<&mut [u8]> {
+        let (_, bytes) = self.place();
+        match &mut self.held {
+            Held::Host(lent) => {
+                lent.elements_mut(bytes).ok_or_else(|| misaligned(self.what, self.kind, self.element))
+            }
+            Held::Device { .. } => Err(elsewhere(self.what, A_DEVICE, THE_HOST)),
+        }
+    }
+
+    /// An error if it shares bytes with one that is written meanwhile.
+    pub fn apart_from(&self, written: &Input) -> PyResult<()> {
+        let (mine, theirs) = (self.place(), written.place());
+        if mine.0 + mine.1 <= theirs.0 || theirs.0 + theirs.1 <= mine.0 {
+            return Ok(());
+        }
+        Err(wrong(self.what, "Overlap", format!("it overlaps {}, which is written meanwhile", written.what)))
+    }
+
     /// Its elements on the host, which are known to be `T`.
     ///
     /// # Errors
@@ -207,7 +232,9 @@ impl Input {
     pub fn slice<T: bytemuck::Pod>(&self) -> PyResult<&[T]> {
         let len = self.len() * self.element.size() / size_of::<T>();
         match &self.held {
-            Held::Host(lent) => lent.elements(len).ok_or_else(|| misaligned(self.what, self.element)),
+            Held::Host(lent) => {
+                lent.elements(len).ok_or_else(|| misaligned(self.what, self.kind, self.element))
+            }
             Held::Device { .. } => Err(elsewhere(self.what, A_DEVICE, THE_HOST)),
         }
     }
@@ -221,6 +248,19 @@ pub struct Rows {
 }
 
 impl Rows {
+    /// An error if its elements are not those of an object that was made without a dtype: the
+    /// caller does not know that there is a default.
+    pub fn fits_default(self, dtype: Dtype) -> PyResult<Self> {
+        if self.dtype == dtype {
+            return Ok(self);
+        }
+        let (seen, default) = (self.input.element.name(), Element::from(dtype).name());
+        let message = format!(
+            "its elements are {seen}, but rows are {default} where no dtype is given: make it with dtype=\"{seen}\""
+        );
+        Err(wrong(self.input.what, "Dtype", message))
+    }
+
     /// As a call reads it.
     pub fn tensor(&self) -> Tensor<'_> {
         let (_, bytes) = self.input.place();
@@ -271,7 +311,7 @@ fn check_place(seen: (i32, i32), what: &'static str, on: Option<&OnStream>) -> P
     }
 }
 
-fn check_layout(lent: &Lent, what: &str, len: usize) -> PyResult<()> {
+fn check_layout(lent: &Lent, (what, kind): (&str, Kind), len: usize) -> PyResult<()> {
     let (shape, strides) = (lent.shape(), lent.strides());
     let mut next = 1;
     let mut contiguous = true;
@@ -280,8 +320,12 @@ fn check_layout(lent: &Lent, what: &str, len: usize) -> PyResult<()> {
         next *= size;
     }
     if !contiguous && len > 0 {
-        let message =
-            format!("it is not contiguous (shape {shape:?}, strides {strides:?}): pass {what}.contiguous()");
+        let copy = match kind {
+            Kind::Torch => format!("{what}.contiguous()"),
+            Kind::Numpy => format!("numpy.ascontiguousarray({what})"),
+            Kind::Other => "a contiguous copy".to_owned(),
+        };
+        let message = format!("it is not contiguous (shape {shape:?}, strides {strides:?}): pass {copy}");
         return Err(wrong(what, "NotContiguous", message));
     }
     Ok(())
@@ -297,10 +341,11 @@ fn name_of((kind, id): (i32, i32)) -> String {
     }
 }
 
-fn misaligned(what: &str, element: Element) -> PyErr {
-    wrong(
-        what,
-        "Misaligned",
-        format!("its address is not aligned for {}: pass {what}.clone()", element.name()),
-    )
+fn misaligned(what: &str, kind: Kind, element: Element) -> PyErr {
+    let copy = match kind {
+        Kind::Torch => format!("{what}.clone()"),
+        Kind::Numpy => format!("{what}.copy()"),
+        Kind::Other => "a copy".to_owned(),
+    };
+    wrong(what, "Misaligned", format!("its address is not aligned for {}: pass {copy}", element.name()))
 }

@@ -18,11 +18,12 @@
 //! | [`errors`] | the library's errors as exceptions with their fields |
 //! | [`wait`], [`calls`] | calls that wait; those of `ExpertParallel` |
 //! | [`slot`] | values that are lent to calls; closed worlds, forked processes |
-//! | [`world`], [`window`], [`parallel`], [`pending`], [`handle`], [`collective`] | the classes |
+//! | [`world`], [`window`], [`parallel`], [`pending`], [`handle`], [`collective`], [`communicator`] | the classes |
 //! | [`gate`], [`losses`] | routers, and what they are trained by |
 
 mod calls;
 mod collective;
+mod communicator;
 mod device;
 mod dlpack;
 mod errors;
@@ -52,6 +53,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<handle::Handle>()?;
     module.add_class::<collective::Collective>()?;
     module.add_class::<collective::Shares>()?;
+    module.add_class::<communicator::Communicator>()?;
     module.add_class::<tensor::Tensor>()?;
     module.add_class::<gate::Gate>()?;
     module.add_class::<gate::Decision>()?;

@@ -87,7 +87,8 @@ impl ExpertParallel {
     ) -> PyResult<Self> {
         let group = group_of(group)?;
         let (seat, members) = (group.get().seat(), group.get().get()?);
-        let blank = sidelane::ExpertParallel::builder(&members).map_err(raise)?;
+        let (blank, dtype_given) =
+            (sidelane::ExpertParallel::builder(&members).map_err(raise)?, dtype.is_some());
         let set = || {
             let dtype = dtype.map_or(Ok(Dtype::Bf16), settings::dtype)?;
             let rows: RowLayout = settings::word("layout", layout)?;
@@ -131,6 +132,7 @@ impl ExpertParallel {
         let shape = Shape {
             hidden,
             dtype,
+            dtype_given,
             sent: record.map_or((hidden, dtype), |record| (record.bytes(), Dtype::Bytes)),
             top_k: top_k as usize,
             rank_major,

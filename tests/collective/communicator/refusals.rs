@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 use sidelane::collective::{Communicator, Sums};
-use sidelane::error::{CallError, Error, MemoryError, PlanError};
+use sidelane::error::{CallError, CallKind, Error, MemoryError, PlanError};
 
 use super::case::{communicator, reduces};
 use crate::support::{on_ranks, tiny};
@@ -144,5 +144,38 @@ fn chunks_and_landings_that_no_window_can_hold_are_refused() {
         // What 64 bits can say, but no heap has.
         let error = Communicator::builder(&world.all().unwrap()).chunk(u64::MAX / 10).build().unwrap_err();
         assert!(matches!(error, Error::Memory(MemoryError::OutOfSpace { .. })), "{error}");
+    });
+}
+
+#[test]
+fn rank_without_usable_input_refuses_every_kind_of_call() {
+    on_ranks(&[0, 1, 0], &tiny(), |world| {
+        let mut communicator = communicator(&world, Sums::Direct);
+        let (refuses, mut data) = (world.rank() == 2, vec![5.0f32; 999]);
+        let refused =
+            |communicator: &mut Communicator, kind| communicator.refuse(kind, PlanError::RefusedHere.into());
+        for kind in [
+            CallKind::AllReduce,
+            CallKind::Broadcast,
+            CallKind::AllToAll,
+            CallKind::AllGather,
+            CallKind::ReduceScatter,
+        ] {
+            let error = match kind {
+                _ if refuses => refused(&mut communicator, kind),
+                CallKind::AllReduce => communicator.all_reduce(&mut data).unwrap_err(),
+                CallKind::Broadcast => communicator.broadcast(1, &mut data).unwrap_err(),
+                CallKind::AllToAll => communicator.all_to_all(&[1.0f32; 999], &mut data).unwrap_err(),
+                CallKind::AllGather => communicator.all_gather(&[1.0f32; 333], &mut data).unwrap_err(),
+                _ => communicator.reduce_scatter(&[1.0f32; 999], &mut data[..333]).unwrap_err(),
+            };
+            match error {
+                Error::Plan(PlanError::RefusedHere) if refuses => {}
+                Error::Call(CallError::PeerRefused { peer: 2, .. }) if !refuses => {}
+                error => panic!("{kind:?}: {error}"),
+            }
+            assert_eq!(data, [5.0; 999], "nothing is visible");
+        }
+        reduces::<f16>(&world, &mut communicator, 77);
     });
 }

@@ -44,6 +44,8 @@ mod report;
 
 mod collective;
 
+mod communicator;
+
 mod along;
 mod lent;
 mod memory;
@@ -55,6 +57,7 @@ pub use balance::*;
 pub use buffers::*;
 pub use collective::*;
 pub use combine::*;
+pub use communicator::*;
 pub use dispatch::*;
 pub use gate::*;
 pub use gate_config::*;
@@ -67,8 +70,8 @@ pub use losses::{
     ImportanceInput, WeightsInput, sidelane_gate_weights_backward, sidelane_importance_loss, sidelane_z_loss,
 };
 pub use objects::{
-    Collective, Ep, Gate, Group, Handle, Output, PendingCombine, PendingDispatch, Rows, Shares, Stream,
-    Tokens, Window, World,
+    Collective, Communicator, Ep, Gate, Group, Handle, Output, PendingCombine, PendingDispatch, Rows, Shares,
+    Stream, Tokens, Window, World,
 };
 pub use report::*;
 pub use stream::*;

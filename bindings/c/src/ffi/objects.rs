@@ -78,6 +78,11 @@ pub struct Collective {
     _opaque: [u8; 0],
 }
 
+/// All-reduce, reduce-scatter, broadcast, all-to-all, all-gather and messages over a group.
+pub struct Communicator {
+    _opaque: [u8; 0],
+}
+
 /// How many rows each rank has, and so where they lie among those of all.
 pub struct Shares {
     _opaque: [u8; 0],
@@ -110,4 +115,5 @@ objects! {
     Stream = sidelane::device::Stream, Stream;
     Collective = CollectiveLayer, Collective;
     Shares = Seat<sidelane::ep::Shares>, Shares;
+    Communicator = Seat<sidelane::collective::Communicator>, Communicator;
 }

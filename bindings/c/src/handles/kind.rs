@@ -34,10 +34,12 @@ pub enum Kind {
     Collective,
     /// How many rows each rank has.
     Shares,
+    /// Collectives and messages.
+    Communicator,
 }
 
 impl Kind {
-    const ALL: [Kind; 14] = [
+    const ALL: [Kind; 15] = [
         Kind::World,
         Kind::Group,
         Kind::Window,
@@ -52,6 +54,7 @@ impl Kind {
         Kind::Stream,
         Kind::Collective,
         Kind::Shares,
+        Kind::Communicator,
     ];
 
     /// The kind with this number.
@@ -77,6 +80,7 @@ impl fmt::Display for Kind {
             Kind::Stream => "sidelane_stream_t",
             Kind::Collective => "sidelane_collective_t",
             Kind::Shares => "sidelane_shares_t",
+            Kind::Communicator => "sidelane_communicator_t",
         })
     }
 }

@@ -1,4 +1,4 @@
-//! Calls of a collective.
+//! Calls of a collective and of a communicator.
 
 use std::ptr::{null, null_mut};
 
@@ -44,5 +44,27 @@ pub fn collective(group: *mut Group, spoilt: &Spoilt) -> Vec<Status> {
             assert_eq!(closed, Status::SIDELANE_OK);
         }
         statuses
+    }
+}
+
+/// Builds a communicator and sums.
+pub fn communicator(group: *mut Group, spoilt: &Spoilt) -> Vec<Status> {
+    let mut options = Struct::new::<CommunicatorOptions>(&[8192], spoilt);
+    let mut communicator = null_mut();
+    let mut data = [1.0_f32; 8];
+    let (columns, dtype) = (data.len() as u64, SIDELANE_DTYPE_F32);
+    let tensor =
+        Tensor { data: data.as_mut_ptr().cast(), rows: 1, columns, dtype, place: SIDELANE_PLACE_HOST };
+    // SAFETY: the struct is as large as any size that is read, and the tensor as it says.
+    unsafe {
+        let built = sidelane_communicator_build(group, options.at(), &mut communicator);
+        if built != Status::SIDELANE_OK {
+            return vec![built];
+        }
+        let summed = sidelane_communicator_all_reduce(communicator, &tensor);
+        let message = sidelane_communicator_send(communicator, 0, &tensor);
+        assert_ne!(message, Status::SIDELANE_OK, "there is no other rank");
+        assert_eq!(sidelane_communicator_close(communicator), Status::SIDELANE_OK);
+        vec![built, summed, message]
     }
 }

@@ -24,7 +24,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use sidelane_c::*;
 
-use collective::collective;
+use collective::{collective, communicator};
 use gate::{losses, router};
 use layer::{Device, in_slots, layer, on_host, planned};
 use questions::{infos, strangers};
@@ -82,6 +82,7 @@ fn in_a_world_of_one() {
                 losses(&spoilt),
                 infos(world, group, &spoilt),
                 strangers(numbers),
+                communicator(group, &spoilt),
             ];
             for (count, calls) in counts.into_iter().zip(&done) {
                 count.set(count.get() + u64::from(calls.iter().all(|&status| status == Status::SIDELANE_OK)));

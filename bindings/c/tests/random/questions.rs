@@ -55,6 +55,8 @@ pub fn strangers(numbers: [u64; 4]) -> Vec<Status> {
                     sidelane_ep_synchronize(stranger as *mut Ep),
                     sidelane_shares_info(stranger as *mut Shares, of_shares.at()),
                     sidelane_collective_close(stranger as *mut Collective),
+                    sidelane_communicator_all_reduce(stranger as *mut Communicator, null()),
+                    sidelane_communicator_flush(stranger as *mut Communicator, 0),
                 ]
             };
             for status in refused {

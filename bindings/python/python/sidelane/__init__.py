@@ -8,6 +8,7 @@ import atexit as _atexit
 
 from ._native import (
     Collective,
+    Communicator,
     Decision,
     ExpertParallel,
     Gate,
@@ -54,6 +55,7 @@ __all__ = [
     "CallError",
     "ClosedError",
     "Collective",
+    "Communicator",
     "Decision",
     "DeviceError",
     "Error",
