@@ -157,7 +157,7 @@ impl Config {
     /// The defaults, changed by what `lookup` knows.
     ///
     /// # Errors
-    /// [`BootstrapError::BadVariable`].
+    /// [`BootstrapError::BadVariable`], [`BootstrapError::NoRoomForRows`].
     pub fn from_vars(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self, BootstrapError> {
         let mut config = Config::default();
         for (name, field) in [
@@ -170,12 +170,17 @@ impl Config {
                 *field = parse_bytes(&value).ok_or(BootstrapError::BadVariable { name, value, expected })?;
             }
         }
-        if config.symmetric > config.heap {
-            let value = config.symmetric.to_string();
-            let expected = "at most SIDELANE_HEAP";
-            return Err(BootstrapError::BadVariable { name: "SIDELANE_SYMMETRIC", value, expected });
-        }
+        config.check()?;
         Ok(config)
+    }
+
+    /// Checks that the symmetric part leaves room for rows.
+    ///
+    /// # Errors
+    /// [`BootstrapError::NoRoomForRows`].
+    pub fn check(&self) -> Result<(), BootstrapError> {
+        let Config { heap, symmetric, .. } = *self;
+        if symmetric < heap { Ok(()) } else { Err(BootstrapError::NoRoomForRows { heap, symmetric }) }
     }
 
     /// From this process's environment.
@@ -216,8 +221,22 @@ mod tests {
         assert_eq!(config.heap, 2 << 30);
         let seen = Config::from_vars(&|name| (name == "SIDELANE_HEAP").then(|| "12 apples".to_owned()));
         assert!(matches!(seen, Err(BootstrapError::BadVariable { name: "SIDELANE_HEAP", .. })));
-        let seen = Config::from_vars(&|name| (name == "SIDELANE_SYMMETRIC").then(|| "1024G".to_owned()));
-        assert!(matches!(seen, Err(BootstrapError::BadVariable { name: "SIDELANE_SYMMETRIC", .. })));
+    }
+
+    #[test]
+    fn heap_without_room_for_rows_is_refused() {
+        for (name, value) in
+            [("SIDELANE_SYMMETRIC", "1024G"), ("SIDELANE_HEAP", "32M"), ("SIDELANE_HEAP", "1K")]
+        {
+            let seen = Config::from_vars(&|asked| (asked == name).then(|| value.to_owned()));
+            assert!(matches!(seen, Err(BootstrapError::NoRoomForRows { .. })), "{name}={value}: {seen:?}");
+        }
+        let seen = Config::from_vars(&|name| (name == "SIDELANE_HEAP").then(|| "1K".to_owned())).unwrap_err();
+        assert_eq!(
+            seen.to_string(),
+            "a heap of 1024 bytes (SIDELANE_HEAP) has no room for rows beside its symmetric part of 33554432 \
+             bytes (SIDELANE_SYMMETRIC)"
+        );
     }
 
     #[test]

@@ -260,11 +260,11 @@ impl Collective {
     fn check_count(ep: &HostExchange, rows: u64) -> Result<u32, PlanError> {
         let bad = |expected| PlanError::BadParameter { parameter: "rows of a rank", seen: rows, expected };
         if rows > ep.spec().max_tokens.into() {
-            return Err(bad("at most as many as CollectiveBuilder::max_rows says"));
+            return Err(bad("at most max_rows"));
         }
         let segments = ep.fixed.bins.count() / ep.fixed.bins.ranks();
         if !rows.is_multiple_of(segments.into()) {
-            return Err(bad("a multiple of CollectiveBuilder::segments"));
+            return Err(bad("a multiple of segments"));
         }
         Ok(rows as u32)
     }

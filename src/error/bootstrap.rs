@@ -20,6 +20,29 @@ pub enum BootstrapError {
         /// What would be right.
         expected: &'static str,
     },
+    /// The symmetric part takes the whole heap, or more.
+    #[error(
+        "a heap of {heap} bytes (SIDELANE_HEAP) has no room for rows beside its symmetric part of {symmetric} bytes (SIDELANE_SYMMETRIC)"
+    )]
+    NoRoomForRows {
+        /// Bytes of a rank's heap.
+        heap: u64,
+        /// Bytes of its symmetric part.
+        symmetric: u64,
+    },
+    /// Rank 0 can listen on none of the ports of the rendezvous.
+    #[error(
+        "rank 0 can listen on none of the ports {first} to {last}: {}: set SIDELANE_PORT to a free one on all ranks, and join a job once in a process",
+        std::io::Error::from_raw_os_error(*errno)
+    )]
+    NoPort {
+        /// The first port.
+        first: u16,
+        /// The last port.
+        last: u16,
+        /// Why the last try failed.
+        errno: i32,
+    },
     /// An environment variable that is needed is missing.
     #[error("environment variable {name} is missing: {hint}")]
     MissingVariable {
@@ -53,7 +76,9 @@ pub enum BootstrapError {
         expected: u32,
     },
     /// A rank that is not of this job, or came twice.
-    #[error("rank {rank} of {size} was refused at the rendezvous: taken already or out of range")]
+    #[error(
+        "rank {rank} of {size} was refused at the rendezvous: it is out of range, or another process has it, or this process joined before"
+    )]
     RankRefused {
         /// The rank.
         rank: u32,
@@ -77,7 +102,7 @@ pub enum BootstrapError {
         user: u32,
     },
     /// The deadline of a rendezvous step passed.
-    #[error("rendezvous step {step:?} not complete after {} ms: missing ranks {missing:?}", waited.as_millis())]
+    #[error("rendezvous step {step:?} not complete after {} ms: missing ranks {}", waited.as_millis(), some(missing))]
     Deadline {
         /// The key of the step.
         step: String,
@@ -173,4 +198,26 @@ pub enum BootstrapError {
         /// Address of the other side.
         peer: String,
     },
+}
+
+/// The first of these ranks, and how many others there are.
+fn some(ranks: &[u32]) -> String {
+    const NAMED: usize = 16;
+    let named = &ranks[..ranks.len().min(NAMED)];
+    match ranks.len() - named.len() {
+        0 => format!("{named:?}"),
+        others => format!("{named:?} and {others} others"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn missing_ranks_of_large_job_are_counted() {
+        let (step, waited) = ("rendezvous".to_owned(), Duration::from_secs(1));
+        let error = BootstrapError::Deadline { step, missing: (1..2000).collect(), waited }.to_string();
+        assert!(error.ends_with("14, 15, 16] and 1983 others"), "{error}");
+    }
 }

@@ -14,7 +14,7 @@ pub enum Loss {
 impl std::fmt::Display for Loss {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Loss::Closed => f.write_str("its process ended"),
+            Loss::Closed => f.write_str("its process ended, or left the world"),
             Loss::Silent(time) => write!(f, "no heartbeat for {} ms", time.as_millis()),
         }
     }

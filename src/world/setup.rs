@@ -184,6 +184,7 @@ impl World {
         let nodes = NodeMap::from_labels(&machines);
         agree::on_conditions(hub.as_ref(), &options)?;
         agree::on_sizes(hub.as_ref(), &options)?;
+        options.config.check()?;
         let heap = Self::map_heaps(hub.as_ref(), &options, &nodes)?;
         let rails = match nodes.nodes() {
             1 => None,

@@ -8,12 +8,12 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use memmap2::{MmapOptions, MmapRaw};
-use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use rustix::fs::{MemfdFlags, SealFlags};
+use sidelane::error::MemoryError;
 
-use crate::errors::Wrong;
+use crate::errors::{Wrong, raise};
 use crate::input::Input;
 use crate::settings;
 use crate::slot::Slot;
@@ -41,7 +41,7 @@ impl Window {
     ) -> PyResult<Self> {
         Self::of(py, group, shape, || {
             let (element, bytes) = extent(shape, dtype)?;
-            let (memory, mapped) = make(bytes as u64).map_err(system)?;
+            let (memory, mapped) = make(bytes as u64).map_err(raise)?;
             Ok((element, bytes, memory, mapped))
         })
     }
@@ -57,13 +57,14 @@ impl Window {
         Self::of(py, group, shape, || {
             let (element, bytes) = extent(shape, dtype)?;
             let file = duplicate(memory)?;
-            let seen = file.metadata().map_err(system)?.len();
+            let seen = file.metadata().map_err(failed("fstat", bytes as u64)).map_err(raise)?.len();
             if seen != bytes as u64 {
                 let message =
                     format!("memory: it has {seen} bytes, and a tensor of shape {shape:?} has {bytes}");
                 return Err(Wrong::Input.error("Setting", &message, &[("setting", "shape".into())]));
             }
-            let mapped = MmapOptions::new().map_raw(&file).map_err(system)?;
+            let mapped =
+                MmapOptions::new().map_raw(&file).map_err(failed("mmap", bytes as u64)).map_err(raise)?;
             Ok((element, bytes, file.into(), mapped))
         })
     }
@@ -79,8 +80,8 @@ impl Window {
             Ok(prepared) => prepared,
             Err(error) => {
                 // The others are told, not left waiting: this can be registered nowhere.
-                let unsealed =
-                    rustix::fs::memfd_create("sidelane-refused", MemfdFlags::CLOEXEC).map_err(system)?;
+                let unsealed = rustix::fs::memfd_create("sidelane-refused", MemfdFlags::CLOEXEC);
+                let unsealed = unsealed.map_err(failed("memfd_create", 0)).map_err(raise)?;
                 let _ = group.seat().meeting(py, || members.register(unsealed));
                 return Err(error);
             }
@@ -135,18 +136,29 @@ fn duplicate(memory: &Bound<'_, PyAny>) -> PyResult<File> {
     })
 }
 
-/// Sealed shared memory, and a mapping of it.
-fn make(bytes: u64) -> std::io::Result<(OwnedFd, MmapRaw)> {
-    let fd = rustix::fs::memfd_create("sidelane-window", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-    rustix::fs::ftruncate(&fd, bytes)?;
-    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+/// Sealed shared memory, and a mapping of it. The system gives more than it has, and ends processes that use it: so what
+/// this machine can never have is refused first.
+fn make(bytes: u64) -> Result<(OwnedFd, MmapRaw), MemoryError> {
+    let machine = rustix::system::sysinfo();
+    if bytes > machine.totalram.saturating_mul(machine.mem_unit.into()) {
+        return Err(failed("memfd_create", bytes)(rustix::io::Errno::NOMEM));
+    }
+    let fd = rustix::fs::memfd_create("sidelane-window", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
+    let fd = fd.map_err(failed("memfd_create", bytes))?;
+    rustix::fs::ftruncate(&fd, bytes).map_err(failed("ftruncate", bytes))?;
+    let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    rustix::fs::fcntl_add_seals(&fd, seals).map_err(failed("fcntl", bytes))?;
     let file = File::from(fd);
-    let mapped = MmapOptions::new().map_raw(&file)?;
+    let mapped = MmapOptions::new().map_raw(&file).map_err(failed("mmap", bytes))?;
     Ok((file.into(), mapped))
 }
 
-fn system(error: impl Into<std::io::Error>) -> PyErr {
-    PyOSError::new_err(error.into())
+/// The library's error of a system call.
+fn failed<E: Into<std::io::Error>>(call: &'static str, bytes: u64) -> impl FnOnce(E) -> MemoryError {
+    move |error| {
+        let errno = error.into().raw_os_error().unwrap_or_default();
+        MemoryError::System { call, bytes, errno }
+    }
 }
 
 #[pymethods]

@@ -118,6 +118,12 @@ impl Drop for Seat {
     }
 }
 
+/// An error in a process that was forked from one whose worlds are open: it has their connections.
+fn check_fork() -> PyResult<()> {
+    let open: Vec<Arc<Seat>> = lock(&OPEN).iter().filter_map(Weak::upgrade).collect();
+    open.iter().filter(|seat| lock(&seat.world).is_some()).try_for_each(|seat| seat.maker.check("world"))
+}
+
 /// Closes all worlds that are open: called at the interpreter's exit, so that others hear a goodbye.
 #[pyfunction]
 pub fn close_all(py: Python<'_>) {
@@ -136,6 +142,7 @@ impl World {
     /// Joins the job that these variables describe, those of the environment behind them.
     #[staticmethod]
     fn join(py: Python<'_>, variables: HashMap<String, String>) -> PyResult<Self> {
+        check_fork()?;
         let lookup = move |name: &str| variables.get(name).cloned().or_else(|| std::env::var(name).ok());
         let world = wait::joining(py, move || {
             let clocks = Clocks::from_vars(&lookup)?;

@@ -24,6 +24,46 @@ def check_tokens_return_from_the_experts_that_they_chose(world):
     assert np.array_equal(np.asarray(out), expected)
 
 
+def check_first_call_without_a_dtype_says_which_to_give(world):
+    ep = sidelane.ExpertParallel(world, experts=world.size, hidden=HIDDEN)
+    x, ids, weights = np.ones((1, HIDDEN), np.float32), np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
+    try:
+        ep.dispatch(x, ids, weights)
+        raise AssertionError("rows are bfloat16")
+    except sidelane.InputError as error:
+        assert error.kind == "Dtype" and 'dtype="float32"' in str(error), error
+
+
+def check_advice_names_the_library_of_the_tensor(world):
+    ep = sidelane.ExpertParallel(world, experts=world.size, hidden=HIDDEN, dtype="float32")
+    x = np.ones((1, 2 * HIDDEN), np.float32)[:, ::2]
+    try:
+        ep.dispatch(x, np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32))
+        raise AssertionError("not contiguous")
+    except sidelane.InputError as error:
+        assert error.kind == "NotContiguous" and "numpy.ascontiguousarray(x)" in str(error), error
+
+
+def check_window_larger_than_the_machine_is_refused(world):
+    # Ten terabytes, and a petabyte.
+    for elements in (10**13 // 4, 10**15):
+        try:
+            world.all().window((elements,), "float32")
+            raise AssertionError("no machine has as much")
+        except sidelane.HeapError as error:
+            assert error.kind == "System" and "Cannot allocate memory" in str(error), error
+    world.all().window((4,), "float32").barrier()
+
+
+def check_element_types_that_differ_are_named(world):
+    try:
+        dtype = "bfloat16" if world.rank == 0 else "float32"
+        sidelane.ExpertParallel(world, experts=world.size, hidden=HIDDEN, dtype=dtype)
+        raise AssertionError("types differ")
+    except sidelane.CallError as error:
+        assert error.kind == "ConfigsDiffer" and "bf16" in str(error) and "f32" in str(error), error
+
+
 def check_a_gate_decides_on_numpy_logits(world):
     logits = np.array([[0.0, 2.0, 1.0, 2.0], [3.0, 0.0, 0.0, 1.0]], np.float32)
     decision = sidelane.Gate(sidelane.preset("mixtral", 4, 2)).route(logits)

@@ -115,8 +115,7 @@ fn bind(identity: &Identity) -> Result<TcpListener, BootstrapError> {
         true => vec![identity.loopback()],
         false => vec![Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::UNSPECIFIED.into()],
     };
-    let mut last =
-        BootstrapError::MissingVariable { name: "SIDELANE_PORT", hint: "a port that rank 0 can use" };
+    let mut refused = None;
     for &ip in &ips {
         for &port in &identity.ports {
             let listener = TcpListener::bind((ip, port)).and_then(|listener| {
@@ -125,11 +124,16 @@ fn bind(identity: &Identity) -> Result<TcpListener, BootstrapError> {
             });
             match listener {
                 Ok(listener) => return Ok(listener),
-                Err(error) => last = failed("bind", &error),
+                Err(error) => refused = Some((port, error)),
             }
         }
     }
-    Err(last)
+    Err(match (identity.ports.first(), refused) {
+        (Some(&first), Some((last, error))) => {
+            BootstrapError::NoPort { first, last, errno: error.raw_os_error().unwrap_or_default() }
+        }
+        _ => BootstrapError::MissingVariable { name: "SIDELANE_PORT", hint: "a port that rank 0 can use" },
+    })
 }
 
 /// Knocks at the candidates in turn until one is the right one. `known` skips the search.

@@ -76,8 +76,8 @@ impl WorldOptions {
         let config = &mut options.config;
         config.heap = if self.heap == 0 { config.heap } else { self.heap };
         config.symmetric = if self.symmetric == 0 { config.symmetric } else { self.symmetric };
-        if config.symmetric > config.heap {
-            let (what, expected) = ("symmetric", "at most the heap");
+        if config.symmetric >= config.heap {
+            let (what, expected) = ("symmetric", "less than the heap, which holds rows, too");
             return Err(ArgumentError::Value { what, seen: config.symmetric, expected });
         }
         Ok(())

@@ -1,5 +1,7 @@
 //! Ranks that disagree about a collective call.
 
+use crate::dtype::Dtype;
+
 /// What a rank was doing in a collective call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[repr(u16)]
@@ -88,7 +90,9 @@ pub enum CallError {
     },
     /// Another rank uses another handle, or other options of the same call.
     #[error(
-        "call {call} ({kind:?}): rank {rank} and rank {peer} disagree about {what}: {mine:#x} and {theirs:#x}"
+        "call {call} ({kind:?}): rank {rank} and rank {peer} disagree about {what}: {} and {}",
+        value(what, *mine),
+        value(what, *theirs)
     )]
     Disagree {
         /// Number of the call.
@@ -135,7 +139,7 @@ pub enum CallError {
         budget: u32,
     },
     /// Ranks built the same `ExpertParallel` differently.
-    #[error("rank {rank} and rank {peer} disagree about {what}: {mine} and {theirs}")]
+    #[error("rank {rank} and rank {peer} disagree about {what}: {} and {}", value(what, *mine), value(what, *theirs))]
     ConfigsDiffer {
         /// Which setting.
         what: &'static str,
@@ -181,7 +185,7 @@ pub enum CallError {
     /// As many dispatches are alive on a device as there is memory for.
     #[error(
         "{max} dispatches are in flight: drop rows, outputs and handles of an earlier one, or raise \
-         ExpertParallelBuilder::max_in_flight"
+         max_in_flight"
     )]
     TooManyInFlight {
         /// How many may be.
@@ -205,9 +209,30 @@ pub enum CallError {
     },
 }
 
+/// A value that ranks compare, as a reader knows it.
+fn value(what: &str, value: u64) -> String {
+    let all = [Dtype::F32, Dtype::Bf16, Dtype::F16, Dtype::Bytes];
+    match all.into_iter().find(|&dtype| dtype as u64 == value) {
+        Some(dtype) if ["dtype", "type of the elements"].contains(&what) => dtype.name().to_owned(),
+        _ => value.to_string(),
+    }
+}
+
 impl CallError {
     /// That a program of a call of this kind has a step that its driver does not perform.
     pub fn unknown_step(kind: CallKind, step: &impl std::fmt::Debug) -> CallError {
         CallError::UnknownStep { kind, step: format!("{step:?}") }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn element_types_that_differ_are_named() {
+        let differ = |what| CallError::ConfigsDiffer { what, rank: 0, peer: 1, mine: 0, theirs: 1 };
+        assert_eq!(differ("dtype").to_string(), "rank 0 and rank 1 disagree about dtype: f32 and bf16");
+        assert_eq!(differ("align").to_string(), "rank 0 and rank 1 disagree about align: 0 and 1");
     }
 }

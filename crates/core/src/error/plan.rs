@@ -35,7 +35,7 @@ pub enum PlanError {
         k: u32,
     },
     /// More tokens than the group was built for.
-    #[error("{tokens} tokens, but at most {max} were promised: raise ExpertParallelBuilder::max_tokens")]
+    #[error("{tokens} tokens, but at most {max} were promised: raise max_tokens")]
     TooManyTokens {
         /// Tokens in the call.
         tokens: u32,

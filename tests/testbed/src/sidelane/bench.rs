@@ -152,9 +152,9 @@ mod tests {
     use super::*;
 
     const BOTH: &str = "\
-[0] sidelane: rank 2 is lost: its process ended
+[0] sidelane: rank 2 is lost: its process ended, or left the world
 sidelane: rank 0 (node 0) exited with status 1
-[1] sidelane: rank 3 is lost: its process ended
+[1] sidelane: rank 3 is lost: its process ended, or left the world
 sidelane: rank 1 (node 0) exited with status 1
 ";
 
