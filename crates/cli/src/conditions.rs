@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use sidelane::error::BootstrapError;
 
-use crate::error::CliError;
+use crate::error::{CliError, usage};
 
 /// The conditions of a command, as [`sidelane::Options::conditions`] wants them. The program itself is one: two versions
 /// may mean different things by the same words.
@@ -20,7 +20,8 @@ pub fn words(command: &str, conditions: &impl Serialize) -> String {
 pub fn explain(error: sidelane::Error) -> CliError {
     match error {
         sidelane::Error::Bootstrap(BootstrapError::ConditionsDiffer { rank, seen, expected }) => {
-            CliError::Conditions { rank, differences: differences(&seen, &expected) }
+            let differences = differences(&seen, &expected);
+            usage!("rank {rank} was started under other conditions than rank 0: {differences}")
         }
         error => error.into(),
     }

@@ -3,13 +3,15 @@
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use crate::error::CliError;
+use crate::error::{CliError, failed};
 
 /// Writes a report; a reader that has seen enough is not an error.
 pub fn print(text: &str) -> Result<(), CliError> {
     let mut out = io::stdout().lock();
     match writeln!(out, "{text}").and_then(|()| out.flush()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(CliError::Output(error)),
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(failed!("cannot write to standard output: {error}"))
+        }
         _ => Ok(()),
     }
 }
@@ -24,7 +26,7 @@ pub fn claim<'p>(paths: impl IntoIterator<Item = &'p PathBuf>) -> Result<(), Cli
     for path in paths {
         let there = path.exists();
         let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
-        opened.map_err(|source| CliError::Write { path: path.clone(), source })?;
+        opened.map_err(|source| failed!("cannot write {path:?}: {source}"))?;
         if !there {
             // What cannot be taken away is written over.
             let _ = std::fs::remove_file(path);
@@ -35,5 +37,5 @@ pub fn claim<'p>(paths: impl IntoIterator<Item = &'p PathBuf>) -> Result<(), Cli
 
 /// Writes a file.
 pub fn write(path: &Path, text: &str) -> Result<(), CliError> {
-    std::fs::write(path, text).map_err(|source| CliError::Write { path: path.to_owned(), source })
+    std::fs::write(path, text).map_err(|source| failed!("cannot write {path:?}: {source}"))
 }

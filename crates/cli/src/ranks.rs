@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use sidelane::{Error, Options, World};
 
 use crate::conditions;
-use crate::error::CliError;
+use crate::error::{CliError, usage};
 use crate::launch::{Job, MachineArgs};
 
 /// Runs this program once per rank of this machine, as the given subcommand with the given task, until the last one has
@@ -36,8 +36,7 @@ pub fn start_with(
     task: &impl Serialize,
     variables: Vec<(String, OsString)>,
 ) -> Result<ExitCode, CliError> {
-    let program =
-        std::env::current_exe().map_err(|source| CliError::Prepare { what: "find this program", source })?;
+    let program = std::env::current_exe().map_err(CliError::prepare("find this program"))?;
     let json = serde_json::to_string(task).expect("numbers, names and paths are always JSON");
     let job = Job {
         nodes: ranks_per_node.to_vec(),
@@ -61,7 +60,8 @@ pub struct RankArgs {
 impl RankArgs {
     /// What to do.
     pub fn task<T: DeserializeOwned>(&self) -> Result<T, CliError> {
-        serde_json::from_str(&self.task).map_err(CliError::Task)
+        serde_json::from_str(&self.task)
+            .map_err(|source| usage!("the task of a rank is not what `sidelane` writes: {source}"))
     }
 }
 

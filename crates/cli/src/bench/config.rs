@@ -4,85 +4,16 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use sidelane::dtype::{Dtype, Wire};
-use sidelane::error::PlanError;
+use sidelane::dtype::Wire;
 use sidelane::plan::{Order, RowLayout, Strategy};
 use sidelane::topology::{NodeMap, Route};
 
 use super::args::ConditionArgs;
 use super::room::{Room, RoomMode};
 use super::row_type::RowType;
-use crate::launch::{ShapeError, node_labels, node_sizes_or};
-use crate::routing::{Routed, RoutingError, Share, Source};
-
-/// Conditions that cannot be met.
-#[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
-    #[error(transparent)]
-    Shape(#[from] ShapeError),
-
-    /// An option that must be positive.
-    #[error("{option} must be at least 1")]
-    Zero { option: &'static str },
-
-    /// Rows move in units of 16 bytes.
-    #[error("a row of {hidden} x {dtype} has {bytes} bytes: it must be a multiple of {unit}")]
-    RowBytes { hidden: u32, dtype: Dtype, bytes: u64, unit: u64 },
-
-    /// More choices than experts.
-    #[error("--top-k is {top_k}, but there are only {experts} experts")]
-    TopK { top_k: u32, experts: u32 },
-
-    /// Partial sums in less than their rows.
-    #[error("--wire {wire} is for rows of {wire}, and these are {dtype}")]
-    Wire { wire: Wire, dtype: Dtype },
-
-    /// An option that means nothing here.
-    #[error("{option} is for --mode {mode}")]
-    OtherMode { option: &'static str, mode: &'static str },
-
-    /// Nothing is handed on, or not in one piece.
-    #[error("--spans is for --layout rank-major --route pxn")]
-    Spans,
-
-    /// What only an exchange can do.
-    #[error("{option} is for --strategy exchange")]
-    Gathered { option: &'static str },
-
-    /// What the usual way does not have.
-    #[error(
-        "{option} is not for --peers: they move bf16 rows by expert, as many as there are, and add them up by expert"
-    )]
-    Peers { option: &'static str },
-
-    /// The usual way gives every rank as many experts.
-    #[error("--peers need a number of experts that {ranks} ranks can share evenly, not {experts}")]
-    PeerExperts { experts: u32, ranks: u32 },
-
-    /// A budget that is none.
-    #[error("--budget {factor} is not a positive number")]
-    Budget { factor: f64 },
-
-    /// The routing needs more than the budget. The library would say so, on every rank.
-    #[error(
-        "--budget {factor} is {rows} rows, but rank {rank} needs {required}: --budget {enough} has room for all, or let rows be dropped with --on-overflow drop"
-    )]
-    OverBudget { factor: f64, rows: u32, rank: u32, required: u32, enough: f64 },
-
-    /// The routing needs more than there are slots. The library would say so, on every rank.
-    #[error(
-        "--slots {slots} are too few: --slots {most} has room for all, or let rows be dropped with --on-overflow drop"
-    )]
-    SlotsFull { slots: u32, most: u32 },
-
-    /// The library cannot use them.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
-
-    /// The routing cannot be had.
-    #[error(transparent)]
-    Routing(#[from] RoutingError),
-}
+use crate::error::{CliError, usage};
+use crate::launch::{node_labels, node_sizes_or};
+use crate::routing::{Routed, Share, Source};
 
 /// The conditions of a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -113,7 +44,7 @@ pub struct Config {
 impl Config {
     /// From the command line and what the recording or the routing file says. Without a number of rounds as many as take
     /// half a minute.
-    pub fn resolve(args: &ConditionArgs, backward: bool, rounds: Option<u32>) -> Result<Self, ConfigError> {
+    pub fn resolve(args: &ConditionArgs, backward: bool, rounds: Option<u32>) -> Result<Self, CliError> {
         let ranks_per_node = node_sizes_or((2, 4), args.nodes, &args.ranks_per_node)?;
         let routed = Routed::resolve(args.routing.clone(), args.experts, args.top_k)?;
         let config = Config {
@@ -141,12 +72,12 @@ impl Config {
         let rounds = rounds.unwrap_or_else(|| config.rounds_in_budget());
         let room = Room::resolve(args, &config, &routed.router)?;
         if config.strategy == Strategy::Gather && room.mode().slots().is_some() {
-            return Err(ConfigError::Gathered { option: "--mode slots" });
+            return Err(usage!("--mode slots is for --strategy exchange"));
         }
         Ok(Config { rounds, room, ..config })
     }
 
-    fn check(&self, rounds: Option<u32>) -> Result<(), ConfigError> {
+    fn check(&self, rounds: Option<u32>) -> Result<(), CliError> {
         const UNIT: u64 = 16;
         for (option, value) in [
             ("--tokens", self.tokens),
@@ -157,30 +88,40 @@ impl Config {
             ("--rounds", rounds.unwrap_or(1)),
         ] {
             if value == 0 {
-                return Err(ConfigError::Zero { option });
+                return Err(usage!("{option} must be at least 1"));
             }
         }
         let (hidden, dtype, bytes) = (self.hidden, self.dtype.element(), self.row_bytes());
         if !bytes.is_multiple_of(UNIT) {
-            return Err(ConfigError::RowBytes { hidden, dtype, bytes, unit: UNIT });
+            return Err(usage!(
+                "a row of {hidden} x {dtype} has {bytes} bytes: it must be a multiple of {unit}",
+                unit = UNIT
+            ));
         }
         if self.top_k > self.experts {
-            return Err(ConfigError::TopK { top_k: self.top_k, experts: self.experts });
+            return Err(usage!(
+                "--top-k is {top_k}, but there are only {experts} experts",
+                top_k = self.top_k,
+                experts = self.experts
+            ));
         }
         if !self.wire.carries(dtype) {
-            return Err(ConfigError::Wire { wire: self.wire, dtype });
+            return Err(usage!(
+                "--wire {wire} is for rows of {wire}, and these are {dtype}",
+                wire = self.wire
+            ));
         }
         if self.spans && (self.layout, self.route) != (RowLayout::RankMajor, Route::Pxn) {
-            return Err(ConfigError::Spans);
+            return Err(usage!("--spans is for --layout rank-major --route pxn"));
         }
         if self.spans && self.strategy == Strategy::Gather {
-            return Err(ConfigError::Gathered { option: "--spans" });
+            return Err(usage!("--spans is for --strategy exchange"));
         }
         Ok(())
     }
 
     /// Whether others can do the same.
-    pub fn check_peers(&self) -> Result<(), ConfigError> {
+    pub fn check_peers(&self) -> Result<(), CliError> {
         for (option, usual) in [
             ("--dtype", self.dtype == RowType::Bf16),
             ("--layout", self.layout == RowLayout::ExpertMajor),
@@ -189,15 +130,21 @@ impl Config {
             ("--align", self.align == 1),
         ] {
             if !usual {
-                return Err(ConfigError::Peers { option });
+                return Err(usage!(
+                    "{option} is not for --peers: they move bf16 rows by expert, as many as there are, and add them up by expert"
+                ));
             }
         }
         let (experts, ranks) = (self.experts, self.ranks());
-        if experts.is_multiple_of(ranks) { Ok(()) } else { Err(ConfigError::PeerExperts { experts, ranks }) }
+        if experts.is_multiple_of(ranks) {
+            Ok(())
+        } else {
+            Err(usage!("--peers need a number of experts that {ranks} ranks can share evenly, not {experts}"))
+        }
     }
 
     /// What all ranks must have in common: all this, and what the routing file holds.
-    pub fn conditions(&self) -> Result<Value, ConfigError> {
+    pub fn conditions(&self) -> Result<Value, CliError> {
         let mut conditions = serde_json::to_value(self).expect("strings, numbers and lists are always JSON");
         conditions["routing_file"] = self.routing.digest()?.into();
         Ok(conditions)

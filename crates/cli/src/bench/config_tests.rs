@@ -1,11 +1,11 @@
 use std::path::PathBuf;
 
 use clap::Parser;
-use sidelane::gate::RecordedError;
 use sidelane::plan::{Mode, Overflow};
 
 use super::super::args::BenchArgs;
 use super::*;
+use crate::error::CliError;
 use crate::routing::Router;
 
 #[derive(Parser)]
@@ -14,10 +14,15 @@ struct Line {
     args: BenchArgs,
 }
 
-fn resolve(words: &str) -> Result<Config, ConfigError> {
+fn resolve(words: &str) -> Result<Config, CliError> {
     let words = std::iter::once("bench").chain(words.split_whitespace());
     let args = Line::try_parse_from(words).unwrap_or_else(|error| panic!("{error}")).args;
     Config::resolve(&args.conditions, args.backward, args.rounds)
+}
+
+/// Why they are refused.
+fn refused(words: &str) -> String {
+    resolve(words).unwrap_err().to_string()
 }
 
 /// A routing file of four experts, top-2, removed at the end.
@@ -32,7 +37,7 @@ impl File {
         File(path)
     }
 
-    fn resolve(&self, words: &str) -> Result<Config, ConfigError> {
+    fn resolve(&self, words: &str) -> Result<Config, CliError> {
         resolve(&format!("--routing {} {words}", self.0.display()))
     }
 }
@@ -56,7 +61,7 @@ fn the_main_job_is_two_nodes_of_four_ranks_and_recorded_routing() {
 fn spans_are_for_rank_major_rows_that_are_handed_on() {
     assert!(resolve("--spans --layout rank-major").unwrap().spans);
     for words in ["--spans", "--spans --layout rank-major --route direct"] {
-        assert!(matches!(resolve(words), Err(ConfigError::Spans)), "{words}");
+        assert_eq!(refused(words), "--spans is for --layout rank-major --route pxn", "{words}");
     }
 }
 
@@ -114,14 +119,7 @@ fn a_file_that_contradicts_the_options_is_refused() {
     let file = File::new("contradicts", true);
     for (words, key) in [("--experts 64", "num_experts"), ("--top-k 8", "top_k")] {
         let error = file.resolve(words).unwrap_err();
-        let ConfigError::Routing(RoutingError::Recorded {
-            source: RecordedError::Contradiction { what, .. },
-            ..
-        }) = error
-        else {
-            panic!("{error}")
-        };
-        assert_eq!(what, key);
+        assert!(error.to_string().contains(key), "{error}");
     }
 }
 
@@ -156,7 +154,6 @@ fn a_file_without_meta_takes_the_experts_of_the_options_or_the_default() {
 #[test]
 fn a_misspelt_pattern_is_a_missing_file_whose_error_lists_the_patterns() {
     let error = resolve("--routing unifrom").unwrap_err();
-    assert!(matches!(error, ConfigError::Routing(RoutingError::Unreadable { .. })));
     for word in ["unifrom", "recorded", "uniform", "zipf:S", "incast"] {
         assert!(error.to_string().contains(word), "{word} in {error}");
     }
@@ -164,13 +161,15 @@ fn a_misspelt_pattern_is_a_missing_file_whose_error_lists_the_patterns() {
 
 #[test]
 fn impossible_conditions_are_refused() {
-    let error = resolve("--hidden 7").unwrap_err();
-    assert_eq!(error.to_string(), "a row of 7 x bf16 has 14 bytes: it must be a multiple of 16");
-    assert!(matches!(resolve("--experts 4"), Err(ConfigError::TopK { top_k: 8, experts: 4 })));
-    assert!(matches!(resolve("--nodes 3 --ranks-per-node 1,2"), Err(ConfigError::Shape(_))));
+    for (words, said) in [
+        ("--hidden 7", "a row of 7 x bf16 has 14 bytes: it must be a multiple of 16"),
+        ("--experts 4", "--top-k is 8, but there are only 4 experts"),
+        ("--nodes 3 --ranks-per-node 1,2", "--ranks-per-node lists 2 nodes, but --nodes is 3"),
+    ] {
+        assert_eq!(refused(words), said);
+    }
     for option in ["--tokens", "--hidden", "--experts", "--top-k", "--align", "--rounds"] {
-        let error = resolve(&format!("{option} 0")).unwrap_err();
-        assert!(matches!(error, ConfigError::Zero { option: named } if named == option), "{error}");
+        assert_eq!(refused(&format!("{option} 0")), format!("{option} must be at least 1"));
     }
 }
 
@@ -217,5 +216,5 @@ fn room_that_does_not_do_is_refused_with_what_would() {
     for words in ["--budget 2", "--slots 2", "--on-overflow drop", "--mode slots --budget 2"] {
         assert!(error(words).contains("is for --mode"), "{words}");
     }
-    assert!(matches!(resolve("--mode budget --budget -1"), Err(ConfigError::Budget { .. })));
+    assert_eq!(refused("--mode budget --budget -1"), "--budget -1 is not a positive number");
 }

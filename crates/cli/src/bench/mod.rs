@@ -32,9 +32,17 @@ mod tensor;
 mod verify;
 mod words;
 
+use std::process::ExitCode;
+
+use peers::Folder;
+use task::Task;
+
+use crate::error::CliError;
+use crate::ranks::{self, RankArgs};
+
 pub use args::{BenchArgs, ConditionArgs, one_of};
 pub use clock::Laps;
-pub use config::{Config, ConfigError};
+pub use config::Config;
 pub use layer::{Layer, Verdict};
 pub use recording::{CALLS, EVENTS, record, share, write_trace};
 pub use row_type::RowType;
@@ -44,14 +52,6 @@ pub use words::Words;
 
 #[cfg(test)]
 pub use report::tests::sample;
-
-use std::process::ExitCode;
-
-use peers::Folder;
-use task::Task;
-
-use crate::error::CliError;
-use crate::ranks::{self, RankArgs};
 
 /// Starts the ranks of a measurement and waits for rank 0's report.
 pub fn main(args: &BenchArgs) -> Result<ExitCode, CliError> {

@@ -9,19 +9,19 @@ use sidelane::ep::{Handle, Yardstick};
 use sidelane::rows::Stores;
 
 use super::cards::Cards;
+use super::clock::Laps;
 use super::crossing::Crossing;
 use super::layer::Layer;
 use super::passes::{Kind, Pair, Track, memcpy_gbps};
 use super::peers::{Field, Folder, Peers};
 use super::recording::{self, EVENTS, write_trace};
 use super::report::{Conditions, First, Lanes, Pass, Report, Volume};
+use super::table;
 use super::task::Task;
 use super::tensor::Number;
-use super::{clock::Laps, table};
-use crate::error::CliError;
-use crate::output;
-use crate::progress;
+use crate::error::{CliError, wrong};
 use crate::rail::Rail;
+use crate::{output, progress};
 
 /// Runs this rank's part.
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {
@@ -70,7 +70,7 @@ fn run<E: Number>(task: &Task) -> Result<Option<Report>, CliError> {
         let mut yardstick = layer.ep.yardstick(&layer.group, rows, output, &handle)?;
         passes.extend(time(&mut layer, &mut barrier, kinds, &mut yardstick, &mut field, &handle)?);
         let (Some(rows), Some(kept)) = (yardstick.lend_rows(), yardstick.lend_output()) else {
-            return Err(CliError::Moved { rank: layer.world.rank() });
+            return Err(moved(layer.world.rank()));
         };
         // The floor has written the same rows again and again: they must still be right.
         if forward {
@@ -125,7 +125,7 @@ fn time<E: Number>(
     }
     bar.finish_and_clear();
     track.barrier.barrier()?;
-    if track.moved { Err(CliError::Moved { rank: layer.world.rank() }) } else { Ok(pairs) }
+    if track.moved { Err(moved(layer.world.rank())) } else { Ok(pairs) }
 }
 
 /// Whether this rank has moved in a dispatch what it had planned; if not, says so.
@@ -142,6 +142,13 @@ fn moved_as_planned(rank: u32, report: &sidelane::ep::Report) -> bool {
         eprintln!("sidelane: rank {rank} handed rows on in {copies} copies, not {planned_copies}");
     }
     seen == planned && copies == planned_copies
+}
+
+/// Real and floor were not measured in the same memory.
+fn moved(rank: u32) -> CliError {
+    wrong!(
+        "rank {rank}: a timed call did not land where its floor writes: its share of the floor would mean nothing"
+    )
 }
 
 fn report<E: Number>(

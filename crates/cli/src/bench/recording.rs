@@ -21,7 +21,7 @@ use sidelane::{Error, Group};
 use super::clock::Laps;
 use super::layer::Layer;
 use super::tensor::Number;
-use crate::error::CliError;
+use crate::error::{CliError, failed};
 
 /// Operations kept for a timeline: one round of calls at 1,024 ranks.
 pub const EVENTS: usize = 1 << 16;
@@ -61,7 +61,7 @@ pub fn record<E: Number>(layer: &mut Layer<'_, E>, y: &[E]) -> Result<Vec<Timeli
 pub fn share(group: &Group, timeline: Timeline, offset: i64) -> Result<Vec<Timeline>, CliError> {
     let json = serde_json::to_vec(&moved(timeline, offset)).expect("names and numbers are always JSON");
     let all = group.gather(&json)?;
-    all.iter().map(|blob| serde_json::from_slice(blob).map_err(CliError::Told)).collect()
+    all.iter().map(|blob| serde_json::from_slice(blob).map_err(CliError::told)).collect()
 }
 
 /// A timeline on another clock.
@@ -94,5 +94,5 @@ pub fn write_trace(path: &Path, nodes: &NodeMap, timelines: &[Timeline]) -> Resu
         write_chrome_trace(&mut file, nodes, timelines)?;
         file.flush()
     };
-    write().map_err(|source| CliError::Write { path: path.to_owned(), source })
+    write().map_err(|source| failed!("cannot write {path:?}: {source}"))
 }

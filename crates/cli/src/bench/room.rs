@@ -5,8 +5,9 @@ use serde::{Deserialize, Serialize};
 use sidelane::plan::{Mode, Overflow, RowLayout};
 
 use super::args::ConditionArgs;
-use super::config::{Config, ConfigError};
+use super::config::Config;
 use super::placement::Placement;
+use crate::error::{CliError, usage};
 use crate::routing::Router;
 
 /// What `--mode` names.
@@ -39,17 +40,17 @@ impl Room {
     ///
     /// # Errors
     /// Options of another mode; room that the routing overflows, unless what is too much is dropped.
-    pub fn resolve(args: &ConditionArgs, config: &Config, router: &Router) -> Result<Self, ConfigError> {
+    pub fn resolve(args: &ConditionArgs, config: &Config, router: &Router) -> Result<Self, CliError> {
         for (option, given, mode) in [
             ("--budget", args.budget.is_some(), RoomMode::Budget),
             ("--slots", args.slots.is_some(), RoomMode::Slots),
         ] {
             if given && args.mode != mode {
-                return Err(ConfigError::OtherMode { option, mode: name(mode) });
+                return Err(usage!("{option} is for --mode {mode}", mode = name(mode)));
             }
         }
         if args.mode == RoomMode::Eager {
-            let other = ConfigError::OtherMode { option: "--on-overflow", mode: "budget or slots" };
+            let other = usage!("--on-overflow is for --mode budget or slots");
             return if args.on_overflow.is_some() { Err(other) } else { Ok(Room::default()) };
         }
         let placement = Placement::new(config, router, Mode::Eager)?;
@@ -61,14 +62,16 @@ impl Room {
         Ok(Room { mode: args.mode, overflow: Some(overflow), ..room })
     }
 
-    fn slots(asked: Option<u32>, overflow: Overflow, placement: &Placement) -> Result<Self, ConfigError> {
+    fn slots(asked: Option<u32>, overflow: Overflow, placement: &Placement) -> Result<Self, CliError> {
         let most = (0..placement.ranks()).map(|rank| placement.at(rank, drop).most).max().unwrap_or(0);
         let slots = asked.unwrap_or(most.max(1));
         if slots == 0 {
-            return Err(ConfigError::Zero { option: "--slots" });
+            return Err(usage!("--slots must be at least 1"));
         }
         if most > slots && overflow == Overflow::Error {
-            return Err(ConfigError::SlotsFull { slots, most });
+            return Err(usage!(
+                "--slots {slots} are too few: --slots {most} has room for all, or let rows be dropped with --on-overflow drop"
+            ));
         }
         Ok(Room { rows: Some(slots), ..Room::default() })
     }
@@ -78,9 +81,9 @@ impl Room {
         overflow: Overflow,
         config: &Config,
         placement: &Placement,
-    ) -> Result<Self, ConfigError> {
+    ) -> Result<Self, CliError> {
         if !(factor.is_finite() && factor > 0.0) {
-            return Err(ConfigError::Budget { factor });
+            return Err(usage!("--budget {factor} is not a positive number"));
         }
         let (mut all, mut required) = (0, Vec::new());
         for rank in 0..placement.ranks() {
@@ -98,7 +101,9 @@ impl Room {
             && required > rows
         {
             let enough = (f64::from(required) / mean * 100.0).ceil() / 100.0;
-            return Err(ConfigError::OverBudget { factor, rows, rank, required, enough });
+            return Err(usage!(
+                "--budget {factor} is {rows} rows, but rank {rank} needs {required}: --budget {enough} has room for all, or let rows be dropped with --on-overflow drop"
+            ));
         }
         Ok(Room { budget: Some(factor), rows: Some(rows), ..Room::default() })
     }

@@ -8,9 +8,10 @@ use sidelane::topology::{Paths, Route};
 use sidelane_core::schedule::Control;
 
 use super::args::BenchArgs;
-use super::config::{Config, ConfigError};
+use super::config::Config;
 use super::placement::Placement;
 use crate::conditions;
+use crate::error::CliError;
 use crate::ranks::Sizes;
 use crate::routing::Router;
 
@@ -27,7 +28,7 @@ pub struct Task {
 
 impl Task {
     /// From the command line. Who starts the ranks makes the folder of others.
-    pub fn resolve(args: &BenchArgs) -> Result<Self, ConfigError> {
+    pub fn resolve(args: &BenchArgs) -> Result<Self, CliError> {
         let config = Config::resolve(&args.conditions, args.backward, args.rounds)?;
         if args.peers {
             config.check_peers()?;
@@ -38,7 +39,7 @@ impl Task {
     }
 
     /// What all ranks must have in common. Only rank 0 writes files, but all record what it writes.
-    pub fn conditions(&self) -> Result<String, ConfigError> {
+    pub fn conditions(&self) -> Result<String, CliError> {
         let mut conditions = self.config.conditions()?;
         conditions["trace_out"] = self.trace_out.is_some().into();
         conditions["peers"] = self.peers.is_some().into();
@@ -47,7 +48,7 @@ impl Task {
 }
 
 /// Room for the calls of a round beside a dispatch that stays alive, for the busiest rank.
-pub fn sizes(config: &Config) -> Result<Sizes, ConfigError> {
+pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
     let router = Router::open(&config.routing)?;
     let placement = Placement::new(config, &router, config.room.mode())?;
     let rows = (0..config.ranks()).map(|rank| placement.at(rank, drop).rows.len() as u64);
@@ -85,7 +86,7 @@ pub fn sizes(config: &Config) -> Result<Sizes, ConfigError> {
 }
 
 /// The bins of an all-gather: a rank is one.
-fn gather_bins(config: &Config) -> Result<Bins, ConfigError> {
+fn gather_bins(config: &Config) -> Result<Bins, CliError> {
     let map = ExpertMap::contiguous(config.ranks(), config.ranks())?;
     Ok(Bins::experts(&map, Order::Expert, &config.node_map()))
 }

@@ -14,9 +14,6 @@ mod report;
 mod rivals;
 mod task;
 
-pub use args::CollectivesArgs;
-pub use task::CollectivesError;
-
 use std::process::ExitCode;
 
 use task::Task;
@@ -24,6 +21,8 @@ use task::Task;
 use crate::bench::peers::Folder;
 use crate::error::CliError;
 use crate::ranks::{self, RankArgs};
+
+pub use args::CollectivesArgs;
 
 /// Starts the ranks and waits for what rank 0 reports.
 pub fn main(args: &CollectivesArgs) -> Result<ExitCode, CliError> {

@@ -117,8 +117,8 @@ impl Report {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::failed;
     use crate::json_keys::{documented, written};
-    use crate::peers::PeerError;
 
     fn sample() -> Report {
         let run = Run { operation: Operation::AllReduce, bytes: 4096, rounds: 3 };
@@ -128,11 +128,7 @@ mod tests {
             config: Conditions { ranks_per_node: vec![2, 1], machines: 1, cores: 2 },
             verified: true,
             runs: vec![RunReport::new(run, &[6.0, 2.0, 4.0], vec![beside])],
-            absent: vec![Unavailable::new(
-                "gloo",
-                &PeerError::Missing { program: "python3".into() },
-                "pip install torch",
-            )],
+            absent: vec![Unavailable::new("gloo", &failed!("there is no python3"), "pip install torch")],
         }
     }
 

@@ -5,7 +5,7 @@ use sidelane::Group;
 use super::task::{MOST_BESIDE, Task};
 use crate::bench::peers::{Contender, Folder, Programs, Way, arrival};
 use crate::error::CliError;
-use crate::peers::{PeerError, Unavailable};
+use crate::peers::Unavailable;
 
 const PROGRAMS: Programs = Programs {
     c: (
@@ -77,7 +77,7 @@ impl Rivals {
     }
 
     /// A round of each: run twice and timed the second time, as ours are. Runs on rank 0; the others have nobody to ask.
-    pub fn lap(&mut self, run: usize, laps_us: &mut [Vec<f64>]) -> Result<(), PeerError> {
+    pub fn lap(&mut self, run: usize, laps_us: &mut [Vec<f64>]) -> Result<(), CliError> {
         for (contender, laps) in self.running.iter_mut().zip(laps_us) {
             contender.call(run as u8)?;
             laps.push(contender.call(run as u8)?);

@@ -7,28 +7,9 @@ use serde_json::json;
 
 use super::args::CollectivesArgs;
 use super::operation::Operation;
-use crate::conditions;
-use crate::launch::{ShapeError, node_sizes_or};
-use crate::ranks;
-
-/// Sizes that cannot be measured.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum CollectivesError {
-    #[error(transparent)]
-    Shape(#[from] ShapeError),
-
-    /// Parts of ranks are rows of sixteen bytes.
-    #[error("--sizes: {bytes} bytes do not make equal parts of whole 16 bytes for {ranks} ranks")]
-    Uneven { bytes: u64, ranks: u32 },
-
-    /// Others are told the number of a run in seven bits.
-    #[error("--peers: {runs} operations and sizes are more than the {most} that others can be told")]
-    TooMany { runs: usize, most: usize },
-
-    /// A count that must be positive.
-    #[error("--rounds must be at least 1")]
-    NoRounds,
-}
+use crate::error::{CliError, usage};
+use crate::launch::node_sizes_or;
+use crate::{conditions, ranks};
 
 /// Runs that others can be told apart.
 pub const MOST_BESIDE: usize = 128;
@@ -53,15 +34,17 @@ pub struct Run {
 
 impl Task {
     /// From the command line.
-    pub fn resolve(args: &CollectivesArgs) -> Result<Self, CollectivesError> {
+    pub fn resolve(args: &CollectivesArgs) -> Result<Self, CliError> {
         let ranks_per_node = node_sizes_or((1, 8), args.nodes, &args.ranks_per_node)?;
         let ranks: u32 = ranks_per_node.iter().sum();
         let sizes = args.sizes.as_ref().map_or(vec![4 << 10, 16 << 20], |sizes| sizes.0.clone());
         if let Some(&bytes) = sizes.iter().find(|&&bytes| !bytes.is_multiple_of(16 * u64::from(ranks))) {
-            return Err(CollectivesError::Uneven { bytes, ranks });
+            return Err(usage!(
+                "--sizes: {bytes} bytes do not make equal parts of whole 16 bytes for {ranks} ranks"
+            ));
         }
         if args.rounds == Some(0) {
-            return Err(CollectivesError::NoRounds);
+            return Err(usage!("--rounds must be at least 1"));
         }
         let operations = if args.operations.is_empty() { &Operation::ALL[..] } else { &args.operations };
         let rounds = |bytes: u64| args.rounds.unwrap_or((64 << 20 >> bytes.ilog2()).clamp(15, 200));
@@ -70,7 +53,11 @@ impl Task {
         });
         let runs: Vec<Run> = runs.collect();
         if args.peers && runs.len() > MOST_BESIDE {
-            return Err(CollectivesError::TooMany { runs: runs.len(), most: MOST_BESIDE });
+            return Err(usage!(
+                "--peers: {runs} operations and sizes are more than the {most} that others can be told",
+                runs = runs.len(),
+                most = MOST_BESIDE
+            ));
         }
         Ok(Task { runs, peers: None, json: args.json.clone(), ranks_per_node })
     }

@@ -17,15 +17,16 @@ mod table;
 use std::process::ExitCode;
 
 use clap::Args;
+use facts::Facts;
+use finding::Finding;
+use root::Root;
 use serde::Serialize;
 
 use crate::error::CliError;
 use crate::output;
+
 pub use cuda::of_probe as cuda_findings;
-use facts::Facts;
-use finding::Finding;
 pub use finding::Level;
-use root::Root;
 
 /// Say what this machine offers, what that means, and what to do
 #[derive(Args)]

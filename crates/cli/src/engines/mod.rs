@@ -13,9 +13,6 @@ mod report;
 mod task;
 mod ways;
 
-pub use args::EnginesArgs;
-pub use task::EnginesError;
-
 use std::process::ExitCode;
 
 use report::Report;
@@ -23,6 +20,8 @@ use task::Task;
 
 use crate::error::CliError;
 use crate::output;
+
+pub use args::EnginesArgs;
 
 /// Counts, and says what it counted.
 pub fn main(args: &EnginesArgs) -> Result<ExitCode, CliError> {

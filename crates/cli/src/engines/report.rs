@@ -2,8 +2,9 @@
 
 use serde::Serialize;
 
-use super::task::{Conditions, EnginesError, Task};
+use super::task::{Conditions, Task};
 use super::ways::{self, Way};
+use crate::error::CliError;
 use crate::launch::shape_words;
 use crate::table::{self, time, volume};
 
@@ -19,7 +20,7 @@ pub struct Report {
 
 impl Report {
     /// Counts.
-    pub fn new(task: &Task) -> Result<Self, EnginesError> {
+    pub fn new(task: &Task) -> Result<Self, CliError> {
         Ok(Report {
             config: task.conditions.clone(),
             row_bytes: task.row_bytes,

@@ -8,26 +8,9 @@ use sidelane::topology::NodeMap;
 
 use super::args::EnginesArgs;
 use crate::bench::RowType;
-use crate::launch::{ShapeError, node_labels, node_sizes_or};
-use crate::routing::{Routed, RoutingError, Share, Source};
-
-/// What cannot be counted.
-#[derive(Debug, thiserror::Error)]
-pub enum EnginesError {
-    #[error(transparent)]
-    Shape(#[from] ShapeError),
-
-    #[error(transparent)]
-    Routing(#[from] RoutingError),
-
-    /// An option that must be positive.
-    #[error("{option} must be at least 1")]
-    Zero { option: &'static str },
-
-    /// More choices than experts, or rows of a size that cannot be dispatched.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
-}
+use crate::error::{CliError, usage};
+use crate::launch::{node_labels, node_sizes_or};
+use crate::routing::{Routed, Share, Source};
 
 /// What was looked at.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -59,7 +42,7 @@ pub struct Task {
 
 impl Task {
     /// From the command line and what the recording or the routing file says.
-    pub fn resolve(args: &EnginesArgs) -> Result<Self, EnginesError> {
+    pub fn resolve(args: &EnginesArgs) -> Result<Self, CliError> {
         let &EnginesArgs { tokens, hidden, dtype, seed, per_copy, speed, .. } = args;
         let ranks_per_node = node_sizes_or((2, 8), args.nodes, &args.ranks_per_node)?;
         let Routed { source: routing, router, experts, top_k } =
@@ -68,7 +51,7 @@ impl Task {
         let options =
             [("--tokens", tokens), ("--hidden", hidden), ("--experts", experts), ("--top-k", top_k)];
         if let Some(&(option, _)) = options.iter().find(|(_, value)| *value == 0) {
-            return Err(EnginesError::Zero { option });
+            return Err(usage!("{option} must be at least 1"));
         }
         let nodes = NodeMap::from_labels(&node_labels(&ranks_per_node));
         let share = Share { experts, top_k, tokens, seed };

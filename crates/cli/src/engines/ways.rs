@@ -8,7 +8,8 @@ use sidelane_core::schedule::stream::{Slots, StreamProgram};
 use sidelane_model::EngineWork;
 
 use super::plan;
-use super::task::{Conditions, EnginesError, Task};
+use super::task::{Conditions, Task};
+use crate::error::CliError;
 
 /// What one way asks of engines.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -63,7 +64,7 @@ impl Asked {
 }
 
 /// All ways that this group has: slots on one node; rows that are planned, straight or through relays.
-pub fn all(task: &Task) -> Result<Vec<Way>, EnginesError> {
+pub fn all(task: &Task) -> Result<Vec<Way>, CliError> {
     let mut ways = Vec::new();
     let ranks = task.nodes.ranks();
     if task.nodes.nodes() == 1 {
@@ -71,7 +72,7 @@ pub fn all(task: &Task) -> Result<Vec<Way>, EnginesError> {
             Slots::new(ranks, task.slot_bytes(), u64::from(task.conditions.tokens) * task.home_bytes)?;
         for (name, call) in [("dispatch", SlotCall::Dispatch), ("combine", SlotCall::Combine)] {
             let work = |me| Ok(EngineWork::of_stream(&StreamProgram::new(call, slots, me)?, me));
-            let work: Vec<EngineWork> = (0..ranks).map(work).collect::<Result<_, EnginesError>>()?;
+            let work: Vec<EngineWork> = (0..ranks).map(work).collect::<Result<_, CliError>>()?;
             ways.push(Way::new(format!("slots: {name}"), &work, &task.conditions));
         }
     }

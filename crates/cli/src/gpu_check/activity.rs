@@ -21,19 +21,19 @@ use sidelane::error::DeviceError;
 use super::check::{About, Checks};
 use super::dispatch::{self, Dispatch, Peers, RANKS};
 use super::driver::stream;
-use super::error::CheckError;
 use super::listed::Listed;
 use super::memory::{device, until, whole};
 use super::row::State;
 use super::task::Task;
 use super::wheels;
+use crate::error::CliError;
 
 /// Bytes of a slot.
 const SLOT: (u64, &str) = (921_600, "0.9 MB");
 
 const CONTROL: &str = "control: plain copy on the GPU";
 
-pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let driver = Driver::open()?;
     let files = wheels::find(&driver, &Cupti::NAMES);
     let cupti = match Cupti::open_with(&driver, &files) {
@@ -67,7 +67,7 @@ struct Listing<'a> {
 }
 
 impl<'a> Listing<'a> {
-    fn new(task: &'a Task, context: &'a Arc<Context>, cupti: &'a Cupti) -> Result<Self, CheckError> {
+    fn new(task: &'a Task, context: &'a Arc<Context>, cupti: &'a Cupti) -> Result<Self, CliError> {
         Ok(Listing {
             task,
             context,
@@ -81,10 +81,7 @@ impl<'a> Listing<'a> {
     }
 
     /// Has work done between marks, and gives what was recorded meanwhile.
-    fn listed(
-        &self,
-        enqueue: impl FnOnce(&[Stream]) -> Result<(), DeviceError>,
-    ) -> Result<Listed, CheckError> {
+    fn listed(&self, enqueue: impl FnOnce(&[Stream]) -> Result<(), DeviceError>) -> Result<Listed, CliError> {
         // What went before is another list's.
         let before = self.cupti.recorded();
         self.mark()?;
@@ -96,19 +93,19 @@ impl<'a> Listing<'a> {
     }
 
     /// A kernel of ours at each rank, and nothing else on the device.
-    fn mark(&self) -> Result<(), CheckError> {
+    fn mark(&self) -> Result<(), CliError> {
         for rank in &self.ranks {
             self.kernels.touch(rank, self.word.range().word(0)?)?;
         }
         self.all_done("marks")
     }
 
-    fn all_done(&self, what: &str) -> Result<(), CheckError> {
+    fn all_done(&self, what: &str) -> Result<(), CliError> {
         until(what, self.task.patience(), || dispatch::all_done(&self.ranks))
     }
 
     /// Whether the list tells a copy by SMs from one by an engine.
-    fn control(&self, checks: &mut Checks) -> Result<bool, CheckError> {
+    fn control(&self, checks: &mut Checks) -> Result<bool, CliError> {
         let [to, from] = &self.plain;
         let listed = self.listed(|ranks| ranks[0].copy(whole(to)?, whole(from)?))?;
         let shows =
@@ -119,7 +116,7 @@ impl<'a> Listing<'a> {
         Ok(state == State::Right)
     }
 
-    fn dispatch(&self, checks: &mut Checks, peers: Peers, tells_apart: bool) -> Result<(), CheckError> {
+    fn dispatch(&self, checks: &mut Checks, peers: Peers, tells_apart: bool) -> Result<(), CliError> {
         let what = format!("{RANKS} ranks, {} to {}", SLOT.1, peers.place());
         let shows = "no kernel ran between packed and landed, the driver's own included, and copy engines' queues took the copies";
         let about = About { what: &what, shows, open: Some("the same between GPUs, over NVLink") };

@@ -16,10 +16,10 @@ use sidelane::device::{AuditKernels, Context, Driver, Hold, PinnedMemory, Stream
 use super::check::{About, Checks};
 use super::dispatch::{self, Dispatch, Peers, RANKS};
 use super::driver::stream;
-use super::error::{CheckError, equal};
-use super::memory::{device, finish, until, whole};
+use super::memory::{device, equal, finish, until, whole};
 use super::row::State;
 use super::task::Task;
+use crate::error::CliError;
 
 /// Bytes of a slot: one of a small batch, and one that is hardly more than its flags.
 const SLOTS: [(u64, &str); 2] = [(921_600, "0.9 MB"), (16 << 10, "16 KiB")];
@@ -27,7 +27,7 @@ const SLOTS: [(u64, &str); 2] = [(921_600, "0.9 MB"), (16 << 10, "16 KiB")];
 /// A control that has not ended in so long needed what is held.
 const CONTROL: Duration = Duration::from_millis(500);
 
-pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let context = Driver::open()?.context(task.device)?;
     let audit = Audit::new(task, &context)?;
     let mut controls = true;
@@ -82,7 +82,7 @@ struct Audit<'a> {
 }
 
 impl<'a> Audit<'a> {
-    fn new(task: &'a Task, context: &'a Arc<Context>) -> Result<Self, CheckError> {
+    fn new(task: &'a Task, context: &'a Arc<Context>) -> Result<Self, CliError> {
         let kernels = AuditKernels::load(context)?;
         Ok(Audit {
             task,
@@ -97,7 +97,7 @@ impl<'a> Audit<'a> {
     }
 
     /// Has `work` done while every multiprocessor is held. Whatever comes of it, the hold ends.
-    fn held<T>(&self, work: impl FnOnce() -> Result<T, CheckError>) -> Result<T, CheckError> {
+    fn held<T>(&self, work: impl FnOnce() -> Result<T, CliError>) -> Result<T, CliError> {
         self.hold.take(&self.holder)?;
         let all = u64::from(self.hold.blocks());
         let running = until("blocks of the hold", self.task.patience(), || Ok(self.all_run()));
@@ -120,8 +120,8 @@ impl<'a> Audit<'a> {
         &self,
         checks: &mut Checks,
         about: About<'_>,
-        enqueue: impl FnOnce(&Stream) -> Result<(), CheckError>,
-    ) -> Result<bool, CheckError> {
+        enqueue: impl FnOnce(&Stream) -> Result<(), CliError>,
+    ) -> Result<bool, CliError> {
         let ended = self.held(|| {
             enqueue(&self.control)?;
             let start = Instant::now();
@@ -159,7 +159,7 @@ impl<'a> Audit<'a> {
         about: About<'_>,
         peers: Peers,
         bytes: u64,
-    ) -> Result<(), CheckError> {
+    ) -> Result<(), CliError> {
         if !checks.has(about, self.context.driver().version(), peers.needs())? {
             return Ok(());
         }
@@ -172,7 +172,7 @@ impl<'a> Audit<'a> {
         checks.tell(about, state, found, None)
     }
 
-    fn dispatch(&self, peers: Peers, bytes: u64) -> Result<String, CheckError> {
+    fn dispatch(&self, peers: Peers, bytes: u64) -> Result<String, CliError> {
         let mut dispatch = Dispatch::packed(self.context, &self.control, peers, bytes)?;
         let patience = self.task.patience();
         let landed = self.held(|| {

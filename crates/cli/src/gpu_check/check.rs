@@ -2,7 +2,6 @@
 
 use sidelane::device::Version;
 
-use super::error::CheckError;
 use super::row::{Answer, Row, State, Time};
 use super::task::Part;
 use crate::error::CliError;
@@ -37,8 +36,8 @@ impl Checks {
     pub fn check(
         &mut self,
         about: About<'_>,
-        check: impl FnOnce() -> Result<String, CheckError>,
-    ) -> Result<bool, CheckError> {
+        check: impl FnOnce() -> Result<String, CliError>,
+    ) -> Result<bool, CliError> {
         let (state, found) = match check() {
             Ok(found) => (State::Right, found),
             Err(error) => (State::Wrong, error.to_string()),
@@ -54,7 +53,7 @@ impl Checks {
         about: About<'_>,
         seen: Version,
         (feature, needed): (&str, Version),
-    ) -> Result<bool, CheckError> {
+    ) -> Result<bool, CliError> {
         if seen >= needed {
             return Ok(true);
         }
@@ -64,9 +63,9 @@ impl Checks {
     }
 
     /// Tells an answer.
-    pub fn answered(&mut self, about: About<'_>, answer: Answer, found: String) -> Result<(), CheckError> {
+    pub fn answered(&mut self, about: About<'_>, answer: Answer, found: String) -> Result<(), CliError> {
         let row = Row { answer: Some(answer), ..self.row(about, State::Answered, found, None) };
-        Ok(emit(&row)?)
+        emit(&row)
     }
 
     /// Tells a figure.
@@ -75,12 +74,12 @@ impl Checks {
         about: About<'_>,
         samples: &[f64],
         found: impl Into<String>,
-    ) -> Result<(), CheckError> {
+    ) -> Result<(), CliError> {
         self.tell(about, State::Measured, found.into(), Some(Time::of(samples)))
     }
 
     /// Tells that something is wrong beside what is checked.
-    pub fn failed(&mut self, what: &str, error: &CheckError) -> Result<(), CliError> {
+    pub fn failed(&mut self, what: &str, error: &CliError) -> Result<(), CliError> {
         let about = About { what, shows: "the rest of this part was not run", open: None };
         let row = self.row(about, State::Wrong, error.to_string(), None);
         emit(&row)
@@ -93,9 +92,9 @@ impl Checks {
         state: State,
         found: String,
         time: Option<Time>,
-    ) -> Result<(), CheckError> {
+    ) -> Result<(), CliError> {
         let row = self.row(about, state, found, time);
-        Ok(emit(&row)?)
+        emit(&row)
     }
 
     fn row(&mut self, about: About<'_>, state: State, found: String, time: Option<Time>) -> Row {

@@ -13,8 +13,8 @@ use sidelane_core::schedule::call::{Part, SlotCall};
 use sidelane_core::schedule::stream::{Slots, StreamProgram};
 
 use super::driver::stream;
-use super::error::{CheckError, same};
-use super::memory::{self, Random, content, device};
+use super::memory::{self, Random, content, device, same};
+use crate::error::CliError;
 
 pub const RANKS: u32 = 4;
 
@@ -71,7 +71,7 @@ impl Dispatch {
         staging: &Stream,
         peers: Peers,
         bytes: u64,
-    ) -> Result<Self, CheckError> {
+    ) -> Result<Self, CliError> {
         let slots = Slots::new(RANKS, bytes, bytes)?;
         let windows = Windows::new(context, &slots, peers)?;
         let mut programs = Vec::new();
@@ -98,7 +98,7 @@ impl Dispatch {
     }
 
     /// Whether everything landed, to the byte.
-    pub fn check(&self, staging: &Stream, patience: Duration) -> Result<(), CheckError> {
+    pub fn check(&self, staging: &Stream, patience: Duration) -> Result<(), CliError> {
         for rank in 0..RANKS {
             for from in (0..RANKS).filter(|&from| from != rank) {
                 let place = (self.slots.receive(from), self.bytes);
@@ -152,7 +152,7 @@ impl Windows {
         (offset, len): (u64, u64),
         stream: &Stream,
         patience: Duration,
-    ) -> Result<Vec<u8>, CheckError> {
+    ) -> Result<Vec<u8>, CliError> {
         match &self.host {
             None => memory::read(stream, &self.own[rank as usize].part(offset, len)?, patience),
             Some(host) => Ok(content(&host[rank as usize])?[offset as usize..][..len as usize].to_vec()),

@@ -11,16 +11,16 @@ use sidelane::device::{
 use sidelane::error::DeviceError;
 
 use super::check::{About, Checks};
-use super::error::{CheckError, equal, same};
-use super::memory::{self, Random, content, device, finish, until, whole};
+use super::memory::{self, Random, content, device, equal, finish, same, until, whole};
 use super::row::State;
 use super::task::Task;
 use crate::doctor::{self, Level};
+use crate::error::CliError;
 
 /// Bytes of one transfer.
 const BYTES: usize = 1 << 20;
 
-pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let driver = Driver::open()?;
     for finding in doctor::cuda_findings(&driver.probe()?) {
         let state = if finding.level == Level::Warn { State::Wrong } else { State::Right };
@@ -72,11 +72,11 @@ impl Bench<'_> {
         PinnedMemory::new(self.context, bytes)
     }
 
-    fn finish(&self, stream: &Stream) -> Result<(), CheckError> {
+    fn finish(&self, stream: &Stream) -> Result<(), CliError> {
         finish(stream, "a stream", self.task.patience())
     }
 
-    fn modules(&self) -> Result<String, CheckError> {
+    fn modules(&self) -> Result<String, CliError> {
         let start = Instant::now();
         Kernels::load(self.context)?;
         let kernels = start.elapsed();
@@ -89,7 +89,7 @@ impl Bench<'_> {
         ))
     }
 
-    fn flags(&self) -> Result<String, CheckError> {
+    fn flags(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
         let (from, to, word) = (self.pinned(BYTES)?, self.pinned(BYTES)?, self.pinned(8)?);
         let there = device(self.context, BYTES as u64)?;
@@ -107,7 +107,7 @@ impl Bench<'_> {
         Ok(format!("{rounds} rounds of 1 MiB to the GPU and back"))
     }
 
-    fn waits<T: Value + From<u32>>(&self) -> Result<String, CheckError> {
+    fn waits<T: Value + From<u32>>(&self) -> Result<String, CliError> {
         let [first, second] = &self.streams;
         let (words, there) = (self.pinned(24)?, device(self.context, 64)?);
         memory::write(first, &there, &[0; 64])?;
@@ -131,7 +131,7 @@ impl Bench<'_> {
         Ok("end when the word is at or past the value, and not before".to_owned())
     }
 
-    fn lists(&self) -> Result<String, CheckError> {
+    fn lists(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
         let words = self.pinned(24)?;
         let mut list = MemoryOperations::with_capacity(self.context, 600);
@@ -154,7 +154,7 @@ impl Bench<'_> {
         Ok(format!("{} in one list", list.len()))
     }
 
-    fn events(&self) -> Result<String, CheckError> {
+    fn events(&self) -> Result<String, CliError> {
         let [first, second] = &self.streams;
         let words = self.pinned(16)?;
         let event = Event::new(self.context)?;
@@ -170,7 +170,7 @@ impl Bench<'_> {
         Ok("hold up other streams, and let them go".to_owned())
     }
 
-    fn batches(&self) -> Result<String, CheckError> {
+    fn batches(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
         let (from, to, word) = (self.pinned(BYTES)?, self.pinned(BYTES)?, self.pinned(8)?);
         let there = device(self.context, BYTES as u64)?;
@@ -198,7 +198,7 @@ impl Bench<'_> {
         Ok(format!("{rounds} rounds of {} copies of odd sizes, each way", away.len()))
     }
 
-    fn graphs(&self) -> Result<String, CheckError> {
+    fn graphs(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
         let (from, to, words) = (self.pinned(BYTES)?, self.pinned(BYTES)?, self.pinned(16)?);
         let there = device(self.context, BYTES as u64)?;
@@ -224,7 +224,7 @@ impl Bench<'_> {
         Ok(format!("{rounds} launches"))
     }
 
-    fn descriptors(&self) -> Result<String, CheckError> {
+    fn descriptors(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
         let made = Allocation::new(self.context, BYTES as u64)?;
         let descriptor = made.export()?;

@@ -17,10 +17,10 @@ use sidelane::error::DeviceError;
 
 use super::check::{About, Checks};
 use super::driver::stream;
-use super::error::CheckError;
 use super::memory::{self, Random, device, until, whole};
 use super::task::Task;
 use super::wheels;
+use crate::error::CliError;
 
 /// Bytes of one copy, and copies of one burst.
 const COPY: u64 = 1 << 20;
@@ -45,7 +45,7 @@ struct Found {
     rate: Vec<f64>,
 }
 
-pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let context = Driver::open()?.context(task.device)?;
     let stand_in = context.driver().is_stand_in();
     let bench = Bench::new(task, &context)?;
@@ -113,7 +113,7 @@ struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    fn new(task: &'a Task, context: &'a Arc<Context>) -> Result<Self, CheckError> {
+    fn new(task: &'a Task, context: &'a Arc<Context>) -> Result<Self, CliError> {
         let stand_in = context.driver().is_stand_in();
         let files = wheels::find(context.driver(), &Blas::NAMES);
         let size = task.size.map_or_else(|| largest(context), Ok)?;
@@ -163,7 +163,7 @@ impl<'a> Bench<'a> {
     }
 
     /// Microseconds of a product, and GB/s that were moved meanwhile.
-    fn round(&self, beside: Beside) -> Result<(f64, f64), CheckError> {
+    fn round(&self, beside: Beside) -> Result<(f64, f64), CliError> {
         let mut bursts = 0_u64;
         if beside != Beside::Nothing {
             for event in &self.bursts {

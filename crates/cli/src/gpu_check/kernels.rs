@@ -12,11 +12,11 @@ use sidelane::plan::SlotShape;
 
 use super::check::{About, Checks};
 use super::driver::stream;
-use super::error::{CheckError, equal, same};
-use super::memory::{self, Random, device, finish, whole};
+use super::memory::{self, Random, device, equal, finish, same, whole};
 use super::row::State;
 use super::task::Task;
 use super::wheels;
+use crate::error::CliError;
 
 const TYPES: [(Dtype, Dtype); 5] = [
     (Dtype::F32, Dtype::F32),
@@ -49,7 +49,7 @@ const SPECIAL: [u32; 16] = [
 const RANKS: u32 = 8;
 const TOKENS: u32 = 96;
 
-pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let context = Driver::open()?.context(task.device)?;
     let (kernels, audit) = (Kernels::load(&context)?, AuditKernels::load(&context)?);
     let bench = Bench { task, context: &context, stream: stream(&context)?, kernels, audit };
@@ -95,17 +95,17 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    fn finish(&self) -> Result<(), CheckError> {
+    fn finish(&self) -> Result<(), CliError> {
         finish(&self.stream, "a kernel", self.task.patience())
     }
 
-    fn put(&self, bytes: &[u8]) -> Result<Range, CheckError> {
+    fn put(&self, bytes: &[u8]) -> Result<Range, CliError> {
         let range = device(self.context, bytes.len() as u64)?;
         memory::write(&self.stream, &range, bytes)?;
         Ok(range)
     }
 
-    fn sum(&self, rows: Dtype, dtype: Dtype) -> Result<String, CheckError> {
+    fn sum(&self, rows: Dtype, dtype: Dtype) -> Result<String, CliError> {
         let columns = self.task.few(7168, 520);
         let shape = SlotShape::new(TOKENS, 1, u64::from(columns) * dtype.size() as u64)?;
         let mut random = Random(rows as u64 * 16 + dtype as u64);
@@ -152,7 +152,7 @@ impl Bench<'_> {
         Ok(format!("{} sums of up to {RANKS} rows, special values among them", TOKENS * columns))
     }
 
-    fn copy(&self) -> Result<String, CheckError> {
+    fn copy(&self) -> Result<String, CliError> {
         let bytes = Random(5).bytes((1 << 20) + 48);
         let (from, to) = (self.put(&bytes)?, device(self.context, bytes.len() as u64)?);
         self.audit.copy(&self.stream, whole(&to)?, whole(&from)?)?;
@@ -165,7 +165,7 @@ impl Bench<'_> {
         &self,
         by: &str,
         enqueue: impl FnOnce(&Product<'_>) -> Result<(), sidelane::error::DeviceError>,
-    ) -> Result<String, CheckError> {
+    ) -> Result<String, CliError> {
         let size = self.task.few(512, 128);
         let mut random = Random(size.into());
         let mut matrix = || (0..size * size).map(|_| (random.next() % 17) as f32 - 8.0).collect::<Vec<f32>>();

@@ -1,12 +1,13 @@
 //! Memory of the device and what is in it.
 
+use std::fmt::Display;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sidelane::device::{Allocation, Context, PinnedMemory, Range, Reservation, Span, Stream};
 use sidelane::error::DeviceError;
 
-use super::error::CheckError;
+use crate::error::{CliError, failed, wrong};
 
 /// New memory of the device.
 pub fn device(context: &Arc<Context>, bytes: u64) -> Result<Range, DeviceError> {
@@ -36,7 +37,7 @@ pub fn write(stream: &Stream, to: &Range, bytes: &[u8]) -> Result<(), DeviceErro
 }
 
 /// Reads memory of the device, once the stream has come so far.
-pub fn read(stream: &Stream, from: &Range, patience: Duration) -> Result<Vec<u8>, CheckError> {
+pub fn read(stream: &Stream, from: &Range, patience: Duration) -> Result<Vec<u8>, CliError> {
     let staging = PinnedMemory::new(stream.context(), from.len() as usize)?;
     stream.copy(whole(staging.range())?, whole(from)?)?;
     finish(stream, "a copy to the host", patience)?;
@@ -44,7 +45,7 @@ pub fn read(stream: &Stream, from: &Range, patience: Duration) -> Result<Vec<u8>
 }
 
 /// Waits until the stream is done, but not for ever.
-pub fn finish(stream: &Stream, what: &str, patience: Duration) -> Result<(), CheckError> {
+pub fn finish(stream: &Stream, what: &str, patience: Duration) -> Result<(), CliError> {
     until(what, patience, || stream.is_done())
 }
 
@@ -53,12 +54,12 @@ pub fn until(
     what: &str,
     patience: Duration,
     mut done: impl FnMut() -> Result<bool, DeviceError>,
-) -> Result<(), CheckError> {
+) -> Result<(), CliError> {
     let start = Instant::now();
     while !done()? {
         let waited = start.elapsed();
         if waited > patience {
-            return Err(CheckError::Late { what: what.to_owned(), waited });
+            return Err(failed!("{what} did not end within {waited:?}", what = what.to_owned()));
         }
         std::thread::yield_now();
     }
@@ -80,4 +81,19 @@ impl Random {
         let words = (0..len.div_ceil(8)).flat_map(|_| self.next().to_ne_bytes());
         words.take(len).collect()
     }
+}
+
+/// Compares bytes.
+pub fn same(what: impl Display, seen: &[u8], expected: &[u8]) -> Result<(), CliError> {
+    equal("bytes", seen.len() as u64, expected.len() as u64)?;
+    let Some(at) = seen.iter().zip(expected).position(|(seen, expected)| seen != expected) else {
+        return Ok(());
+    };
+    let (len, seen, expected) = (seen.len(), seen[at], expected[at]);
+    Err(wrong!("{what}: byte {at} of {len} is {seen:#04x} and must be {expected:#04x}"))
+}
+
+/// Compares numbers.
+pub fn equal(what: impl Display, seen: u64, expected: u64) -> Result<(), CliError> {
+    if seen == expected { Ok(()) } else { Err(wrong!("{what} is {seen} and must be {expected}")) }
 }

@@ -31,7 +31,6 @@ mod check;
 mod costs;
 mod dispatch;
 mod driver;
-mod error;
 mod exchange;
 mod interference;
 mod kernels;
@@ -46,8 +45,6 @@ mod task;
 mod timer;
 mod wheels;
 
-pub use args::GpuCheckArgs;
-
 use std::process::ExitCode;
 
 use check::Checks;
@@ -59,6 +56,8 @@ use task::{Part, Task};
 use crate::error::CliError;
 use crate::output;
 use crate::ranks::RankArgs;
+
+pub use args::GpuCheckArgs;
 
 /// Runs all parts, and prints what they found.
 pub fn main(args: &GpuCheckArgs) -> Result<ExitCode, CliError> {
@@ -115,5 +114,5 @@ fn probe(device: u32) -> Result<sidelane::device::Probe, DeviceError> {
 
 /// This program, to be started again.
 fn program() -> Result<std::path::PathBuf, CliError> {
-    std::env::current_exe().map_err(|source| CliError::Prepare { what: "find this program", source })
+    std::env::current_exe().map_err(CliError::prepare("find this program"))
 }

@@ -54,7 +54,7 @@ fn one(task: &Task, end: Option<Instant>) -> Result<Vec<Row>, CliError> {
     loop {
         let left = end.map(|end| end.saturating_duration_since(Instant::now()));
         match hear.recv_timeout(left.map_or(SILENCE, |left| left.min(SILENCE))) {
-            Ok(line) => rows.push(serde_json::from_str::<Row>(&line).map_err(CliError::Told)?),
+            Ok(line) => rows.push(serde_json::from_str::<Row>(&line).map_err(CliError::told)?),
             Err(RecvTimeoutError::Disconnected) => break,
             Err(RecvTimeoutError::Timeout) => {
                 let no_time = left.is_some_and(|left| left < SILENCE);
@@ -64,7 +64,7 @@ fn one(task: &Task, end: Option<Instant>) -> Result<Vec<Row>, CliError> {
             }
         }
     }
-    let ended = child.wait().map_err(|source| CliError::Prepare { what: "wait for a part", source })?;
+    let ended = child.wait().map_err(CliError::prepare("wait for a part"))?;
     let wrong = rows.iter().any(|row| row.state == State::Wrong);
     match stuck {
         Some(Ended::Time) => rows.push(left_out(task.part, "to its end", UNFINISHED)),

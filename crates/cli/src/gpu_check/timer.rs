@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use sidelane::device::{Context, Event, PinnedMemory, Stream};
 use sidelane::error::DeviceError;
 
-use super::error::CheckError;
 use super::memory::until;
+use crate::error::CliError;
 
 /// A gate and two marks.
 pub struct Timer {
@@ -46,7 +46,7 @@ impl Timer {
         stream: &Stream,
         (rounds, count): (usize, usize),
         mut enqueue: impl FnMut() -> Result<(), DeviceError>,
-    ) -> Result<Samples, CheckError> {
+    ) -> Result<Samples, CliError> {
         let mut samples = Samples::default();
         for round in 0..=rounds {
             self.opened += 1;

@@ -8,7 +8,7 @@ use sidelane::bootstrap::{Identity, Secret};
 
 use super::lifeline::Lifeline;
 use super::machines::Master;
-use crate::error::CliError;
+use crate::error::{CliError, failed, usage};
 
 const LOOPBACK: &str = "127.0.0.1";
 
@@ -30,8 +30,7 @@ impl Meeting {
     ///
     /// The ports are free now; the handshake of the ranks notices if somebody else took one meanwhile.
     pub fn here(lifeline: &Lifeline) -> Result<Self, CliError> {
-        let (master_port, port) =
-            free_ports().map_err(|source| CliError::Prepare { what: "find a free port", source })?;
+        let (master_port, port) = free_ports().map_err(CliError::prepare("find a free port"))?;
         let job = format!("sidelane-{}", random_hex::<4>()?);
         let master = Master { host: LOOPBACK.to_owned(), port: master_port };
         let mut meeting = Meeting::shared(&master, job, lifeline);
@@ -44,7 +43,7 @@ impl Meeting {
     /// port; the secret is in the environment.
     ///
     /// # Errors
-    /// [`CliError::NoSecret`] where the ranks would refuse to meet without one.
+    /// Where the ranks would refuse to meet without one.
     pub fn at(master: &Master, here: &[Place], lifeline: &Lifeline) -> Result<Self, CliError> {
         let variable = |name: &str| std::env::var(name).ok();
         let named = variable("SIDELANE_JOB").filter(|name| !name.trim().is_empty());
@@ -59,7 +58,9 @@ impl Meeting {
             let identity = Identity::from_vars(&lookup).map_err(Error::from)?;
             let secret = Secret::from_vars(&lookup).map_err(Error::from)?;
             if secret.is_none() && !identity.is_local() && !identity.insecure {
-                return Err(CliError::NoSecret { master: master.to_string() });
+                return Err(usage!(
+                    "ranks of other machines join at {master}: set the same SIDELANE_SECRET or SIDELANE_SECRET_FILE on each machine (or SIDELANE_INSECURE=1 on a trusted network)"
+                ));
             }
         }
         Ok(meeting)
@@ -108,10 +109,7 @@ fn free_ports() -> io::Result<(u16, u16)> {
 
 fn random_hex<const N: usize>() -> Result<String, CliError> {
     let mut bytes = [0u8; N];
-    getrandom::fill(&mut bytes).map_err(|error| CliError::Prepare {
-        what: "draw random bytes",
-        source: io::Error::other(error.to_string()),
-    })?;
+    getrandom::fill(&mut bytes).map_err(|error| failed!("cannot draw random bytes: {error}"))?;
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 

@@ -55,9 +55,8 @@ impl Outcome {
 impl Job {
     /// Starts the ranks and stays until the last one has ended.
     pub fn run(&self) -> Result<Outcome, CliError> {
-        let prepare = |what| move |source| CliError::Prepare { what, source };
-        let inbox = Inbox::open().map_err(prepare("listen for signals"))?;
-        let lifeline = Lifeline::new().map_err(prepare("open a pipe to the ranks"))?;
+        let inbox = Inbox::open().map_err(CliError::prepare("listen for signals"))?;
+        let lifeline = Lifeline::new().map_err(CliError::prepare("open a pipe to the ranks"))?;
         let (meeting, places) = self.meeting(&lifeline)?;
         let taggers = self.tag.then(Taggers::new);
         let ranks = Ranks::start(&places, &meeting, self, taggers.as_ref())?;

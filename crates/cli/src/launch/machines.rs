@@ -17,8 +17,8 @@ use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
 
-use super::{Bind, ShapeError};
-use crate::error::CliError;
+use super::Bind;
+use crate::error::{CliError, usage};
 use crate::output;
 
 /// Where torchrun's rendezvous is by default, too.
@@ -76,10 +76,13 @@ pub struct Master {
 
 impl MachineArgs {
     /// The part of a job with nodes of these sizes that this machine runs; none if it runs the whole job.
-    pub fn part(&self, nodes: &[u32]) -> Result<Option<Part>, ShapeError> {
+    pub fn part(&self, nodes: &[u32]) -> Result<Option<Part>, CliError> {
         let (Some(node), Some(master)) = (self.node_rank, &self.master) else { return Ok(None) };
         if node as usize >= nodes.len() {
-            return Err(ShapeError::NoSuchNode { node, nodes: nodes.len() });
+            return Err(usage!(
+                "--node-rank is {node}, but the job has {nodes} nodes, counted from 0",
+                nodes = nodes.len()
+            ));
         }
         Ok(Some(Part { node, master: master.clone() }))
     }
@@ -156,8 +159,9 @@ mod tests {
         let master: Option<Master> = Some("a".parse().unwrap());
         let args = MachineArgs { node_rank: Some(1), master, ..MachineArgs::default() };
         assert_eq!(args.part(&[4, 4]).unwrap().unwrap().node, 1);
-        assert_eq!(args.part(&[4]), Err(ShapeError::NoSuchNode { node: 1, nodes: 1 }));
-        assert_eq!(MachineArgs::default().part(&[4]), Ok(None));
+        let refused = args.part(&[4]).unwrap_err().to_string();
+        assert_eq!(refused, "--node-rank is 1, but the job has 1 nodes, counted from 0");
+        assert_eq!(MachineArgs::default().part(&[4]).unwrap(), None);
     }
 
     #[test]

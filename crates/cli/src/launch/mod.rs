@@ -16,17 +16,17 @@ mod shape;
 mod signals;
 mod tag;
 
-pub use args::LaunchArgs;
-pub use bind::Bind;
-pub use job::{Job, Outcome};
-pub use machines::MachineArgs;
-pub use shape::{ShapeError, node_labels, node_sizes_or, shape_words};
-
 use std::process::ExitCode;
 
 use shape::node_sizes;
 
 use crate::error::CliError;
+
+pub use args::LaunchArgs;
+pub use bind::Bind;
+pub use job::{Job, Outcome};
+pub use machines::MachineArgs;
+pub use shape::{node_labels, node_sizes_or, shape_words};
 
 /// Runs the command line's job. Ends as the first failing rank did.
 pub fn main(args: LaunchArgs) -> Result<ExitCode, CliError> {

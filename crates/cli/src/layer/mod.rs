@@ -18,15 +18,14 @@ mod report;
 mod task;
 mod watched;
 
-pub use args::LayerArgs;
-pub use task::LayerError;
-
 use std::process::ExitCode;
 
 use task::Task;
 
 use crate::error::CliError;
 use crate::ranks::{self, RankArgs};
+
+pub use args::LayerArgs;
 
 /// Starts the ranks and waits for what rank 0 reports.
 pub fn main(args: &LayerArgs) -> Result<ExitCode, CliError> {

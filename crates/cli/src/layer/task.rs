@@ -9,33 +9,9 @@ use sidelane::config::Pace;
 use super::args::LayerArgs;
 use super::pace::PaceArg;
 use crate::conditions;
-use crate::launch::{ShapeError, node_sizes_or};
+use crate::error::{CliError, usage};
+use crate::launch::node_sizes_or;
 use crate::ranks::Sizes;
-
-/// Layers that cannot be timed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum LayerError {
-    #[error(transparent)]
-    Shape(#[from] ShapeError),
-
-    /// A size that must be positive, or is too large.
-    #[error("{option} must be between 1 and {most}")]
-    OutOfRange { option: &'static str, most: u32 },
-
-    /// Rows move in units of 16 bytes.
-    #[error("rows of {hidden} x bf16 are no multiple of 16 bytes")]
-    OddRows { hidden: u32 },
-
-    /// There are no wires whose pace could be kept.
-    #[error("--pace is for wires between nodes of one machine: two nodes or more, without --node-rank")]
-    NoPace,
-
-    /// More choices than experts, or fewer experts than ranks.
-    #[error(
-        "{experts} experts: there must be one for each of {ranks} ranks at least, and --top-k ({top_k}) at most"
-    )]
-    TooFewExperts { experts: u32, ranks: u32, top_k: u32 },
-}
 
 /// What a layer is made of.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -102,7 +78,7 @@ impl Shape {
         Sizes { heap, symmetric }
     }
 
-    fn check(&self) -> Result<(), LayerError> {
+    fn check(&self) -> Result<(), CliError> {
         let sizes = [
             ("--tokens", self.tokens, 1 << 20),
             ("--hidden", self.hidden, 1 << 20),
@@ -113,7 +89,7 @@ impl Shape {
             ("--transfers", self.transfers, self.chunks),
         ];
         if let Some(&(option, _, most)) = sizes.iter().find(|(_, seen, most)| !(1..=*most).contains(seen)) {
-            return Err(LayerError::OutOfRange { option, most });
+            return Err(usage!("{option} must be between 1 and {most}"));
         }
         let (hidden, ffn) = (u64::from(self.hidden), u64::from(self.ffn));
         let own = u64::from(self.experts.div_ceil(self.ranks().max(1)));
@@ -124,14 +100,16 @@ impl Shape {
             ("--tokens x --top-k x --ffn", rows * ffn),
         ];
         if let Some(&(option, _)) = products.iter().find(|(_, seen)| *seen > u64::from(MOST_VALUES)) {
-            return Err(LayerError::OutOfRange { option, most: MOST_VALUES });
+            return Err(usage!("{option} must be between 1 and {most}", most = MOST_VALUES));
         }
         if !self.row_bytes().is_multiple_of(16) {
-            return Err(LayerError::OddRows { hidden: self.hidden });
+            return Err(usage!("rows of {hidden} x bf16 are no multiple of 16 bytes", hidden = self.hidden));
         }
         let (experts, ranks, top_k) = (self.experts, self.ranks(), self.top_k);
         match experts < ranks.max(top_k) {
-            true => Err(LayerError::TooFewExperts { experts, ranks, top_k }),
+            true => Err(usage!(
+                "{experts} experts: there must be one for each of {ranks} ranks at least, and --top-k ({top_k}) at most"
+            )),
             false => Ok(()),
         }
     }
@@ -139,7 +117,7 @@ impl Shape {
 
 impl Task {
     /// From the command line. Experts are timed here where the link is to be as fast as they are.
-    pub fn resolve(args: &LayerArgs) -> Result<Self, LayerError> {
+    pub fn resolve(args: &LayerArgs) -> Result<Self, CliError> {
         let ranks_per_node = node_sizes_or((2, 1), args.nodes, &args.ranks_per_node)?;
         let &LayerArgs { tokens, hidden, ffn, experts, top_k, chunks, seed, .. } = args;
         let transfers = args.transfers.unwrap_or(chunks.min(2));
@@ -148,7 +126,11 @@ impl Task {
         // Between machines, and within a node, transfers take what they take.
         let wires = shape.ranks_per_node.len() > 1 && args.machines.node_rank.is_none();
         let pace = match args.pace {
-            PaceArg::Link(_) if !wires => return Err(LayerError::NoPace),
+            PaceArg::Link(_) if !wires => {
+                return Err(usage!(
+                    "--pace is for wires between nodes of one machine: two nodes or more, without --node-rank"
+                ));
+            }
             pace if wires => pace.resolve(&shape),
             _ => None,
         };
@@ -208,20 +190,33 @@ mod tests {
         args: LayerArgs,
     }
 
-    fn resolve(line: &str) -> Result<Task, LayerError> {
+    fn resolve(line: &str) -> Result<Task, CliError> {
         let line = Line::try_parse_from(["layer"].into_iter().chain(line.split_whitespace())).unwrap();
         Task::resolve(&line.args)
     }
 
     #[test]
     fn what_cannot_be_timed_is_refused_before_a_rank_is_started() {
-        assert_eq!(resolve("--chunks 0"), Err(LayerError::OutOfRange { option: "--chunks", most: 1 << 10 }));
-        let few = LayerError::TooFewExperts { experts: 3, ranks: 2, top_k: 4 };
-        assert_eq!(resolve("--experts 3"), Err(few));
-        let many = |option| LayerError::OutOfRange { option, most: MOST_VALUES };
-        assert_eq!(resolve("--hidden 1048576 --ffn 1048576"), Err(many("weights of a rank's --experts")));
-        assert_eq!(resolve("--tokens 1048576 --hidden 4096"), Err(many("--tokens x --top-k x --hidden")));
-        assert!(matches!(resolve("--nodes 0"), Err(LayerError::Shape(_))));
+        for (line, said) in [
+            ("--chunks 0", "--chunks must be between 1 and 1024"),
+            (
+                "--experts 3",
+                "3 experts: there must be one for each of 2 ranks at least, and --top-k (4) at most",
+            ),
+            (
+                "--hidden 1048576 --ffn 1048576",
+                "weights of a rank's --experts must be between 1 and 2147483648",
+            ),
+            (
+                "--tokens 1048576 --hidden 4096",
+                "--tokens x --top-k x --hidden must be between 1 and 2147483648",
+            ),
+            ("--nodes 0", "--nodes must be at least 1"),
+            ("--nodes 1 --ranks-per-node 2 --pace 1G/10", "--pace is for wires between nodes of one machine"),
+        ] {
+            let refused = resolve(line).unwrap_err().to_string();
+            assert!(refused.starts_with(said), "{line}: {refused}");
+        }
     }
 
     #[test]
@@ -232,6 +227,5 @@ mod tests {
         // Nothing crosses on one node.
         let none = [("SIDELANE_PACE".to_owned(), "".into())];
         assert_eq!(resolve("--nodes 1 --ranks-per-node 2").unwrap().variables(), none);
-        assert_eq!(resolve("--nodes 1 --ranks-per-node 2 --pace 1G/10"), Err(LayerError::NoPace));
     }
 }

@@ -21,16 +21,15 @@ mod task;
 mod turns;
 mod ucx;
 
-pub use args::PerfArgs;
-pub use sizes::{Bytes, Sizes};
-pub use task::PerfError;
-
 use std::process::ExitCode;
 
 use task::Task;
 
 use crate::error::CliError;
 use crate::ranks::{self, RankArgs};
+
+pub use args::PerfArgs;
+pub use sizes::{Bytes, Sizes};
 
 /// Starts the ranks and waits for what rank 0 reports.
 pub fn main(args: &PerfArgs) -> Result<ExitCode, CliError> {

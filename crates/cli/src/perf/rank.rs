@@ -44,7 +44,7 @@ fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
             let found = pair.as_mut().map(|pair| pair.run(task.test, run, copied)).transpose()?;
             let found = found.map(|found| serde_json::to_vec(&found).expect("numbers are always JSON"));
             let all = group.gather(&found.unwrap_or_default())?;
-            let told = |rank: u32| serde_json::from_slice(&all[rank as usize]).map_err(CliError::Told);
+            let told = |rank: u32| serde_json::from_slice(&all[rank as usize]).map_err(CliError::told);
             let (first, second): (Found, Found) = (told(ends.0)?, told(ends.1)?);
             let turns = match task.peers && absent.is_none() {
                 true => turns::take(&group, pair.as_mut(), task.test, run)?,

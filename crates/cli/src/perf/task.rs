@@ -7,44 +7,9 @@ use serde_json::json;
 
 use super::args::{PerfArgs, Test};
 use super::sizes::Sizes;
-use crate::conditions;
-use crate::launch::{ShapeError, node_sizes_or};
-use crate::ranks;
-
-/// Pairs that cannot be measured.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum PerfError {
-    #[error(transparent)]
-    Shape(#[from] ShapeError),
-
-    /// Nobody to measure with.
-    #[error("a job of one rank has no pair: give it more --nodes or --ranks-per-node")]
-    OneRank,
-
-    /// Matrices are of nodes.
-    #[error("--pairs all is for two nodes or more")]
-    OneNode,
-
-    /// Rank 0 with itself.
-    #[error("--peer is rank 0 itself")]
-    OwnPeer,
-
-    /// No such rank.
-    #[error("--peer is {peer}, but the job has {ranks} ranks, counted from 0")]
-    NoSuchPeer { peer: u32, ranks: u32 },
-
-    /// A count that must be positive.
-    #[error("{option} must be at least 1")]
-    Zero { option: &'static str },
-
-    /// The others are asked for one thing.
-    #[error("--peers is for put-lat between the ranks of one node: --ranks-per-node 2")]
-    Peers,
-
-    /// A signal carries no bytes.
-    #[error("{option} means nothing for signal: a signal has no size")]
-    NoSizes { option: &'static str },
-}
+use crate::error::{CliError, usage};
+use crate::launch::node_sizes_or;
+use crate::{conditions, ranks};
 
 /// Everything a rank needs to know, and every rank the same.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -73,17 +38,17 @@ pub struct Run {
 
 impl Task {
     /// From the command line.
-    pub fn resolve(args: &PerfArgs) -> Result<Self, PerfError> {
+    pub fn resolve(args: &PerfArgs) -> Result<Self, CliError> {
         let shape = if args.peers { (1, 2) } else { (2, 1) };
         let ranks_per_node = node_sizes_or(shape, args.nodes, &args.ranks_per_node)?;
         if args.peers && (args.test != Test::PutLat || ranks_per_node.len() > 1) {
-            return Err(PerfError::Peers);
+            return Err(usage!("--peers is for put-lat between the ranks of one node: --ranks-per-node 2"));
         }
         let matrix = args.pairs.is_some();
         let pairs =
             if matrix { all_pairs(&ranks_per_node)? } else { vec![(0, peer(args.peer, &ranks_per_node)?)] };
         if args.iterations == Some(0) {
-            return Err(PerfError::Zero { option: "--iterations" });
+            return Err(usage!("--iterations must be at least 1"));
         }
         let run = |&bytes: &u64| {
             let iterations = args.iterations.unwrap_or_else(|| usual(args.test, bytes));
@@ -126,10 +91,12 @@ impl Task {
     }
 }
 
-fn sizes(args: &PerfArgs, matrix: bool) -> Result<Vec<u64>, PerfError> {
+fn sizes(args: &PerfArgs, matrix: bool) -> Result<Vec<u64>, CliError> {
     match (args.test, &args.sizes) {
-        (Test::Signal, Some(_)) => Err(PerfError::NoSizes { option: "--sizes" }),
-        (Test::Signal, None) if args.svg.is_some() => Err(PerfError::NoSizes { option: "--svg" }),
+        (Test::Signal, Some(_)) => Err(usage!("--sizes means nothing for signal: a signal has no size")),
+        (Test::Signal, None) if args.svg.is_some() => {
+            Err(usage!("--svg means nothing for signal: a signal has no size"))
+        }
         (Test::Signal, None) => Ok(vec![0]),
         (_, Some(Sizes(sizes))) => Ok(sizes.clone()),
         (Test::PutLat, None) if matrix => Ok(vec![8]),
@@ -139,12 +106,16 @@ fn sizes(args: &PerfArgs, matrix: bool) -> Result<Vec<u64>, PerfError> {
 }
 
 /// The rank that rank 0 is measured with.
-fn peer(asked: Option<u32>, ranks_per_node: &[u32]) -> Result<u32, PerfError> {
+fn peer(asked: Option<u32>, ranks_per_node: &[u32]) -> Result<u32, CliError> {
     let ranks = ranks_per_node.iter().sum();
     match (asked, ranks_per_node) {
-        _ if ranks == 1 => Err(PerfError::OneRank),
-        (Some(0), _) => Err(PerfError::OwnPeer),
-        (Some(peer), _) if peer >= ranks => Err(PerfError::NoSuchPeer { peer, ranks }),
+        _ if ranks == 1 => {
+            Err(usage!("a job of one rank has no pair: give it more --nodes or --ranks-per-node"))
+        }
+        (Some(0), _) => Err(usage!("--peer is rank 0 itself")),
+        (Some(peer), _) if peer >= ranks => {
+            Err(usage!("--peer is {peer}, but the job has {ranks} ranks, counted from 0"))
+        }
         (Some(peer), _) => Ok(peer),
         (None, [_]) => Ok(1),
         (None, sizes) => Ok(sizes[0]),
@@ -152,14 +123,14 @@ fn peer(asked: Option<u32>, ranks_per_node: &[u32]) -> Result<u32, PerfError> {
 }
 
 /// The first ranks of every two nodes, in both directions.
-fn all_pairs(ranks_per_node: &[u32]) -> Result<Vec<(u32, u32)>, PerfError> {
+fn all_pairs(ranks_per_node: &[u32]) -> Result<Vec<(u32, u32)>, CliError> {
     let ends = ranks_per_node.iter().scan(0, |end, size| {
         *end += size;
         Some(*end)
     });
     let first: Vec<u32> = ends.zip(ranks_per_node).map(|(end, size)| end - size).collect();
     match first.as_slice() {
-        [_] => Err(PerfError::OneNode),
+        [_] => Err(usage!("--pairs all is for two nodes or more")),
         first => Ok(first
             .iter()
             .flat_map(|&from| first.iter().map(move |&to| (from, to)))
@@ -187,7 +158,7 @@ mod tests {
         args: PerfArgs,
     }
 
-    fn resolve(line: &str) -> Result<Task, PerfError> {
+    fn resolve(line: &str) -> Result<Task, CliError> {
         Task::resolve(&Line::try_parse_from(["perf"].into_iter().chain(line.split(' '))).unwrap().args)
     }
 
@@ -214,18 +185,37 @@ mod tests {
     #[test]
     fn what_cannot_be_measured_is_refused() {
         for (line, error) in [
-            ("put-lat --nodes 1", PerfError::OneRank),
-            ("put-lat --nodes 1 --ranks-per-node 2 --pairs all", PerfError::OneNode),
-            ("put-lat --peer 0", PerfError::OwnPeer),
-            ("put-lat --peer 2", PerfError::NoSuchPeer { peer: 2, ranks: 2 }),
-            ("put-bw --peers", PerfError::Peers),
-            ("put-lat --peers --ranks-per-node 1,1", PerfError::Peers),
-            ("put-lat --iterations 0", PerfError::Zero { option: "--iterations" }),
-            ("signal --sizes 8", PerfError::NoSizes { option: "--sizes" }),
-            ("signal --svg x", PerfError::NoSizes { option: "--svg" }),
-            ("put-lat --nodes 0", PerfError::Shape(ShapeError::Zero { option: "--nodes" })),
+            (
+                "put-lat --nodes 1",
+                usage!("a job of one rank has no pair: give it more --nodes or --ranks-per-node"),
+            ),
+            (
+                "put-lat --nodes 1 --ranks-per-node 2 --pairs all",
+                usage!("--pairs all is for two nodes or more"),
+            ),
+            ("put-lat --peer 0", usage!("--peer is rank 0 itself")),
+            (
+                "put-lat --peer 2",
+                usage!(
+                    "--peer is {peer}, but the job has {ranks} ranks, counted from 0",
+                    peer = 2,
+                    ranks = 2
+                ),
+            ),
+            (
+                "put-bw --peers",
+                usage!("--peers is for put-lat between the ranks of one node: --ranks-per-node 2"),
+            ),
+            (
+                "put-lat --peers --ranks-per-node 1,1",
+                usage!("--peers is for put-lat between the ranks of one node: --ranks-per-node 2"),
+            ),
+            ("put-lat --iterations 0", usage!("--iterations must be at least 1")),
+            ("signal --sizes 8", usage!("--sizes means nothing for signal: a signal has no size")),
+            ("signal --svg x", usage!("--svg means nothing for signal: a signal has no size")),
+            ("put-lat --nodes 0", usage!("--nodes must be at least 1")),
         ] {
-            assert_eq!(resolve(line), Err(error), "{line}");
+            assert_eq!(resolve(line).unwrap_err().to_string(), error.to_string(), "{line}");
         }
     }
 

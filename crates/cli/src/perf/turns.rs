@@ -34,7 +34,7 @@ pub fn take(all: &Group, mut pair: Option<&mut Pair<'_>>, test: Test, run: Run) 
             }
         }
         let told = all.gather(&serde_json::to_vec(&absent).expect("words are always JSON"))?;
-        let absent: Option<Unavailable> = serde_json::from_slice(&told[0]).map_err(CliError::Told)?;
+        let absent: Option<Unavailable> = serde_json::from_slice(&told[0]).map_err(CliError::told)?;
         if absent.is_some() {
             return Ok(Found { beside: None, absent });
         }

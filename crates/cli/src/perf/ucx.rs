@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{Timespec, poll};
 
 use super::task::Run;
-use crate::peers::{PeerError, start};
+use crate::error::{CliError, failed};
+use crate::peers::start;
 
 /// Its name.
 pub const NAME: &str = "ucx";
@@ -29,8 +30,8 @@ const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 5_000_000 };
 
 /// Median of half a round trip, in microseconds.
-pub fn put_lat(run: Run) -> Result<f64, PeerError> {
-    let failed = |source| PeerError::Run { program: PROGRAM.into(), source };
+pub fn put_lat(run: Run) -> Result<f64, CliError> {
+    let failed = |source| failed!("cannot run {PROGRAM}: {source}");
     let port = free_port().map_err(failed)?.to_string();
     let mut silent = Command::new(PROGRAM);
     let mut server = Ended(start(
@@ -45,7 +46,7 @@ pub fn put_lat(run: Run) -> Result<f64, PeerError> {
         let printed = String::from_utf8_lossy(&output.stdout).into_owned();
         match (output.status.success(), median(&printed)) {
             (true, Some(us)) => return Ok(us),
-            (true, None) => return Err(PeerError::Figures { program: PROGRAM.into(), printed }),
+            (true, None) => return Err(failed!("{PROGRAM} printed {printed:?}, where figures should be")),
             (false, _) => {
                 let _ = poll(&mut [], Some(&PAUSE));
                 // A server that was reached ends with its client; one that still runs may not have listened yet.
@@ -54,15 +55,15 @@ pub fn put_lat(run: Run) -> Result<f64, PeerError> {
                 }
                 let text = String::from_utf8_lossy(&output.stderr);
                 let last = text.lines().next_back().unwrap_or("nothing was said").to_owned();
-                return Err(PeerError::Ended { program: PROGRAM.into(), status: output.status, last });
+                return Err(failed!("{PROGRAM} ended with {status}: {last}", status = output.status));
             }
         }
     }
 }
 
 /// Runs a client to its end: what it prints fits into a pipe. One that goes on for too long is killed.
-fn run_out(client: &mut Command) -> Result<Output, PeerError> {
-    let failed = |source| PeerError::Run { program: PROGRAM.into(), source };
+fn run_out(client: &mut Command) -> Result<Output, CliError> {
+    let failed = |source| failed!("cannot run {PROGRAM}: {source}");
     client.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let (mut running, begun) = (Ended(start(client)?), Instant::now());
     let status = loop {
@@ -70,7 +71,7 @@ fn run_out(client: &mut Command) -> Result<Output, PeerError> {
             break status;
         }
         if begun.elapsed() >= PATIENCE {
-            return Err(PeerError::Slow { program: PROGRAM.into(), seconds: PATIENCE.as_secs() });
+            return Err(failed!("{PROGRAM} has not ended after {seconds} s", seconds = PATIENCE.as_secs()));
         }
         let _ = poll(&mut [], Some(&LOOK));
     };

@@ -3,20 +3,19 @@
 mod measure;
 mod picture;
 
-pub use measure::{Cost, Shape, measure};
-
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use sidelane::error::PlanError;
 use sidelane::plan::RowLayout;
 use sidelane::topology::Route;
 
 use crate::bench::one_of;
-use crate::error::CliError;
+use crate::error::{CliError, usage};
 use crate::table::{self, time, volume};
 use crate::{output, progress};
+
+pub use measure::{Cost, Shape, measure};
 
 /// Measure what a rank's own part of a dispatch costs to plan, and what its tables hold, by number of ranks
 #[derive(Args)]
@@ -51,18 +50,6 @@ pub struct PlanningArgs {
     pub svg: Option<PathBuf>,
 }
 
-/// What can make a measurement impossible.
-#[derive(Debug, thiserror::Error)]
-pub enum PlanningError {
-    /// Sizes that cannot be planned.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
-
-    /// Nodes are whole.
-    #[error("--ranks {ranks} is more than a node of {per_node}, and no multiple of it")]
-    NoNodes { ranks: u32, per_node: u32 },
-}
-
 /// One group, one route.
 struct Row {
     shape: Shape,
@@ -80,13 +67,13 @@ pub fn main(args: &PlanningArgs) -> Result<ExitCode, CliError> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn rows(args: &PlanningArgs) -> Result<Vec<Row>, PlanningError> {
+fn rows(args: &PlanningArgs) -> Result<Vec<Row>, CliError> {
     let bar = progress::bar(0, 2 * args.ranks.len() as u64).with_message("groups");
     let mut rows = Vec::new();
     for (&ranks, route) in args.ranks.iter().flat_map(|ranks| Route::ALL.map(|route| (ranks, route))) {
         let per_node = args.ranks_per_node.min(ranks);
         if !ranks.is_multiple_of(per_node) {
-            return Err(PlanningError::NoNodes { ranks, per_node });
+            return Err(usage!("--ranks {ranks} is more than a node of {per_node}, and no multiple of it"));
         }
         let &PlanningArgs { tokens, top_k, layout, rounds, .. } = args;
         // As many as DeepSeek-V3 has, and no rank without one.

@@ -15,9 +15,6 @@ mod picture;
 mod report;
 mod task;
 
-pub use args::RouteArgs;
-pub use task::RouteError;
-
 use std::process::ExitCode;
 
 use report::Report;
@@ -25,6 +22,8 @@ use task::Task;
 
 use crate::error::CliError;
 use crate::output;
+
+pub use args::RouteArgs;
 
 /// Looks at the routing and says what it sees.
 pub fn main(args: &RouteArgs) -> Result<ExitCode, CliError> {

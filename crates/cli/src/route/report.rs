@@ -7,7 +7,8 @@ use serde::Serialize;
 use super::bars;
 use super::drops::Dropped;
 use super::loads::{Load, Loads, Spread};
-use super::task::{RouteError, Task};
+use super::task::Task;
+use crate::error::CliError;
 use crate::launch::shape_words;
 use crate::routing::Source;
 use crate::table;
@@ -34,7 +35,7 @@ pub struct Report {
 
 impl Report {
     /// Counts.
-    pub fn new(task: &Task) -> Result<Self, RouteError> {
+    pub fn new(task: &Task) -> Result<Self, CliError> {
         Ok(Report {
             config: task.conditions.clone(),
             load: Loads::new(&task.map, &task.nodes, &task.routings),
@@ -141,7 +142,7 @@ pub mod tests {
         args: RouteArgs,
     }
 
-    pub fn resolve(words: &str) -> Result<Task, RouteError> {
+    pub fn resolve(words: &str) -> Result<Task, CliError> {
         let words = std::iter::once("route").chain(words.split_whitespace());
         Task::resolve(&Line::try_parse_from(words).unwrap_or_else(|error| panic!("{error}")).args)
     }

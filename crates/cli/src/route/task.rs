@@ -1,6 +1,5 @@
 //! What `route` looks at: the decisions of every rank.
 
-use sidelane::error::{GateError, PlanError};
 use sidelane::gate::Routing;
 use sidelane::plan::ExpertMap;
 use sidelane::topology::NodeMap;
@@ -8,30 +7,9 @@ use sidelane::topology::NodeMap;
 use super::args::RouteArgs;
 use super::drops::Dropped;
 use super::report::Conditions;
-use crate::launch::{ShapeError, node_labels, node_sizes_or};
-use crate::routing::{Routed, RoutingError, Share};
-
-/// What cannot be shown.
-#[derive(Debug, thiserror::Error)]
-pub enum RouteError {
-    #[error(transparent)]
-    Shape(#[from] ShapeError),
-
-    #[error(transparent)]
-    Routing(#[from] RoutingError),
-
-    /// An option that must be positive.
-    #[error("{option} must be at least 1")]
-    Zero { option: &'static str },
-
-    /// More choices than experts.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
-
-    /// A capacity factor that is none.
-    #[error(transparent)]
-    Gate(#[from] GateError),
-}
+use crate::error::{CliError, usage};
+use crate::launch::{node_labels, node_sizes_or};
+use crate::routing::{Routed, Share};
 
 /// Where the curves of the picture begin, end, and by how much they step.
 const CURVES: (u32, u32, f64) = (4, 64, 1.0 / 16.0);
@@ -47,7 +25,7 @@ pub struct Task {
 
 impl Task {
     /// From the command line and what the recording or the routing file says.
-    pub fn resolve(args: &RouteArgs) -> Result<Self, RouteError> {
+    pub fn resolve(args: &RouteArgs) -> Result<Self, CliError> {
         let ranks_per_node = node_sizes_or((2, 4), args.nodes, &args.ranks_per_node)?;
         let (zipf, tokens, seed) = ("zipf:1.0", args.tokens, args.seed);
         let asked = if args.random { zipf.parse().ok() } else { args.routing.clone() };
@@ -57,7 +35,7 @@ impl Task {
         }
         for (option, value) in [("--tokens", tokens), ("--experts", experts), ("--top-k", top_k)] {
             if value == 0 {
-                return Err(RouteError::Zero { option });
+                return Err(usage!("{option} must be at least 1"));
             }
         }
         let nodes = NodeMap::from_labels(&node_labels(&ranks_per_node));
@@ -74,17 +52,17 @@ impl Task {
     }
 
     /// What the factors of the table would cost.
-    pub fn table(&self) -> Result<Vec<Dropped>, RouteError> {
+    pub fn table(&self) -> Result<Vec<Dropped>, CliError> {
         self.factors.iter().map(|&factor| self.dropped(factor)).collect()
     }
 
     /// What the factors of the picture would cost.
-    pub fn curves(&self) -> Result<Vec<Dropped>, RouteError> {
+    pub fn curves(&self) -> Result<Vec<Dropped>, CliError> {
         let (first, last, step) = CURVES;
         (first..=last).map(|n| self.dropped(f64::from(n) * step)).collect()
     }
 
-    fn dropped(&self, factor: f64) -> Result<Dropped, RouteError> {
+    fn dropped(&self, factor: f64) -> Result<Dropped, CliError> {
         Ok(Dropped::at(factor, self.conditions.experts, &self.routings)?)
     }
 }

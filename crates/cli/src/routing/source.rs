@@ -11,7 +11,8 @@ use sha2::{Digest, Sha256};
 use sidelane::error::PlanError;
 use sidelane::gate::{Pattern, PatternError, Recorded, Routing, synthetic};
 
-use super::{RoutingError, trained};
+use super::trained;
+use crate::error::{CliError, usage};
 
 /// What `--routing` names.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -40,7 +41,7 @@ impl Source {
     }
 
     /// Of the file's content, if it is one.
-    pub fn digest(&self) -> Result<Option<String>, RoutingError> {
+    pub fn digest(&self) -> Result<Option<String>, CliError> {
         let Source::File(path) = self else { return Ok(None) };
         let digest = Sha256::digest(read(path)?);
         Ok(Some(digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect()))
@@ -105,14 +106,14 @@ pub enum Router {
 
 impl Router {
     /// Reads the recording or the file, if it is one of them.
-    pub fn open(routing: &Source) -> Result<Self, RoutingError> {
+    pub fn open(routing: &Source) -> Result<Self, CliError> {
         let text = match routing {
             Source::Pattern(pattern) => return Ok(Router::Drawn(*pattern)),
             Source::Recorded => Cow::Borrowed(trained::TEXT),
             Source::File(path) => Cow::Owned(read(path)?),
         };
         let recorded = Recorded::parse(&text)
-            .map_err(|source| RoutingError::Recorded { routing: routing.clone(), source })?;
+            .map_err(|source| usage!("routing {routing}: {source}", routing = routing.clone()))?;
         Ok(Router::Recorded(recorded))
     }
 
@@ -126,8 +127,8 @@ impl Router {
     }
 }
 
-fn read(path: &Path) -> Result<String, RoutingError> {
-    std::fs::read_to_string(path).map_err(|source| RoutingError::Unreadable { path: path.to_owned(), source })
+fn read(path: &Path) -> Result<String, CliError> {
+    std::fs::read_to_string(path).map_err(|source| usage!("cannot read the routing file {path:?}: {source} (other than files: recorded, uniform, zipf:S, incast)", path = path.to_owned()))
 }
 
 #[cfg(test)]

@@ -16,9 +16,6 @@ mod report;
 mod task;
 mod ways;
 
-pub use args::SimulateArgs;
-pub use task::SimulateError;
-
 use std::process::ExitCode;
 
 use report::Report;
@@ -26,6 +23,8 @@ use task::Task;
 
 use crate::error::CliError;
 use crate::output;
+
+pub use args::SimulateArgs;
 
 /// Measures the machine if asked to, and times.
 pub fn main(args: &SimulateArgs) -> Result<ExitCode, CliError> {

@@ -6,7 +6,7 @@ use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 use sidelane::gate::{Call, Gate, Preset, Routing};
 
-use super::SimulateError;
+use crate::error::CliError;
 use crate::routing::Share;
 
 /// A model of which one MoE layer is looked at.
@@ -64,7 +64,7 @@ impl Model {
 
     /// What the model's router decides for one rank whose logits are random, and about normal: all experts alike, in the long
     /// run.
-    pub fn routing(self, share: Share, rank: u32) -> Result<Routing<'static>, SimulateError> {
+    pub fn routing(self, share: Share, rank: u32) -> Result<Routing<'static>, CliError> {
         let Share { experts, top_k, tokens, seed } = share;
         let mut random = ChaCha8Rng::seed_from_u64(seed);
         random.set_stream(u64::from(rank));

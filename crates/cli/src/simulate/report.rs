@@ -5,8 +5,9 @@ use sidelane_model::time::{Hardware, Lap, Timing, Work};
 
 use super::args::{Beside, Room};
 use super::layer::{self, Layered, Products};
-use super::task::{Conditions, SimulateError, Task};
+use super::task::{Conditions, Task};
 use super::ways::Way;
+use crate::error::CliError;
 use crate::progress;
 use crate::table::{self, time, volume};
 
@@ -48,7 +49,7 @@ pub struct Timed {
 
 impl Report {
     /// Times all that is asked for.
-    pub fn new(task: &Task) -> Result<Self, SimulateError> {
+    pub fn new(task: &Task) -> Result<Self, CliError> {
         let mut sizes = vec![task.conditions.nodes];
         sizes.extend(task.nodes_of_picture().filter(|&nodes| nodes != task.conditions.nodes));
         let bar = progress::bar(0, sizes.len() as u64).with_message("groups");
@@ -134,7 +135,7 @@ impl Conditions {
 }
 
 impl Group {
-    fn new(task: &Task, nodes: u32) -> Result<Self, SimulateError> {
+    fn new(task: &Task, nodes: u32) -> Result<Self, CliError> {
         let ranks = nodes * task.conditions.ranks_per_node;
         if task.conditions.mode == Room::Slots {
             let [dispatch, combine] = task.slots()?;
@@ -147,7 +148,7 @@ impl Group {
             let (dispatch, combine) = (placed.dispatch(), placed.combine());
             Ok(Timed { name: way.name(), way: Some(way), dispatch, combine })
         };
-        let ways = Way::all(task.args, nodes).into_iter().map(timed).collect::<Result<_, SimulateError>>()?;
+        let ways = Way::all(task.args, nodes).into_iter().map(timed).collect::<Result<_, CliError>>()?;
         Ok(Group { nodes, ranks, ways })
     }
 

@@ -1,9 +1,6 @@
 //! What `simulate` looks at: conditions, hardware, and the decisions of ranks.
 
-use std::path::PathBuf;
-
 use serde::Serialize;
-use sidelane::error::{GateError, PlanError};
 use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, SlotShape};
 use sidelane_model::time::{Case, Executor, Hardware, Placed, Timing, slots};
@@ -12,58 +9,8 @@ use super::args::{Beside, Room, SimulateArgs};
 use super::model::Model;
 use super::ways::{DEFAULT_CHUNKS, Way};
 use crate::bench::RowType;
-use crate::routing::{Routed, Router, RoutingError, Share, Source};
-
-/// What cannot be simulated.
-#[derive(Debug, thiserror::Error)]
-pub enum SimulateError {
-    #[error(transparent)]
-    Routing(#[from] RoutingError),
-
-    /// The model's router cannot decide so.
-    #[error(transparent)]
-    Gate(#[from] GateError),
-
-    /// A group, a row or a number of experts that cannot be placed.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
-
-    /// Neither the name of a machine nor a file that describes one.
-    #[error("--hardware {name} is neither a machine known here ({}) nor a file that can be read: {source}", Hardware::NAMES.join(", "))]
-    NoHardware { name: String, source: std::io::Error },
-
-    /// A file that describes no machine.
-    #[error("{path:?} describes no machine: {source}")]
-    BadHardware { path: PathBuf, source: serde_json::Error },
-
-    /// An option that must be positive, or is too large.
-    #[error("{option} must be between 1 and {most}")]
-    OutOfRange { option: &'static str, most: u32 },
-
-    /// Slots are for a device, on one node.
-    #[error("--mode slots is timed on one node (--nodes 1) of a machine with copy engines")]
-    Slots,
-
-    /// Where cores copy, nothing goes on beside them.
-    #[error("--slices is for a machine whose copies take no core, with exact sizes (--mode eager)")]
-    Slices,
-
-    /// Other work took more time than what was measured.
-    #[error(
-        "rows of 16 KiB were copied as fast as rows of 64 bytes: something else keeps this machine busy; try again"
-    )]
-    Noise,
-
-    /// An option of something that no way does.
-    #[error("{option} says nothing here: {why}")]
-    NothingToSay { option: &'static str, why: &'static str },
-
-    /// An option that changes nothing where slots are full and go one way.
-    #[error(
-        "--mode slots has one way for one group, and slots are full whatever the routing: {option} says nothing there"
-    )]
-    NotOfSlots { option: &'static str },
-}
+use crate::error::{CliError, usage};
+use crate::routing::{Routed, Router, Share, Source};
 
 /// What was looked at.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -104,7 +51,7 @@ const MOST_VALUES: u32 = 1 << 28;
 
 impl<'a> Task<'a> {
     /// From the command line.
-    pub fn resolve(args: &'a SimulateArgs) -> Result<Self, SimulateError> {
+    pub fn resolve(args: &'a SimulateArgs) -> Result<Self, CliError> {
         let layer = args.preset.layer();
         let hardware = hardware(&args.hardware)?;
         let ranks = args.nodes.saturating_mul(args.ranks_per_node);
@@ -116,7 +63,7 @@ impl<'a> Task<'a> {
             ("--hidden", args.hidden.unwrap_or(layer.hidden), 1 << 24),
         ];
         if let Some(&(option, _, most)) = options.iter().find(|(_, seen, most)| !(1..=*most).contains(seen)) {
-            return Err(SimulateError::OutOfRange { option, most });
+            return Err(usage!("{option} must be between 1 and {most}"));
         }
         let (router, experts, top_k) = match &args.routing {
             None => (None, args.experts.unwrap_or(layer.experts), args.top_k.unwrap_or(layer.top_k)),
@@ -130,7 +77,7 @@ impl<'a> Task<'a> {
             }
         };
         if !(1..=MOST_EXPERTS).contains(&experts) {
-            return Err(SimulateError::OutOfRange { option: "--experts", most: MOST_EXPERTS });
+            return Err(usage!("--experts must be between 1 and {most}", most = MOST_EXPERTS));
         }
         let drawn = if args.all_ranks { ranks } else { ranks.min(PLAYED.max(args.ranks_per_node)) };
         let tables = [
@@ -138,33 +85,39 @@ impl<'a> Task<'a> {
             ("--tokens x --top-k of all ranks", u64::from(args.tokens) * u64::from(top_k) * u64::from(drawn)),
         ];
         if let Some(&(option, _)) = tables.iter().find(|(_, values)| *values > MOST_VALUES.into()) {
-            return Err(SimulateError::OutOfRange { option, most: MOST_VALUES });
+            return Err(usage!("{option} must be between 1 and {most}", most = MOST_VALUES));
         }
         let hidden = args.hidden.unwrap_or(layer.hidden);
         let home_bytes = u64::from(hidden) * args.dtype.element().size() as u64;
         let row_bytes = args.dtype.record(hidden).map_or(home_bytes, |record| record.bytes() as u64);
         let one_device_node = args.nodes == 1 && hardware.executor == Executor::Device;
         if args.mode == Room::Slots && !one_device_node {
-            return Err(SimulateError::Slots);
+            return Err(usage!(
+                "--mode slots is timed on one node (--nodes 1) of a machine with copy engines"
+            ));
         }
         if !args.slices.is_empty() && (hosted(&hardware) || args.mode == Room::Slots) {
-            return Err(SimulateError::Slices);
+            return Err(usage!(
+                "--slices is for a machine whose copies take no core, with exact sizes (--mode eager)"
+            ));
         }
         if args.slices.iter().any(|&slices| slices > args.tokens) {
-            return Err(SimulateError::OutOfRange { option: "--slices", most: args.tokens });
+            return Err(usage!("--slices must be between 1 and {most}", most = args.tokens));
         }
         if let Some(option) = no_option_of_slots(args) {
-            return Err(SimulateError::NotOfSlots { option });
+            return Err(usage!(
+                "--mode slots has one way for one group, and slots are full whatever the routing: {option} says nothing there"
+            ));
         }
         if args.mode == Room::Eager {
             let ways = Way::all(args, args.nodes);
             if args.wire.is_some() && ways.iter().all(|way| way.wire.is_none()) {
                 let why = "relays sum over --route pxn, between several nodes, in --order rank or node";
-                return Err(SimulateError::NothingToSay { option: "--wire", why });
+                return Err(usage!("--wire says nothing here: {why}"));
             }
             if !args.chunks.is_empty() && ways.iter().all(|way| way.chunks.is_none()) {
                 let why = "blocks go to relays over --route pxn, between several nodes";
-                return Err(SimulateError::NothingToSay { option: "--chunks", why });
+                return Err(usage!("--chunks says nothing here: {why}"));
             }
         }
         let &SimulateArgs { nodes, ranks_per_node, tokens, dtype, mode, preset: model, .. } = args;
@@ -188,7 +141,7 @@ impl<'a> Task<'a> {
     }
 
     /// Dispatch and combine of fixed slots.
-    pub fn slots(&self) -> Result<[Timing; 2], SimulateError> {
+    pub fn slots(&self) -> Result<[Timing; 2], CliError> {
         let Conditions { ranks_per_node, tokens, top_k, .. } = self.conditions;
         let shape = SlotShape::new(tokens, top_k, self.row_bytes)?;
         Ok(slots(ranks_per_node, shape, self.home_bytes, &self.hardware)?)
@@ -202,7 +155,7 @@ impl<'a> Task<'a> {
     }
 
     /// What so many nodes decide and who holds their experts, to be timed one way after the other.
-    pub fn group(&self, nodes: u32) -> Result<Group<'_>, SimulateError> {
+    pub fn group(&self, nodes: u32) -> Result<Group<'_>, CliError> {
         let Conditions { experts, top_k, ranks_per_node, tokens, seed, .. } = self.conditions;
         let ranks = nodes * ranks_per_node;
         let map = match experts < ranks {
@@ -221,7 +174,7 @@ impl<'a> Task<'a> {
             None => self.conditions.model.routing(share, rank),
         };
         let drawn = if whole { ranks } else { ranks_per_node };
-        let routings = (0..drawn).map(decide).collect::<Result<_, SimulateError>>()?;
+        let routings = (0..drawn).map(decide).collect::<Result<_, CliError>>()?;
         Ok(Group { task: self, nodes, map, routings })
     }
 }
@@ -254,7 +207,7 @@ impl Group<'_> {
     }
 
     /// Placed for one way.
-    pub fn placed(&self, way: &Way) -> Result<Placed, SimulateError> {
+    pub fn placed(&self, way: &Way) -> Result<Placed, CliError> {
         let Task { conditions, hardware, row_bytes, home_bytes, .. } = self.task;
         let partial = way.wire.map_or(4, |wire| wire.size() as u64);
         Ok(Placed::new(
@@ -299,11 +252,15 @@ fn no_option_of_slots(args: &SimulateArgs) -> Option<&'static str> {
     given.into_iter().find(|&(_, given)| slots && given).map(|(option, _)| option)
 }
 
-fn hardware(name: &str) -> Result<Hardware, SimulateError> {
+fn hardware(name: &str) -> Result<Hardware, CliError> {
     if let Ok(known) = name.parse() {
         return Ok(known);
     }
-    let text = std::fs::read_to_string(name)
-        .map_err(|source| SimulateError::NoHardware { name: name.to_owned(), source })?;
-    serde_json::from_str(&text).map_err(|source| SimulateError::BadHardware { path: name.into(), source })
+    let text = std::fs::read_to_string(name).map_err(|source| {
+        usage!(
+            "--hardware {name} is neither a machine known here ({}) nor a file that can be read: {source}",
+            Hardware::NAMES.join(", ")
+        )
+    })?;
+    serde_json::from_str(&text).map_err(|source| usage!("{name:?} describes no machine: {source}"))
 }

@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use crate::bench::{ConditionArgs, Config, ConfigError, sizes};
+use crate::bench::{ConditionArgs, Config, sizes};
 use crate::conditions;
+use crate::error::CliError;
 use crate::ranks::Sizes;
 
 /// Record a dispatch and a combine of all ranks as a timeline that opens in Perfetto
@@ -40,14 +41,14 @@ pub struct Task {
 
 impl Task {
     /// From the command line. One round is recorded.
-    pub fn resolve(args: &TraceArgs) -> Result<Self, ConfigError> {
+    pub fn resolve(args: &TraceArgs) -> Result<Self, CliError> {
         let config = Config::resolve(&args.conditions, false, Some(1))?;
         let sizes = sizes(&config)?;
         Ok(Task { config, out: args.out.clone(), svg: args.svg.clone(), json: args.json.clone(), sizes })
     }
 
     /// What all ranks must have in common. Only rank 0 writes files.
-    pub fn conditions(&self) -> Result<String, ConfigError> {
+    pub fn conditions(&self) -> Result<String, CliError> {
         Ok(conditions::words("trace", &self.config.conditions()?))
     }
 }

@@ -14,14 +14,14 @@ mod picture;
 mod rank;
 mod report;
 
-pub use args::TraceArgs;
-
 use std::process::ExitCode;
 
 use args::Task;
 
 use crate::error::CliError;
 use crate::ranks::{self, RankArgs};
+
+pub use args::TraceArgs;
 
 /// Starts the ranks and waits for what rank 0 writes.
 pub fn main(args: &TraceArgs) -> Result<ExitCode, CliError> {

@@ -11,7 +11,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::folder::Folder;
 use super::way::{Programs, Way};
 use crate::bench::passes::Kind;
-use crate::peers::PeerError;
+use crate::error::{CliError, failed};
 
 /// The longest time in which all processes of a peer come: interpreters that load much, more of them than cores.
 const ARRIVAL: Duration = Duration::from_secs(180);
@@ -40,9 +40,9 @@ pub struct Contender {
 
 impl Contender {
     /// Starts the processes. They come later.
-    pub fn start(way: Way, programs: &Programs, folder: &Folder, ranks: u32) -> Result<Self, PeerError> {
+    pub fn start(way: Way, programs: &Programs, folder: &Folder, ranks: u32) -> Result<Self, CliError> {
         let (socket, log) = (folder.path().join("socket"), folder.path().join(way.log(folder)));
-        let failed = |source| PeerError::Folder { what: "listen at", path: socket.clone(), source };
+        let failed = |source| failed!("cannot listen at {path:?}: {source}", path = socket.clone());
         let listener = UnixListener::bind(&socket).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
         let mut contender = Contender {
@@ -63,8 +63,8 @@ impl Contender {
     /// Waits a moment; whether all have come.
     ///
     /// # Errors
-    /// [`PeerError::Ended`] with its last words, and [`PeerError::Late`].
-    pub fn come(&mut self, moment: Duration) -> Result<bool, PeerError> {
+    /// One that has ended, with its last words; one that is late.
+    pub fn come(&mut self, moment: Duration) -> Result<bool, CliError> {
         let until = Instant::now() + moment;
         loop {
             let came = self.lines.iter().flatten().count();
@@ -85,15 +85,18 @@ impl Contender {
             }
             let ended = self.children.iter_mut().find_map(|child| child.try_wait().ok().flatten());
             if let Some(status) = ended {
-                return Err(PeerError::Ended {
-                    program: self.program(),
-                    status,
-                    last: self.way.complaint(&self.log),
-                });
+                return Err(failed!(
+                    "{program} ended with {status}: {last}",
+                    program = self.program(),
+                    last = self.way.complaint(&self.log)
+                ));
             }
             if self.since.elapsed() >= ARRIVAL {
                 let (ranks, seconds) = (self.lines.len(), ARRIVAL.as_secs());
-                return Err(PeerError::Late { program: self.program(), came, ranks, seconds });
+                return Err(failed!(
+                    "{came} of {ranks} processes of {program} have come after {seconds} s",
+                    program = self.program()
+                ));
             }
             if Instant::now() >= until {
                 return Ok(false);
@@ -120,12 +123,12 @@ impl Contender {
     }
 
     /// One call of each kind, and the files that tell what came out.
-    pub fn write(&mut self) -> Result<(), PeerError> {
+    pub fn write(&mut self) -> Result<(), CliError> {
         b"dcw".iter().try_for_each(|&command| self.call(command).map(drop))
     }
 
     /// A round: run twice and timed the second time, as ours are.
-    pub fn lap(&mut self, kind: Kind) -> Result<(), PeerError> {
+    pub fn lap(&mut self, kind: Kind) -> Result<(), CliError> {
         let (nth, command) = match kind {
             Kind::Dispatch => (0, b'd'),
             Kind::Combine => (1, b'c'),
@@ -138,7 +141,7 @@ impl Contender {
     }
 
     /// From the first one's begin to the last one's end, in microseconds.
-    pub fn call(&mut self, command: u8) -> Result<f64, PeerError> {
+    pub fn call(&mut self, command: u8) -> Result<f64, CliError> {
         for rank in 0..self.lines.len() {
             self.say(rank, command).map_err(|source| self.answer(rank, source))?;
         }
@@ -164,8 +167,12 @@ impl Contender {
         self.lines[rank].as_mut().ok_or_else(|| io::ErrorKind::NotConnected.into())
     }
 
-    fn answer(&self, rank: usize, source: io::Error) -> PeerError {
-        PeerError::Answer { program: self.program(), rank, source, last: self.way.complaint(&self.log) }
+    fn answer(&self, rank: usize, source: io::Error) -> CliError {
+        failed!(
+            "process {rank} of {program} does not answer as it should: {source}; its last words: {last}",
+            program = self.program(),
+            last = self.way.complaint(&self.log)
+        )
     }
 
     fn program(&self) -> String {

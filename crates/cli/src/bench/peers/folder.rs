@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
 
-use crate::peers::PeerError;
+use crate::error::{CliError, failed};
 
 /// One folder for all ranks. The program that starts them makes it and has it removed, however they end.
 pub struct Folder {
@@ -22,9 +22,9 @@ pub struct Inputs<'a> {
 
 impl Folder {
     /// Makes one, for as long as it is held.
-    pub fn make() -> Result<TempDir, PeerError> {
+    pub fn make() -> Result<TempDir, CliError> {
         let failed =
-            |source| PeerError::Folder { what: "make a folder in", path: std::env::temp_dir(), source };
+            |source| failed!("cannot make a folder in {path:?}: {source}", path = std::env::temp_dir());
         tempfile::Builder::new().prefix("sidelane-peers-").tempdir().map_err(failed)
     }
 
@@ -38,7 +38,7 @@ impl Folder {
     }
 
     /// What this rank's peers read.
-    pub fn write(&self, rank: u32, inputs: &Inputs<'_>) -> Result<(), PeerError> {
+    pub fn write(&self, rank: u32, inputs: &Inputs<'_>) -> Result<(), CliError> {
         if rank == 0 {
             self.put("shape", bytemuck::cast_slice(&inputs.shape))?;
         }
@@ -47,20 +47,20 @@ impl Folder {
         self.put(&format!("y.{rank}"), inputs.y)
     }
 
-    pub fn put(&self, name: &str, bytes: &[u8]) -> Result<(), PeerError> {
+    pub fn put(&self, name: &str, bytes: &[u8]) -> Result<(), CliError> {
         let path = self.path.join(name);
-        fs::write(&path, bytes).map_err(|source| PeerError::Folder { what: "write", path, source })
+        fs::write(&path, bytes).map_err(|source| failed!("cannot write {path:?}: {source}"))
     }
 
     /// Whether what this rank's peer has written under these names is this. Takes it away, so that the next one's cannot be
     /// taken for it.
-    pub fn same(&self, rank: u32, results: &[(&str, &[u8])]) -> Result<bool, PeerError> {
+    pub fn same(&self, rank: u32, results: &[(&str, &[u8])]) -> Result<bool, CliError> {
         let mut same = true;
         for &(name, expected) in results {
             let path = self.path.join(format!("{name}.{rank}"));
             let failed = |what| {
                 let path = path.clone();
-                move |source| PeerError::Folder { what, path, source }
+                move |source| failed!("cannot {what} {path:?}: {source}")
             };
             same &= fs::read(&path).map_err(failed("read"))? == *expected;
             fs::remove_file(&path).map_err(failed("remove"))?;
@@ -82,7 +82,8 @@ mod tests {
             folder.put("out.4", &[3]).unwrap();
             let results: [(&str, &[u8]); 2] = [("rows", &rows), ("out", &out)];
             assert_eq!(folder.same(4, &results).unwrap(), same);
-            assert!(matches!(folder.same(4, &results), Err(PeerError::Folder { what: "read", .. })));
+            let again = folder.same(4, &results).unwrap_err().to_string();
+            assert!(again.starts_with("cannot read"), "{again}");
         }
     }
 }

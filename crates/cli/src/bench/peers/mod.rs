@@ -15,11 +15,6 @@ mod folder;
 mod report;
 mod way;
 
-pub use contender::Contender;
-pub use folder::Folder;
-pub use report::{PeerPass, PeerReport, Peers};
-pub use way::{Programs, Way};
-
 use std::time::Duration;
 
 use folder::Inputs;
@@ -28,7 +23,12 @@ use way::LAYER;
 
 use super::passes::Kind;
 use crate::error::CliError;
-use crate::peers::{PeerError, Unavailable};
+use crate::peers::Unavailable;
+
+pub use contender::Contender;
+pub use folder::Folder;
+pub use report::{PeerPass, PeerReport, Peers};
+pub use way::{Programs, Way};
 
 /// Those that run. Only rank 0 knows them.
 #[derive(Default)]
@@ -82,7 +82,7 @@ impl Field {
     }
 
     /// One round of each, where they have such a call. Runs on rank 0; the others have nobody to ask.
-    pub fn lap(&mut self, kind: Kind) -> Result<(), PeerError> {
+    pub fn lap(&mut self, kind: Kind) -> Result<(), CliError> {
         self.running.iter_mut().try_for_each(|contender| contender.lap(kind))
     }
 
@@ -101,7 +101,7 @@ pub fn arrival(
     way: Way,
     contender: &mut Option<Contender>,
     absent: &mut Vec<Unavailable>,
-    ready: impl Fn(&mut Contender) -> Result<(), PeerError>,
+    ready: impl Fn(&mut Contender) -> Result<(), CliError>,
 ) -> Result<bool, CliError> {
     const MOMENT: Duration = Duration::from_secs(2);
     loop {

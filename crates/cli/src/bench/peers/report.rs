@@ -97,7 +97,7 @@ impl Peers {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::peers::PeerError;
+    use crate::error::failed;
 
     #[test]
     fn ratios_are_theirs_by_ours_of_the_same_rounds() {
@@ -116,8 +116,7 @@ mod tests {
             dispatch: pass,
             combine: pass,
         };
-        let absent =
-            Unavailable::new("gloo", &PeerError::Missing { program: "python3".into() }, "pip install torch");
+        let absent = Unavailable::new("gloo", &failed!("there is no python3"), "pip install torch");
         let peers = Peers { ran: vec![ran(true)], absent: vec![absent] };
         let text = peers.text();
         for words in

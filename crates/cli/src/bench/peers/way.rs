@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use super::folder::Folder;
-use crate::peers::{self, PeerError};
+use crate::error::{CliError, failed};
+use crate::peers;
 
 /// What the processes run: names and texts.
 #[derive(Clone, Copy)]
@@ -82,7 +83,7 @@ impl Way {
         folder: &Folder,
         ranks: u32,
         children: &mut Vec<Child>,
-    ) -> Result<(), PeerError> {
+    ) -> Result<(), CliError> {
         match self {
             Way::Mpi => {
                 let program = compile(programs.c, folder)?;
@@ -112,15 +113,15 @@ impl Way {
     }
 
     /// All processes add to one file.
-    fn output(self, folder: &Folder) -> Result<File, PeerError> {
+    fn output(self, folder: &Folder) -> Result<File, CliError> {
         let path = self.log(folder);
         let file = File::options().create(true).append(true).open(&path);
-        file.map_err(|source| PeerError::Folder { what: "write", path, source })
+        file.map_err(|source| failed!("cannot write {path:?}: {source}"))
     }
 }
 
 /// Makes the program over MPI, with all that this processor can do: so are those who would use it.
-fn compile((name, text): (&str, &str), folder: &Folder) -> Result<PathBuf, PeerError> {
+fn compile((name, text): (&str, &str), folder: &Folder) -> Result<PathBuf, CliError> {
     for (name, text) in [(name, text), SHARED] {
         folder.put(name, text.as_bytes())?;
     }
@@ -130,19 +131,15 @@ fn compile((name, text): (&str, &str), folder: &Folder) -> Result<PathBuf, PeerE
     command.args(["-O3", "-march=native", "-o"]).arg(&program).arg(&source);
     let status = run(command, Way::Mpi.output(folder)?)?
         .wait()
-        .map_err(|source| PeerError::Run { program: "mpicc".into(), source })?;
+        .map_err(|source| failed!("cannot run mpicc: {source}"))?;
     match status.success() {
         true => Ok(program),
-        false => Err(PeerError::Ended {
-            program: "mpicc".into(),
-            status,
-            last: Way::Mpi.complaint(&Way::Mpi.log(folder)),
-        }),
+        false => Err(failed!("mpicc ended with {status}: {}", Way::Mpi.complaint(&Way::Mpi.log(folder)))),
     }
 }
 
-fn run(mut command: Command, log: File) -> Result<Child, PeerError> {
+fn run(mut command: Command, log: File) -> Result<Child, CliError> {
     let program = command.get_program().to_string_lossy().into_owned();
-    let errors = log.try_clone().map_err(|source| PeerError::Run { program, source })?;
+    let errors = log.try_clone().map_err(|source| failed!("cannot run {program}: {source}"))?;
     peers::start(command.stdin(Stdio::null()).stdout(log).stderr(errors))
 }

@@ -22,11 +22,11 @@ use sidelane::error::DeviceError;
 
 use super::super::check::{About, Checks};
 use super::super::driver::stream;
-use super::super::error::CheckError;
 use super::super::memory::{device, until};
 use super::super::row::Answer;
 use super::super::task::Task;
 use super::{Case, Said, Watch, ask, say};
+use crate::error::{CliError, failed};
 
 /// Call of the second thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -71,7 +71,7 @@ impl Call {
     }
 }
 
-pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     for call in ALL {
         let about = About {
             what: call.name(),
@@ -91,7 +91,7 @@ enum Needs {
 }
 
 /// The process of one case.
-pub fn case(task: &Task, call: Call) -> Result<(), CheckError> {
+pub fn case(task: &Task, call: Call) -> Result<(), CliError> {
     let context = Driver::open()?.context(task.device)?;
     let bench = Bench::new(&context)?;
     let needs = match call {
@@ -156,7 +156,7 @@ pub fn case(task: &Task, call: Call) -> Result<(), CheckError> {
         over.store(true, Ordering::Release);
         // The host's word: no call of the driver.
         bench.words.word(GATE as usize)?.store(1, Ordering::Release);
-        let panicked = || CheckError::Ranks("a thread panicked".to_owned());
+        let panicked = || failed!("a thread panicked");
         let planned = planner.join().map_err(|_| panicked())?;
         let called = caller.join().map_err(|_| panicked())?;
         planned?;

@@ -25,10 +25,9 @@ use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 
 use super::check::{About, Checks};
-use super::error::CheckError;
 use super::row::{Answer, Row};
 use super::task::{Part, Task};
-use crate::error::CliError;
+use crate::error::{CliError, failed};
 use crate::output;
 
 pub use locks::{Call, run as locks};
@@ -59,19 +58,19 @@ const START: Duration = Duration::from_secs(60);
 const END: Duration = Duration::from_secs(5);
 
 /// The process of a case. It speaks on standard output, and ends with whoever started it.
-pub fn case(task: &Task) -> Result<(), CheckError> {
+pub fn case(task: &Task) -> Result<(), CliError> {
     // A stream that waits keeps its process alive.
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
     let done = match task.case {
         Some(Case::Lock(call)) => locks::case(task, call),
         Some(Case::Queue(sharing)) => queues::case(task, sharing),
-        None => Err(CheckError::Ranks("a case without a question".to_owned())),
+        None => Err(failed!("a case without a question")),
     };
     done.or_else(|error| say(&Said::Failed(error.to_string())))
 }
 
-fn say(said: &Said) -> Result<(), CheckError> {
-    Ok(output::print(&serde_json::to_string(said).expect("texts are always JSON"))?)
+fn say(said: &Said) -> Result<(), CliError> {
+    output::print(&serde_json::to_string(said).expect("texts are always JSON"))
 }
 
 /// Asks one case, with so many hardware queues unless that is somebody else's choice, and tells its
@@ -82,7 +81,7 @@ fn ask(
     about: About<'_>,
     case: Case,
     connections: Option<u32>,
-) -> Result<(), CheckError> {
+) -> Result<(), CliError> {
     let task = Task { part: Part::Case, case: Some(case), ..*task };
     let program = super::program()?;
     let json = serde_json::to_string(&task).expect("numbers and names are always JSON");
@@ -105,11 +104,11 @@ fn ask(
     if !matches!(heard, Ok((Answer::Passes | Answer::Blocks, _))) || !ends(&hear, END) {
         let _ = child.kill();
     }
-    let ended = child.wait().map_err(|source| CliError::Prepare { what: "wait for a case", source })?;
+    let ended = child.wait().map_err(CliError::prepare("wait for a case"))?;
     let _ = reader.join();
     match heard {
         Ok((answer, found)) => checks.answered(about, answer, found),
-        Err(what) => checks.check(about, || Err(CheckError::Ranks(format!("{what} ({ended})")))).map(drop),
+        Err(what) => checks.check(about, || Err(failed!("{what} ({ended})"))).map(drop),
     }
 }
 

@@ -18,11 +18,11 @@ use sidelane::error::DeviceError;
 
 use super::super::check::{About, Checks};
 use super::super::driver::stream;
-use super::super::error::CheckError;
 use super::super::memory::{device, until, whole};
 use super::super::row::Answer;
 use super::super::task::Task;
 use super::{Case, Said, Watch, ask, say};
+use crate::error::{CliError, failed};
 
 /// Hardware queues, and whether the other streams have another priority than the caller's.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -44,7 +44,7 @@ const WORDS: usize = 320;
 /// Copies of other streams.
 const WAYS: [&str; 3] = ["to the GPU", "to the host", "on the GPU"];
 
-pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     for connections in CONNECTIONS {
         for priorities in [false, true] {
             let others = if priorities { "of the highest priority" } else { "of the same priority" };
@@ -62,7 +62,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
 }
 
 /// The process of one case.
-pub fn case(task: &Task, sharing: Sharing) -> Result<(), CheckError> {
+pub fn case(task: &Task, sharing: Sharing) -> Result<(), CliError> {
     let context = Driver::open()?.context(task.device)?;
     let words = PinnedMemory::new(&context, WORDS)?;
     words.write(0, &[0; WORDS])?;
@@ -104,7 +104,7 @@ pub fn case(task: &Task, sharing: Sharing) -> Result<(), CheckError> {
         let answered = loop {
             let landed = match LANDED.iter().map(|&at| seen(at)).collect::<Result<Vec<_>, _>>() {
                 Ok(landed) => landed,
-                Err(error) => break Err(CheckError::from(error)),
+                Err(error) => break Err(CliError::from(error)),
             };
             let count = landed.iter().filter(|&&landed| landed).count();
             if let Some(answer) = watch.look(count as u64, count == WAYS.len()) {
@@ -114,7 +114,7 @@ pub fn case(task: &Task, sharing: Sharing) -> Result<(), CheckError> {
         };
         // The host's word: no call of the driver.
         words.word(GATE as usize)?.store(1, Ordering::Release);
-        let enqueued = enqueue.join().map_err(|_| CheckError::Ranks("a thread panicked".to_owned()))?;
+        let enqueued = enqueue.join().map_err(|_| failed!("a thread panicked"))?;
         enqueued?;
         answered
     });

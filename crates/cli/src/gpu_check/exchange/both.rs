@@ -7,11 +7,11 @@ use sidelane::gate::Routing;
 use sidelane::plan::Order;
 use sidelane::{Dtype, Element, ExpertParallel, World};
 
-use super::super::error::{CheckError, same};
 use super::super::kernels::any;
-use super::super::memory::Random;
+use super::super::memory::{Random, same};
 use super::super::task::Task;
 use super::rank::{Case, Input, Rank, experts_copy};
+use crate::error::{CliError, failed};
 use crate::table::volume;
 
 /// What the host makes of an input.
@@ -27,7 +27,7 @@ struct Answer {
 struct Host(ExpertParallel);
 
 impl Host {
-    fn new(rank: &Rank) -> Result<Self, CheckError> {
+    fn new(rank: &Rank) -> Result<Self, CliError> {
         Ok(Host(rank.case.builder(&rank.group)?.dtype(rank.dtype).order(Order::Rank).build()?))
     }
 
@@ -37,7 +37,7 @@ impl Host {
         case: Case,
         input: &Input,
         partials: Option<&[u8]>,
-    ) -> Result<Answer, CheckError> {
+    ) -> Result<Answer, CliError> {
         let x: Vec<E> = bytemuck::pod_collect_to_vec(&input.rows);
         let routing = Routing::new(case.top_k, input.experts.as_slice(), input.weights.as_slice())
             .map_err(sidelane::Error::from)?;
@@ -53,7 +53,7 @@ impl Host {
 }
 
 /// Plain calls, any partial rows.
-pub fn plain<E: Element>(task: &Task, case: Case, world: &World) -> Result<String, CheckError> {
+pub fn plain<E: Element>(task: &Task, case: Case, world: &World) -> Result<String, CliError> {
     let mut rank = Rank::new(case, E::DTYPE, world, task.device)?;
     let mut host = Host::new(&rank)?;
     let mut tensors = rank.tensors()?;
@@ -90,9 +90,9 @@ pub fn plain<E: Element>(task: &Task, case: Case, world: &World) -> Result<Strin
 }
 
 /// What was received, slot by slot.
-fn compare(rank: &Rank, rows: &ExpertRows, received: &[u8], answer: &Answer) -> Result<(), CheckError> {
+fn compare(rank: &Rank, rows: &ExpertRows, received: &[u8], answer: &Answer) -> Result<(), CliError> {
     let Some(shape) = rows.slots() else {
-        return Err(CheckError::Ranks("rows of fixed slots have no slots".to_owned()));
+        return Err(failed!("rows of fixed slots have no slots"));
     };
     let (case, me) = (rank.case, rank.ep.rank());
     let (rows, choices) =
@@ -110,7 +110,7 @@ fn compare(rank: &Rank, rows: &ExpertRows, received: &[u8], answer: &Answer) -> 
 }
 
 /// A layer that was captured once, replayed with other tokens.
-pub fn graph(task: &Task, case: Case, world: &World) -> Result<String, CheckError> {
+pub fn graph(task: &Task, case: Case, world: &World) -> Result<String, CliError> {
     let mut rank = Rank::new(case, Dtype::Bf16, world, task.device)?;
     let mut host = Host::new(&rank)?;
     let me = u64::from(rank.ep.rank());
@@ -135,7 +135,7 @@ pub fn graph(task: &Task, case: Case, world: &World) -> Result<String, CheckErro
 }
 
 /// Two instances, of which one starts a dispatch before the other has enqueued its combine.
-pub fn turns(task: &Task, case: Case, world: &World) -> Result<String, CheckError> {
+pub fn turns(task: &Task, case: Case, world: &World) -> Result<String, CliError> {
     let mut rank = Rank::new(case, Dtype::Bf16, world, task.device)?;
     let mut other = case.builder(&rank.group)?.on(&rank.stream).build()?;
     let mut host = Host::new(&rank)?;

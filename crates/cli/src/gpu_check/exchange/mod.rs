@@ -13,19 +13,19 @@ use sidelane::config::Config;
 use sidelane::device::Driver;
 use sidelane::{Element, Options, World};
 
-pub use rank::{Call, Case, Input, Rank, experts_copy};
-
 use super::check::{About, Checks};
-use super::error::CheckError;
 use super::row::State;
 use super::task::{Part, Task};
+use crate::error::{CliError, failed};
 use crate::launch::{Bind, Job};
+
+pub use rank::{Call, Case, Input, Rank, experts_copy};
 
 const ONE_GPU: &str = "the same between GPUs, over NVLink";
 
-pub fn threads(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+pub fn threads(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let shows = "as the host's ExpertParallel, to the bit";
-    let mut tell = |what: String, found: Result<String, CheckError>| {
+    let mut tell = |what: String, found: Result<String, CliError>| {
         checks.check(About { what: &what, shows, open: Some(ONE_GPU) }, || found).map(drop)
     };
     for ranks in [2, 4, 8] {
@@ -62,7 +62,7 @@ pub fn threads(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
 }
 
 /// The same, with ranks as processes that this one starts.
-pub fn processes(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+pub fn processes(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     if !Driver::open()?.device(task.device)?.several_processes {
         let about =
             About { what: "ranks as processes", shows: "nothing: ranks are threads above", open: None };
@@ -89,7 +89,7 @@ pub fn processes(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
                 shows: "several processes use this GPU at once; nvidia-smi -q shows the compute mode",
                 open: Some(ONE_GPU),
             };
-            let ended = CheckError::Ranks(format!("a rank ended with {code}"));
+            let ended = failed!("a rank ended with {code}");
             checks.check(about, || Err(ended))?;
         }
     }
@@ -97,12 +97,12 @@ pub fn processes(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
 }
 
 /// One of those.
-pub fn rank(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+pub fn rank(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let world = World::from_env_with(options(task))?;
     let (me, ranks) = (world.rank(), world.size());
     let case = case(task, ranks);
     // One speaks for all, unless another has something to say.
-    let mut tell = |what: String, found: Result<String, CheckError>| {
+    let mut tell = |what: String, found: Result<String, CliError>| {
         let shows = "memory and words go from one to the other as descriptors; to the bit";
         let about = About { what: &what, shows, open: Some(ONE_GPU) };
         if me == 0 || found.is_err() { checks.check(about, || found).map(drop) } else { Ok(()) }
@@ -114,7 +114,7 @@ pub fn rank(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
     Ok(())
 }
 
-fn plain<E: Element>(task: &Task, case: Case, world: &World) -> Result<String, CheckError> {
+fn plain<E: Element>(task: &Task, case: Case, world: &World) -> Result<String, CliError> {
     both::plain::<E>(task, case, world)
 }
 
@@ -128,8 +128,8 @@ fn case(task: &Task, ranks: u32) -> Case {
 pub fn on_ranks<T: Send>(
     task: &Task,
     ranks: u32,
-    body: impl Fn(&World) -> Result<T, CheckError> + Sync,
-) -> Result<T, CheckError> {
+    body: impl Fn(&World) -> Result<T, CliError> + Sync,
+) -> Result<T, CliError> {
     on_nodes(task, &vec![0; ranks as usize], body)
 }
 
@@ -137,18 +137,20 @@ pub fn on_ranks<T: Send>(
 fn on_nodes<T: Send>(
     task: &Task,
     nodes: &[u32],
-    body: impl Fn(&World) -> Result<T, CheckError> + Sync,
-) -> Result<T, CheckError> {
+    body: impl Fn(&World) -> Result<T, CliError> + Sync,
+) -> Result<T, CliError> {
     let worlds = World::threads_with(nodes, &options(task))?;
-    let results: Vec<Result<T, CheckError>> = std::thread::scope(|scope| {
+    let results: Vec<Result<T, CliError>> = std::thread::scope(|scope| {
         let threads: Vec<_> = worlds.iter().map(|world| scope.spawn(|| body(world))).collect();
-        let panicked = || CheckError::Ranks("a rank panicked".to_owned());
+        let panicked = || failed!("a rank panicked");
         threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked()))).collect()
     });
     // What differs says more than that others then missed their peer.
     let (right, mut wrong): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
-    wrong.sort_by_key(|error| !matches!(error, Err(CheckError::Differs { .. } | CheckError::Device(_))));
-    wrong.into_iter().chain(right).next().unwrap_or_else(|| Err(CheckError::Ranks("no ranks".to_owned())))
+    wrong.sort_by_key(|error| {
+        !matches!(error, Err(CliError::Wrong(_) | CliError::Library(sidelane::Error::Device(_))))
+    });
+    wrong.into_iter().chain(right).next().unwrap_or_else(|| Err(failed!("no ranks")))
 }
 
 /// Heaps for the host's side: full slots of all ranks, received and made.

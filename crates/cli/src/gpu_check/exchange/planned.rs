@@ -11,11 +11,11 @@ use sidelane::plan::{Mode, Overflow};
 use sidelane::{Dtype, ExpertParallel, Group, World};
 
 use super::super::driver::stream;
-use super::super::error::{CheckError, equal, same};
 use super::super::kernels::any;
-use super::super::memory::{Random, device, finish, whole};
+use super::super::memory::{Random, device, equal, finish, same, whole};
 use super::super::task::Task;
 use super::rank::{Call, Case, Input, experts_copy};
+use crate::error::CliError;
 use crate::table::volume;
 
 /// Sizes are known when they are needed, and no earlier.
@@ -59,7 +59,7 @@ fn settings(group: &Group, case: Case, mode: Mode) -> Result<ExpertParallelBuild
 }
 
 impl<'t> Both<'t> {
-    fn new(task: &'t Task, case: Case, mode: Mode, world: &World) -> Result<Self, CheckError> {
+    fn new(task: &'t Task, case: Case, mode: Mode, world: &World) -> Result<Self, CliError> {
         let group = world.all()?;
         let context = Driver::open()?.context(task.device)?;
         let stream = Arc::new(stream(&context)?);
@@ -89,7 +89,7 @@ impl<'t> Both<'t> {
         &mut self,
         input: &Input,
         outputs: impl FnOnce(usize) -> Option<Vec<u8>>,
-    ) -> Result<(Answer, Vec<u8>), CheckError> {
+    ) -> Result<(Answer, Vec<u8>), CliError> {
         let x: Vec<bf16> = bytemuck::pod_collect_to_vec(&input.rows);
         let routing = Routing::new(self.case.top_k, input.experts.as_slice(), input.weights.as_slice())
             .map_err(sidelane::Error::from)?;
@@ -108,7 +108,7 @@ impl<'t> Both<'t> {
     }
 
     /// Writes a tensor of the device.
-    fn put(&self, to: &Range, bytes: &[u8]) -> Result<Range, CheckError> {
+    fn put(&self, to: &Range, bytes: &[u8]) -> Result<Range, CliError> {
         let to = to.part(0, bytes.len() as u64)?;
         self.staging.write(0, bytes)?;
         self.stream.copy(whole(&to)?, self.staging.range().span(0, to.len())?)?;
@@ -117,7 +117,7 @@ impl<'t> Both<'t> {
     }
 
     /// Reads memory of the device, once the stream has come so far.
-    fn get(&self, from: &Range, bytes: usize) -> Result<Vec<u8>, CheckError> {
+    fn get(&self, from: &Range, bytes: usize) -> Result<Vec<u8>, CliError> {
         let len = bytes as u64;
         self.stream.copy(self.staging.range().span(0, len)?, from.span(0, len)?)?;
         finish(&self.stream, "a planned call", self.task.patience())?;
@@ -127,7 +127,7 @@ impl<'t> Both<'t> {
     }
 
     /// Writes an input, and gives the tensors of its call.
-    fn call(&self, input: &Input) -> Result<Call, CheckError> {
+    fn call(&self, input: &Input) -> Result<Call, CliError> {
         Ok(Call {
             x: self.put(&self.x, &input.rows)?,
             experts: self.put(&self.experts, bytemuck::cast_slice(&input.experts))?,
@@ -138,7 +138,7 @@ impl<'t> Both<'t> {
     }
 
     /// One layer on both; bytes compared.
-    fn round(&mut self, seed: u64) -> Result<u64, CheckError> {
+    fn round(&mut self, seed: u64) -> Result<u64, CliError> {
         let me = self.ep.rank();
         let input = self.case.input(Dtype::Bf16, seed, self.case.tokens(seed));
         let mut random = Random(seed ^ 1 << 40);
@@ -157,7 +157,7 @@ impl<'t> Both<'t> {
         Ok((answer.rows.len() + answer.out.len()) as u64)
     }
 
-    fn compare(&self, answer: &Answer, rows: &ExpertRows, handle: &Handle) -> Result<(), CheckError> {
+    fn compare(&self, answer: &Answer, rows: &ExpertRows, handle: &Handle) -> Result<(), CliError> {
         let me = self.ep.rank();
         let counts = [handle.tokens_per_expert(), handle.padded_tokens_per_expert()].concat();
         let host = bytemuck::cast_slice(&answer.counts);
@@ -172,14 +172,14 @@ impl<'t> Both<'t> {
     }
 
     /// Nobody frees memory while others wait.
-    fn end(self) -> Result<(), CheckError> {
+    fn end(self) -> Result<(), CliError> {
         self.group.gather(&[])?;
         Ok(())
     }
 }
 
 /// Calls of random tokens.
-pub fn plain(task: &Task, case: Case, mode: Mode, world: &World) -> Result<String, CheckError> {
+pub fn plain(task: &Task, case: Case, mode: Mode, world: &World) -> Result<String, CliError> {
     let mut both = Both::new(task, case, mode, world)?;
     let me = u64::from(both.ep.rank());
     let rounds: u64 = task.few(6, 4);
@@ -192,7 +192,7 @@ pub fn plain(task: &Task, case: Case, mode: Mode, world: &World) -> Result<Strin
 }
 
 /// A layer that was captured once, replayed with other tokens: its sizes stay on the device.
-pub fn graph(task: &Task, case: Case, world: &World) -> Result<String, CheckError> {
+pub fn graph(task: &Task, case: Case, world: &World) -> Result<String, CliError> {
     let mut both = Both::new(task, case, half(case), world)?;
     let me = u64::from(both.ep.rank());
     let input = |round: u64| case.input(Dtype::Bf16, round << 8 | me, case.max_tokens);

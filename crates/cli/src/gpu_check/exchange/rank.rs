@@ -12,9 +12,9 @@ use sidelane::plan::{Mode, Overflow, RowLayout, SlotShape};
 use sidelane::{Dtype, ExpertParallel, Group, World};
 
 use super::super::driver::stream;
-use super::super::error::CheckError;
 use super::super::kernels::any;
 use super::super::memory::{Random, content, whole};
+use crate::error::CliError;
 
 /// What all ranks have in common.
 #[derive(Clone, Copy, Debug)]
@@ -89,7 +89,7 @@ pub struct Rank {
 }
 
 impl Rank {
-    pub fn new(case: Case, dtype: Dtype, world: &World, device: u32) -> Result<Self, CheckError> {
+    pub fn new(case: Case, dtype: Dtype, world: &World, device: u32) -> Result<Self, CliError> {
         let group = world.all()?;
         let context = Driver::open().and_then(|driver| driver.context(device))?;
         let stream = Arc::new(stream(&context)?);
@@ -116,14 +116,14 @@ impl Rank {
     }
 
     /// Received slots, once the stream has come so far.
-    pub fn received(&self, rows: &ExpertRows) -> Result<Vec<u8>, CheckError> {
+    pub fn received(&self, rows: &ExpertRows) -> Result<Vec<u8>, CliError> {
         self.stream.copy(whole(self.staging.range())?, whole(&rows.range()?)?)?;
         self.ep.synchronize()?;
         Ok(content(&self.staging)?)
     }
 
     /// Writes partial rows to a handle's output buffer, no more bytes than slots have, and waits until they are there.
-    pub fn leave(&self, handle: &Handle, partials: &[u8]) -> Result<ExpertOutput, CheckError> {
+    pub fn leave(&self, handle: &Handle, partials: &[u8]) -> Result<ExpertOutput, CliError> {
         let (y, len) = (handle.output()?, partials.len() as u64);
         self.staging.write(0, partials)?;
         self.stream.copy(y.range()?.span(0, len)?, self.staging.range().span(0, len)?)?;

@@ -13,10 +13,9 @@ use rustix::net::{
 use sidelane::device::{Allocation, Driver};
 use sidelane::memory::SharedPinned;
 
-use super::super::error::CheckError;
 use super::super::task::{Part, Task};
 use super::serve::Planner;
-use crate::error::CliError;
+use crate::error::{CliError, failed};
 
 /// What comes with the descriptors: bytes of the device's memory, and bells that were served.
 const WORDS: usize = 12;
@@ -34,10 +33,10 @@ impl Helper {
         rows: &Allocation,
         shared: &SharedPinned,
         served: u32,
-    ) -> Result<Self, CheckError> {
+    ) -> Result<Self, CliError> {
         let task = Task { part: Part::Helper, ..*task };
         let json = serde_json::to_string(&task).expect("numbers and names are always JSON");
-        let (socket, its) = UnixStream::pair().map_err(prepare("make a socket"))?;
+        let (socket, its) = UnixStream::pair().map_err(CliError::prepare("make a socket"))?;
         let program = super::super::program()?;
         let mut command = Command::new(&program);
         command.arg("gpu-check-part").arg(json).stdin(OwnedFd::from(its)).stdout(Stdio::null());
@@ -51,30 +50,28 @@ impl Helper {
         words[..8].copy_from_slice(&rows.bytes().to_le_bytes());
         words[8..].copy_from_slice(&served.to_le_bytes());
         send(&helper.socket, &words, &[descriptor.as_fd(), shared.as_fd()])?;
-        helper.socket.set_read_timeout(Some(task.patience())).map_err(prepare("bound a wait"))?;
+        helper.socket.set_read_timeout(Some(task.patience())).map_err(CliError::prepare("bound a wait"))?;
         match helper.socket.read(&mut [0]) {
             Ok(1) => Ok(helper),
             _ => {
                 let _ = helper.process.kill();
-                Err(helper
-                    .end()
-                    .err()
-                    .unwrap_or_else(|| CheckError::Ranks("the helper said nothing".to_owned())))
+                Err(helper.end().err().unwrap_or_else(|| failed!("the helper said nothing")))
             }
         }
     }
 
     /// Has it end, and says how it did.
-    pub fn end(mut self) -> Result<(), CheckError> {
+    pub fn end(mut self) -> Result<(), CliError> {
         drop(self.socket);
-        let ended = self.process.wait().map_err(prepare("wait for the helper"))?;
-        if ended.success() { Ok(()) } else { Err(CheckError::Ranks(format!("the helper process: {ended}"))) }
+        let ended = self.process.wait().map_err(CliError::prepare("wait for the helper"))?;
+        if ended.success() { Ok(()) } else { Err(failed!("the helper process: {ended}")) }
     }
 }
 
 /// The process itself. Its socket is its standard input.
-pub fn main(task: &Task) -> Result<(), CheckError> {
-    let input = std::io::stdin().as_fd().try_clone_to_owned().map_err(prepare("keep the socket"))?;
+pub fn main(task: &Task) -> Result<(), CliError> {
+    let input =
+        std::io::stdin().as_fd().try_clone_to_owned().map_err(CliError::prepare("keep the socket"))?;
     let mut socket = UnixStream::from(input);
     let mut words = [0; WORDS];
     let [rows, shared] = receive(&socket, &mut words)?;
@@ -84,26 +81,26 @@ pub fn main(task: &Task) -> Result<(), CheckError> {
     let rows = Allocation::import(&context, rows.as_fd(), number(bytes))?;
     let shared = SharedPinned::adopt(&context, shared)?;
     let mut planner = Planner::new(&context, &rows, shared.memory(), number(served) as u32)?;
-    socket.write_all(&[1]).map_err(prepare("answer"))?;
-    socket.set_nonblocking(true).map_err(prepare("look at the socket"))?;
+    socket.write_all(&[1]).map_err(CliError::prepare("answer"))?;
+    socket.set_nonblocking(true).map_err(CliError::prepare("look at the socket"))?;
     // Nothing is ever sent: the socket ends.
     Ok(planner.serve(|| matches!(socket.read(&mut [0]), Ok(0)))?)
 }
 
-fn send(socket: &UnixStream, words: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<(), CheckError> {
+fn send(socket: &UnixStream, words: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<(), CliError> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     control.push(SendAncillaryMessage::ScmRights(descriptors));
     let sent = rustix::net::sendmsg(socket, &[IoSlice::new(words)], &mut control, SendFlags::NOSIGNAL);
-    sent.map(drop).map_err(|errno| prepare("hand over memory")(errno.into()))
+    sent.map(drop).map_err(|errno| CliError::prepare("hand over memory")(errno.into()))
 }
 
-fn receive(socket: &UnixStream, words: &mut [u8]) -> Result<[OwnedFd; 2], CheckError> {
+fn receive(socket: &UnixStream, words: &mut [u8]) -> Result<[OwnedFd; 2], CliError> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::WAITALL;
     rustix::net::recvmsg(socket, &mut [IoSliceMut::new(words)], &mut control, flags)
-        .map_err(|errno| prepare("take memory over")(errno.into()))?;
+        .map_err(|errno| CliError::prepare("take memory over")(errno.into()))?;
     let mut descriptors = Vec::new();
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(some) = message {
@@ -111,9 +108,5 @@ fn receive(socket: &UnixStream, words: &mut [u8]) -> Result<[OwnedFd; 2], CheckE
         }
     }
     <[OwnedFd; 2]>::try_from(descriptors)
-        .map_err(|seen| CheckError::Ranks(format!("the helper was given {} descriptors, not 2", seen.len())))
-}
-
-fn prepare(what: &'static str) -> impl Fn(std::io::Error) -> CheckError {
-    move |source| CliError::Prepare { what, source }.into()
+        .map_err(|seen| failed!("the helper was given {} descriptors, not 2", seen.len()))
 }

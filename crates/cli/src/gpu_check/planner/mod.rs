@@ -22,19 +22,20 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Instant;
 
 use helper::Helper;
+use serve::{BELL, COPIES, COPY, Planner, RING, ROWS, TOUCHED, WORDS};
 use sidelane::device::{Allocation, AuditKernels, Context, Driver, MemoryOperations, Reservation, Stream};
 use sidelane::error::DeviceError;
 use sidelane::memory::SharedPinned;
 
 use super::check::{About, Checks};
 use super::driver::stream;
-use super::error::{CheckError, same};
-use super::memory::{Random, finish, write};
+use super::memory::{Random, finish, same, write};
 use super::row::State;
 use super::task::Task;
 use super::timer::Timer;
+use crate::error::{CliError, failed};
+
 pub use helper::main as help;
-use serve::{BELL, COPIES, COPY, Planner, RING, ROWS, TOUCHED, WORDS};
 
 /// Bells of a list.
 const TURNS: u32 = 60;
@@ -61,7 +62,7 @@ impl Where {
     }
 }
 
-pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let context = Driver::open()?.context(task.device)?;
     let mut bench = Bench::new(task, &context)?;
     bench.launches(checks, Where::Nowhere)?;
@@ -92,7 +93,7 @@ struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    fn new(task: &'a Task, context: &Arc<Context>) -> Result<Self, CheckError> {
+    fn new(task: &'a Task, context: &Arc<Context>) -> Result<Self, CliError> {
         let calls = stream(context)?;
         let rows = Allocation::new(context, ROWS)?;
         let expected = Random(7).bytes(ROWS as usize);
@@ -112,21 +113,21 @@ impl<'a> Bench<'a> {
         })
     }
 
-    fn beside_thread(&mut self, checks: &mut Checks) -> Result<(), CheckError> {
+    fn beside_thread(&mut self, checks: &mut Checks) -> Result<(), CliError> {
         let mut planner = Planner::new(&self.context, &self.rows, self.shared.memory(), self.rung)?;
         let over = AtomicBool::new(false);
         let (told, served) = std::thread::scope(|scope| {
             let thread = scope.spawn(|| planner.serve(|| over.load(Ordering::Acquire)));
             let told = self.turns(checks, Where::Here);
             over.store(true, Ordering::Release);
-            let panicked = || CheckError::Ranks("the planner panicked".to_owned());
+            let panicked = || failed!("the planner panicked");
             (told, thread.join().map_err(|_| panicked()))
         });
         served??;
         told
     }
 
-    fn beside_helper(&mut self, checks: &mut Checks) -> Result<(), CheckError> {
+    fn beside_helper(&mut self, checks: &mut Checks) -> Result<(), CliError> {
         let helper = Helper::start(self.task, &self.rows, &self.shared, self.rung)?;
         let told = self.turns(checks, Where::Helper);
         let ended = helper.end();
@@ -134,7 +135,7 @@ impl<'a> Bench<'a> {
     }
 
     /// Both rows of a planner, and that it has copied what it should.
-    fn turns(&mut self, checks: &mut Checks, place: Where) -> Result<(), CheckError> {
+    fn turns(&mut self, checks: &mut Checks, place: Where) -> Result<(), CliError> {
         let to = self.shared.memory();
         to.write(WORDS as usize, &vec![0; ROWS as usize])?;
         self.quiet(checks, place)?;
@@ -145,7 +146,7 @@ impl<'a> Bench<'a> {
     }
 
     /// From bell to ring, while nobody launches anything.
-    fn quiet(&mut self, checks: &mut Checks, place: Where) -> Result<(), CheckError> {
+    fn quiet(&mut self, checks: &mut Checks, place: Where) -> Result<(), CliError> {
         let Bench { task, context, timer, calls, shared, rung, .. } = self;
         let rounds = (task.few(50, 4), TURNS as usize);
         let samples = timer.time(calls, rounds, || calls.operate(&mut bells(context, shared, rung)?))?.device;
@@ -157,7 +158,7 @@ impl<'a> Bench<'a> {
     }
 
     /// Launches by the caller, while the planner has as much to do as it can.
-    fn launches(&mut self, checks: &mut Checks, place: Where) -> Result<(), CheckError> {
+    fn launches(&mut self, checks: &mut Checks, place: Where) -> Result<(), CliError> {
         let (mut samples, mut turns) = (Vec::new(), Vec::new());
         for round in 0..=self.task.few(20, 3) {
             let start = Instant::now();
@@ -197,7 +198,7 @@ impl<'a> Bench<'a> {
 
     /// Runs something. If it does not come back in time, the stream that waits for the planner is
     /// let go, by a word of the host.
-    fn watched<T>(&self, run: impl FnOnce() -> Result<T, DeviceError>) -> Result<T, CheckError> {
+    fn watched<T>(&self, run: impl FnOnce() -> Result<T, DeviceError>) -> Result<T, CliError> {
         let ring = self.shared.memory().word(RING as usize)?;
         let (over, heard) = mpsc::channel::<()>();
         let patience = self.task.patience();
@@ -215,7 +216,7 @@ impl<'a> Bench<'a> {
         });
         if late {
             let what = "launches on a stream that waits for a planner".to_owned();
-            return Err(CheckError::Late { what, waited: patience });
+            return Err(failed!("{what} did not end within {patience:?}"));
         }
         Ok(done?)
     }
