@@ -152,24 +152,12 @@ where
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: BenchArgs,
-    }
-
-    fn parse(words: &[&str]) -> Result<BenchArgs, String> {
-        let line = Line::try_parse_from(std::iter::once(&"bench").chain(words));
-        line.map(|line| line.args).map_err(|error| error.to_string())
-    }
+    use crate::command::tests::parsed;
 
     #[test]
     fn the_main_job_needs_no_options() {
-        let args = parse(&[]).unwrap().conditions;
+        let args = parsed::<BenchArgs>("").unwrap().conditions;
         assert_eq!((args.nodes, args.ranks_per_node.as_slice(), args.tokens), (None, &[][..], 512));
         assert_eq!((args.route, args.order, args.wire), (Route::Pxn, Order::Expert, Wire::F32));
         assert_eq!((args.hidden, args.dtype, args.routing), (2048, RowType::Bf16, None));
@@ -178,16 +166,16 @@ mod tests {
     #[test]
     fn a_wrong_value_is_answered_with_the_valid_ones() {
         for (words, valid) in [
-            (["--route", "relay"], &["direct", "pxn"][..]),
-            (["--layout", "token-major"], &["expert-major", "rank-major"]),
-            (["--mode", "static"], &["eager", "budget", "slots"]),
-            (["--on-overflow", "wait"], &["drop", "error"]),
-            (["--order", "token"], &["expert", "rank", "node"]),
-            (["--wire", "f16"], &["f32", "bf16"]),
-            (["--dtype", "bytes"], &["bf16", "f16", "f32", "fp8"]),
-            (["--routing", "zipf:x"], &["uniform", "incast", "zipf:S"]),
+            ("--route relay", &["direct", "pxn"][..]),
+            ("--layout token-major", &["expert-major", "rank-major"]),
+            ("--mode static", &["eager", "budget", "slots"]),
+            ("--on-overflow wait", &["drop", "error"]),
+            ("--order token", &["expert", "rank", "node"]),
+            ("--wire f16", &["f32", "bf16"]),
+            ("--dtype bytes", &["bf16", "f16", "f32", "fp8"]),
+            ("--routing zipf:x", &["uniform", "incast", "zipf:S"]),
         ] {
-            let error = parse(&words).err().expect("a wrong value");
+            let error = parsed::<BenchArgs>(words).err().expect("a wrong value").to_string();
             assert!(valid.iter().all(|value| error.contains(value)), "{words:?}: {error}");
         }
     }

@@ -1,22 +1,15 @@
 use std::path::PathBuf;
 
-use clap::Parser;
 use sidelane::plan::{Mode, Overflow};
 
 use super::super::args::BenchArgs;
 use super::*;
+use crate::command::tests::parsed;
 use crate::error::CliError;
 use crate::routing::Router;
 
-#[derive(Parser)]
-struct Line {
-    #[command(flatten)]
-    args: BenchArgs,
-}
-
 fn resolve(words: &str) -> Result<Config, CliError> {
-    let words = std::iter::once("bench").chain(words.split_whitespace());
-    let args = Line::try_parse_from(words).unwrap_or_else(|error| panic!("{error}")).args;
+    let args: BenchArgs = parsed(words).unwrap();
     Config::resolve(&args.conditions, args.backward, args.rounds)
 }
 

@@ -37,8 +37,9 @@ use std::process::ExitCode;
 use peers::Folder;
 use task::Task;
 
+use crate::command::Command;
 use crate::error::CliError;
-use crate::ranks::{self, RankArgs};
+use crate::ranks;
 
 pub use args::{BenchArgs, ConditionArgs, one_of};
 pub use clock::Laps;
@@ -53,18 +54,21 @@ pub use words::Words;
 #[cfg(test)]
 pub use report::tests::sample;
 
-/// Starts the ranks of a measurement and waits for rank 0's report.
-pub fn main(args: &BenchArgs) -> Result<ExitCode, CliError> {
-    let mut task = Task::resolve(args)?;
-    args.conditions.machines.claim(args.json.iter().chain(&args.trace_out))?;
-    // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
-    let folder = args.peers.then(Folder::make).transpose()?;
-    task.peers = folder.as_ref().map(|folder| folder.path().to_owned());
-    task.config.routing.say_if_drawn(args.conditions.routing.as_ref());
-    ranks::start("bench-rank", &task.config.ranks_per_node, &args.conditions.machines, &task)
-}
+impl Command for BenchArgs {
+    const NAME: &'static str = "bench";
 
-/// Runs one rank.
-pub fn rank(args: &RankArgs) -> Result<ExitCode, CliError> {
-    rank::main(&args.task()?)
+    fn run(self) -> Result<ExitCode, CliError> {
+        let mut task = Task::resolve(&self)?;
+        let machines = &self.conditions.machines;
+        machines.claim(self.json.iter().chain(&self.trace_out))?;
+        // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
+        let folder = self.peers.then(Folder::make).transpose()?;
+        task.peers = folder.as_ref().map(|folder| folder.path().to_owned());
+        task.config.routing.say_if_drawn(self.conditions.routing.as_ref());
+        ranks::start(Self::NAME, &task.config.ranks_per_node, machines, &task, Vec::new())
+    }
+
+    fn rank(task: &str) -> Result<ExitCode, CliError> {
+        rank::main(&ranks::task(task)?)
+    }
 }

@@ -13,15 +13,13 @@ use super::clock::Laps;
 use super::crossing::Crossing;
 use super::layer::Layer;
 use super::passes::{Kind, Pair, Track, memcpy_gbps};
-use super::peers::{Field, Folder, Peers};
+use super::peers::{Field, Folder};
 use super::recording::{self, EVENTS, write_trace};
 use super::report::{Conditions, First, Lanes, Pass, Report, Volume};
-use super::table;
 use super::task::Task;
 use super::tensor::Number;
 use crate::error::{CliError, wrong};
-use crate::rail::Rail;
-use crate::{output, progress};
+use crate::{command, machines};
 
 /// Runs this rank's part.
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {
@@ -30,13 +28,7 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
         Dtype::F16 => run::<f16>(task),
         Dtype::Bf16 | Dtype::Bytes => run::<bf16>(task),
     }?;
-    let Some(report) = report else { return Ok(ExitCode::SUCCESS) };
-    output::print(&table::text(&report))?;
-    if let Some(path) = &task.json {
-        output::write(path, &(report.json() + "\n"))?;
-    }
-    let right = report.verified && report.peers.as_ref().is_none_or(Peers::all_same);
-    Ok(if right { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    report.map_or(Ok(ExitCode::SUCCESS), |report| command::finish(&report, &task.json))
 }
 
 /// The report, on rank 0.
@@ -118,7 +110,7 @@ fn time<E: Number>(
     };
     track.choose_stores(&layer.group, kinds)?;
     let mut pairs = vec![Pair::default(); kinds.len()];
-    let bar = progress::bar(layer.world.rank(), config.rounds.into());
+    let bar = command::progress(layer.world.rank(), config.rounds.into());
     for round in 0..config.rounds {
         track.round(kinds, &mut pairs, round % 2 == 1)?;
         bar.inc(1);
@@ -201,10 +193,10 @@ fn report<E: Number>(
         eprintln!("sidelane: a combine moved {returned} bytes over rails, not {came_home}");
     }
     let local = layer.ep.lanes().iter().any(|used| used.lane == "shm").then(|| "shm".to_owned());
-    let (rail, rail_reason) = Rail::of(&layer.world).map(|rail| (rail.lane, rail.reason)).unzip();
+    let (rail, rail_reason) = machines::rail(&layer.world).unzip();
     let exact = cards.as_ref().is_none_or(|cards| cards.exact);
     let machines = layer.machines.count();
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let cores = machines::cores();
     let huge_pages_granted = layer.world.pages().huge.is_some_and(|bytes| bytes > 0);
     Ok(Some(Report {
         config: Conditions { config: config.clone(), machines, cores, huge_pages_granted },

@@ -129,11 +129,6 @@ impl Report {
             [("dispatch_backward", self.dispatch_backward), ("combine_backward", self.combine_backward)];
         always.into_iter().chain(backward).filter_map(|(name, pass)| Some((name, pass?))).collect()
     }
-
-    /// As it is written to `--json`.
-    pub fn json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("strings, numbers and lists are always JSON")
-    }
 }
 
 #[cfg(test)]

@@ -7,7 +7,8 @@ use super::super::peers::{PeerPass, PeerReport};
 use super::super::room::{Room, RoomMode};
 use super::super::row_type::RowType;
 use super::*;
-use crate::json_keys::{documented, written};
+use crate::command::Report as _;
+use crate::command::tests::assert_page;
 use crate::peers::Unavailable;
 
 const DOCUMENT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/bench-json.md"));
@@ -84,17 +85,12 @@ fn peers() -> Peers {
 #[test]
 fn the_document_names_exactly_the_keys_of_the_json() {
     const PASSES: [&str; 4] = ["dispatch", "combine", "dispatch_backward", "combine_backward"];
-    let shared = |key: String| match key.split_once('.') {
-        Some((pass, below)) if PASSES.contains(&pass) => format!("PASS.{below}"),
-        _ => key,
-    };
-    assert_eq!(documented(DOCUMENT), written(&sample().json()).into_iter().map(shared).collect());
-}
-
-#[test]
-fn a_report_survives_json() {
-    let report = sample();
-    assert_eq!(serde_json::from_str::<Report>(&report.json()).unwrap(), report);
+    assert_page(DOCUMENT, &[sample()], |key| {
+        Some(match key.split_once('.') {
+            Some((pass, below)) if PASSES.contains(&pass) => format!("PASS.{below}"),
+            _ => key.to_owned(),
+        })
+    });
 }
 
 #[test]

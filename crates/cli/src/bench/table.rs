@@ -2,32 +2,43 @@
 
 use std::fmt::Write;
 
+use super::peers::Peers;
 use super::report::{First, Pass, Report};
 use super::room::RoomMode;
 use super::words::Words;
+use crate::command;
 use crate::machines;
 use crate::table::{self, time, volume};
 
-/// Conditions, verdict, figures, and the speed of memcpy beside them.
-pub fn text(report: &Report) -> String {
-    let verdict = match (report.verified, report.rows_verified) {
-        (true, rows) => format!("verified: {rows} rows bit-exact"),
-        (false, rows) => format!("NOT VERIFIED: only {rows} rows are bit-exact"),
-    };
-    let room = match report.config.config.room.mode {
-        RoomMode::Eager => String::new(),
-        _ => format!(
-            ", {} choices dropped, {} rows needed at most by a rank",
-            report.dropped_choices, report.required_rows
-        ),
-    };
-    let place = if report.config.machines == 1 { "on the same machine" } else { "on all machines together" };
-    let First { dispatch_us, combine_us } = report.first;
-    let first = format!("first calls: dispatch {}, combine {}", time(dispatch_us), time(combine_us));
-    let memcpy = format!("memcpy: {:.1} GB/s {place}; {first}", report.memcpy_gbps);
-    let crossing = report.crossing.text(&report.config.config).map_or(String::new(), |text| text + "\n\n");
-    let peers = report.peers.as_ref().map_or(String::new(), |peers| peers.text() + "\n");
-    format!("{}\n{verdict}{room}\n\n{}\n\n{peers}{crossing}{memcpy}", conditions(report), figures(report))
+impl command::Report for Report {
+    /// Conditions, verdict, figures, and the speed of memcpy beside them.
+    fn text(&self) -> String {
+        let report = self;
+        let verdict = match (report.verified, report.rows_verified) {
+            (true, rows) => format!("verified: {rows} rows bit-exact"),
+            (false, rows) => format!("NOT VERIFIED: only {rows} rows are bit-exact"),
+        };
+        let room = match report.config.config.room.mode {
+            RoomMode::Eager => String::new(),
+            _ => format!(
+                ", {} choices dropped, {} rows needed at most by a rank",
+                report.dropped_choices, report.required_rows
+            ),
+        };
+        let place =
+            if report.config.machines == 1 { "on the same machine" } else { "on all machines together" };
+        let First { dispatch_us, combine_us } = report.first;
+        let first = format!("first calls: dispatch {}, combine {}", time(dispatch_us), time(combine_us));
+        let memcpy = format!("memcpy: {:.1} GB/s {place}; {first}", report.memcpy_gbps);
+        let crossing =
+            report.crossing.text(&report.config.config).map_or(String::new(), |text| text + "\n\n");
+        let peers = report.peers.as_ref().map_or(String::new(), |peers| peers.text() + "\n");
+        format!("{}\n{verdict}{room}\n\n{}\n\n{peers}{crossing}{memcpy}", conditions(report), figures(report))
+    }
+
+    fn is_right(&self) -> bool {
+        self.verified && self.peers.as_ref().is_none_or(Peers::all_same)
+    }
 }
 
 fn conditions(report: &Report) -> String {
@@ -89,10 +100,11 @@ mod tests {
 
     use super::super::report::tests::sample;
     use super::*;
+    use crate::command::Report as _;
 
     #[test]
     fn the_text_holds_conditions_verdict_figures_and_memcpy() {
-        let text = text(&sample());
+        let text = sample().text();
         for words in [
             "8 on 2 nodes (4 + 4), 1 machine, 2 cores, small pages",
             "zipf:1.0, 64 experts, top-8, seed 0",
@@ -116,7 +128,7 @@ mod tests {
 
     #[test]
     fn a_failed_verification_cannot_be_overlooked() {
-        let text = text(&Report { verified: false, rows_verified: 12, ..sample() });
+        let text = Report { verified: false, rows_verified: 12, ..sample() }.text();
         assert!(text.contains("NOT VERIFIED: only 12 rows"), "{text}");
     }
 
@@ -124,14 +136,14 @@ mod tests {
     fn an_order_without_partial_sums_has_no_wire() {
         let mut report = sample();
         report.config.config.order = Order::Expert;
-        assert!(text(&report).contains("order expert, wire none"));
+        assert!(report.text().contains("order expert, wire none"));
     }
 
     #[test]
     fn p99_takes_the_place_of_the_maximum_when_there_is_one() {
         let mut report = sample();
-        assert!(text(&report).contains(" max ") && !text(&report).contains("p99"));
+        assert!(report.text().contains(" max ") && !report.text().contains("p99"));
         report.dispatch.p99_us = Some(6300.0);
-        assert!(text(&report).contains("p99") && text(&report).contains("6.30 ms"));
+        assert!(report.text().contains("p99") && report.text().contains("6.30 ms"));
     }
 }

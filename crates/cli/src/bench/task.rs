@@ -10,8 +10,8 @@ use sidelane_core::schedule::Control;
 use super::args::BenchArgs;
 use super::config::Config;
 use super::placement::Placement;
-use crate::conditions;
 use crate::error::CliError;
+use crate::ranks;
 use crate::ranks::Sizes;
 use crate::routing::Router;
 
@@ -43,7 +43,7 @@ impl Task {
         let mut conditions = self.config.conditions()?;
         conditions["trace_out"] = self.trace_out.is_some().into();
         conditions["peers"] = self.peers.is_some().into();
-        Ok(conditions::words("bench", &conditions))
+        Ok(ranks::conditions("bench", &conditions))
     }
 }
 

@@ -19,22 +19,25 @@ use std::process::ExitCode;
 use task::Task;
 
 use crate::bench::peers::Folder;
+use crate::command::Command;
 use crate::error::CliError;
-use crate::ranks::{self, RankArgs};
+use crate::ranks;
 
 pub use args::CollectivesArgs;
 
-/// Starts the ranks and waits for what rank 0 reports.
-pub fn main(args: &CollectivesArgs) -> Result<ExitCode, CliError> {
-    let mut task = Task::resolve(args)?;
-    args.machines.claim(&args.json)?;
-    // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
-    let folder = args.peers.then(Folder::make).transpose()?;
-    task.peers = folder.as_ref().map(|folder| folder.path().to_owned());
-    ranks::start("collectives-rank", &task.ranks_per_node, &args.machines, &task)
-}
+impl Command for CollectivesArgs {
+    const NAME: &'static str = "collectives";
 
-/// Runs one rank.
-pub fn rank(args: &RankArgs) -> Result<ExitCode, CliError> {
-    rank::main(&args.task()?)
+    fn run(self) -> Result<ExitCode, CliError> {
+        let mut task = Task::resolve(&self)?;
+        self.machines.claim(&self.json)?;
+        // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
+        let folder = self.peers.then(Folder::make).transpose()?;
+        task.peers = folder.as_ref().map(|folder| folder.path().to_owned());
+        ranks::start(Self::NAME, &task.ranks_per_node, &self.machines, &task, Vec::new())
+    }
+
+    fn rank(task: &str) -> Result<ExitCode, CliError> {
+        rank::main(&ranks::task(task)?)
+    }
 }

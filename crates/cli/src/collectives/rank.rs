@@ -11,8 +11,8 @@ use super::task::{Run, Task};
 use crate::bench::Laps;
 use crate::bench::peers::PeerPass;
 use crate::error::CliError;
-use crate::machines::Machines;
-use crate::{output, progress, ranks};
+use crate::machines::{self, Machines};
+use crate::{command, ranks};
 
 /// Runs this rank's part.
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {
@@ -21,7 +21,7 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     let machines = Machines::of(&group)?;
     let mut rivals = Rivals::open(&group, task)?;
     let mut barrier = group.window(0)?;
-    let bar = progress::bar(world.rank(), task.runs.len() as u64);
+    let bar = command::progress(world.rank(), task.runs.len() as u64);
     let (mut verified, mut runs) = (true, Vec::new());
     for (nth, &run) in task.runs.iter().enumerate() {
         let mut test = Test::new(run.operation, (run.bytes / 4) as usize, &group)?;
@@ -50,14 +50,10 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     let config = Conditions {
         ranks_per_node: task.ranks_per_node.clone(),
         machines: machines.count(),
-        cores: std::thread::available_parallelism().map_or(1, usize::from),
+        cores: machines::cores(),
     };
     let report = Report { config, verified, runs, absent: std::mem::take(&mut rivals.absent) };
-    output::print(&report.text())?;
-    if let Some(path) = &task.json {
-        output::write(path, &(report.json() + "\n"))?;
-    }
-    Ok(if report.is_right() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    command::finish(&report, &task.json)
 }
 
 /// Times rounds of ours and of others, in turn.

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::operation::Operation;
 use super::task::Run;
 use crate::bench::peers::PeerPass;
+use crate::command;
 use crate::machines;
 use crate::peers::Unavailable;
 use crate::perf::Bytes;
@@ -61,18 +62,11 @@ impl RunReport {
     }
 }
 
-impl Report {
-    /// Whether all was right, and all the same.
-    pub fn is_right(&self) -> bool {
-        self.verified && self.runs.iter().flat_map(|run| &run.peers).all(|peer| peer.same)
-    }
+impl Report {}
 
-    pub fn json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("numbers and names are always JSON")
-    }
-
+impl command::Report for Report {
     /// As people read it.
-    pub fn text(&self) -> String {
+    fn text(&self) -> String {
         let Conditions { ranks_per_node, machines, cores } = &self.config;
         let ranks: u32 = ranks_per_node.iter().sum();
         let verified = if self.verified { "results verified" } else { "RESULTS ARE WRONG" };
@@ -112,13 +106,18 @@ impl Report {
         text += &(table.trim_fmt() + "\n");
         self.absent.iter().fold(text, |text, peer| text + &peer.text() + "\n")
     }
+
+    fn is_right(&self) -> bool {
+        self.verified && self.runs.iter().flat_map(|run| &run.peers).all(|peer| peer.same)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::command::Report as _;
+    use crate::command::tests::assert_page;
     use crate::error::failed;
-    use crate::json_keys::{documented, written};
 
     fn sample() -> Report {
         let run = Run { operation: Operation::AllReduce, bytes: 4096, rounds: 3 };
@@ -135,7 +134,7 @@ mod tests {
     #[test]
     fn the_page_names_exactly_the_keys_that_are_written() {
         let page = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/collectives-json.md"));
-        assert_eq!(documented(page), written(&sample().json()));
+        assert_page(page, &[sample()], |key| Some(key.to_owned()));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use super::args::CollectivesArgs;
 use super::operation::Operation;
 use crate::error::{CliError, usage};
 use crate::launch::node_sizes_or;
-use crate::{conditions, ranks};
+use crate::ranks;
 
 /// Runs that others can be told apart.
 pub const MOST_BESIDE: usize = 128;
@@ -65,7 +65,7 @@ impl Task {
     /// What all ranks must have in common. Only rank 0 writes files.
     pub fn conditions(&self) -> String {
         let conditions = json!({ "ranks_per_node": self.ranks_per_node, "runs": self.runs });
-        conditions::words("collectives", &conditions)
+        ranks::conditions("collectives", &conditions)
     }
 
     /// Room for what is gathered or given to be summed, twice, for the windows, and for what lands in one and in that of the run before.

@@ -24,7 +24,7 @@ impl Facts {
     pub fn of_this_process() -> Self {
         let path = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
         Facts {
-            usable_cores: std::thread::available_parallelism().map_or(1, usize::from),
+            usable_cores: crate::machines::cores(),
             locked_memory: getrlimit(Resource::Memlock).current,
             open_files: getrlimit(Resource::Nofile).current,
             huge_pages: sidelane::memory::huge_pages_granted(),

@@ -22,8 +22,8 @@ use finding::Finding;
 use root::Root;
 use serde::Serialize;
 
+use crate::command::{self, Command, Report};
 use crate::error::CliError;
-use crate::output;
 
 pub use cuda::of_probe as cuda_findings;
 pub use finding::Level;
@@ -45,23 +45,38 @@ struct Diagnosis {
     findings: Vec<Finding>,
 }
 
-/// Prints the report. It is a report: whatever it finds, it succeeds.
-pub fn main(args: &DoctorArgs) -> Result<ExitCode, CliError> {
-    let diagnosis = Diagnosis {
-        version: env!("CARGO_PKG_VERSION"),
-        commit: env!("SIDELANE_COMMIT"),
-        target: env!("SIDELANE_TARGET"),
-        findings: examine(&Root::new("/"), &Facts::of_this_process()),
-    };
-    if args.json {
-        let text = serde_json::to_string_pretty(&diagnosis).expect("strings and lists are always JSON");
-        output::print(&text)?;
-    } else {
-        let Diagnosis { version, commit, target, findings } = &diagnosis;
-        let head = format!("sidelane {version} ({commit}) for {target}\n");
-        output::print(&format!("{head}\n{}\n\n{}", table::table(findings), table::summary(findings)))?;
+impl Command for DoctorArgs {
+    const NAME: &'static str = "doctor";
+
+    /// It is a report: whatever it finds, it succeeds.
+    fn run(self) -> Result<ExitCode, CliError> {
+        let diagnosis = Diagnosis {
+            version: env!("CARGO_PKG_VERSION"),
+            commit: env!("SIDELANE_COMMIT"),
+            target: env!("SIDELANE_TARGET"),
+            findings: examine(&Root::new("/"), &Facts::of_this_process()),
+        };
+        command::print(&if self.json { diagnosis.json() } else { diagnosis.text() })?;
+        Ok(ExitCode::SUCCESS)
     }
-    Ok(ExitCode::SUCCESS)
+}
+
+impl Report for Diagnosis {
+    fn text(&self) -> String {
+        let Diagnosis { version, commit, target, findings } = self;
+        let head = format!(
+            "sidelane {version} ({commit}) for {target}
+"
+        );
+        format!(
+            "{head}
+{}
+
+{}",
+            table::table(findings),
+            table::summary(findings)
+        )
+    }
 }
 
 /// Every finding, from what all jobs need to what few have.

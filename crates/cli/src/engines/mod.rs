@@ -18,18 +18,16 @@ use std::process::ExitCode;
 use report::Report;
 use task::Task;
 
+use crate::command::{self, Command};
 use crate::error::CliError;
-use crate::output;
 
 pub use args::EnginesArgs;
 
-/// Counts, and says what it counted.
-pub fn main(args: &EnginesArgs) -> Result<ExitCode, CliError> {
-    output::claim(&args.json)?;
-    let report = Report::new(&Task::resolve(args)?)?;
-    output::print(&report.text())?;
-    if let Some(path) = &args.json {
-        output::write(path, &(report.json() + "\n"))?;
+impl Command for EnginesArgs {
+    const NAME: &'static str = "engines";
+
+    fn run(self) -> Result<ExitCode, CliError> {
+        command::claim(&self.json)?;
+        command::finish(&Report::new(&Task::resolve(&self)?)?, &self.json)
     }
-    Ok(ExitCode::SUCCESS)
 }

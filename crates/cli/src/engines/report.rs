@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use super::task::{Conditions, Task};
 use super::ways::{self, Way};
+use crate::command;
 use crate::error::CliError;
 use crate::launch::shape_words;
 use crate::table::{self, time, volume};
@@ -28,14 +29,11 @@ impl Report {
             ways: ways::all(task)?,
         })
     }
+}
 
-    /// As it is written to `--json`.
-    pub fn json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("strings, numbers and lists are always JSON")
-    }
-
+impl command::Report for Report {
     /// Conditions, and a line for each way.
-    pub fn text(&self) -> String {
+    fn text(&self) -> String {
         let Conditions { routing, experts, top_k, ranks_per_node, tokens, hidden, dtype, .. } = &self.config;
         let Conditions { per_copy, speed, .. } = self.config;
         let mut table = table::figures([
@@ -81,24 +79,16 @@ impl Report {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
-    use super::super::args::EnginesArgs;
     use super::*;
-    use crate::json_keys::{documented, written};
+
+    use crate::command::tests::{assert_page, parsed};
 
     const DOCUMENT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/engines-json.md"));
 
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: EnginesArgs,
-    }
-
     #[test]
     fn the_document_names_exactly_the_keys_of_the_json() {
-        let line = Line::try_parse_from(["engines", "--tokens", "8", "--hidden", "32"]).unwrap();
-        let report = Report::new(&Task::resolve(&line.args).unwrap()).unwrap();
-        assert_eq!(documented(DOCUMENT), written(&report.json()));
+        let report =
+            Report::new(&Task::resolve(&parsed("--tokens 8 --hidden 32").unwrap()).unwrap()).unwrap();
+        assert_page(DOCUMENT, &[report], |key| Some(key.to_owned()));
     }
 }

@@ -4,8 +4,8 @@ use sidelane::device::Version;
 
 use super::row::{Answer, Row, State, Time};
 use super::task::Part;
+use crate::command;
 use crate::error::CliError;
-use crate::output;
 
 /// The rows of a part.
 pub struct Checks {
@@ -107,5 +107,5 @@ impl Checks {
 }
 
 fn emit(row: &Row) -> Result<(), CliError> {
-    output::print(&serde_json::to_string(row).expect("texts and numbers are always JSON"))
+    command::print(&serde_json::to_string(row).expect("texts and numbers are always JSON"))
 }

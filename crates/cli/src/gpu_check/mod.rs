@@ -53,51 +53,50 @@ use sidelane::device::{Driver, Version};
 use sidelane::error::DeviceError;
 use task::{Part, Task};
 
+use crate::command::{self, Command};
 use crate::error::CliError;
-use crate::output;
-use crate::ranks::RankArgs;
+use crate::ranks;
 
 pub use args::GpuCheckArgs;
 
-/// Runs all parts, and prints what they found.
-pub fn main(args: &GpuCheckArgs) -> Result<ExitCode, CliError> {
-    output::claim(&args.json)?;
-    let probe = probe(args.device).map_err(sidelane::Error::from)?;
-    let asked = |part: &Part| args.parts.is_empty() || args.parts.contains(part);
-    let chosen: Vec<Part> = Part::ALL.into_iter().filter(asked).collect();
-    let rows = parts::run(&Task::of(args), &chosen, args.minutes)?;
-    let report = Report::new(args, &probe, rows);
-    output::print(&table::text(&report))?;
-    if let Some(path) = &args.json {
-        output::write(path, &(report.json() + "\n"))?;
-    }
-    Ok(if report.holds { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
+impl Command for GpuCheckArgs {
+    const NAME: &'static str = "gpu-check";
 
-/// Runs one part, or one rank of one, and tells its rows.
-pub fn part(args: &RankArgs) -> Result<ExitCode, CliError> {
-    let task: Task = args.task()?;
-    let mut checks = Checks::new(task.part);
-    let done = match task.part {
-        Part::Driver => driver::run(&task, &mut checks),
-        Part::Kernels => kernels::run(&task, &mut checks),
-        Part::Locks => blocking::locks(&task, &mut checks),
-        Part::Queues => blocking::queues(&task, &mut checks),
-        Part::Case => blocking::case(&task),
-        Part::Exchange => exchange::threads(&task, &mut checks),
-        Part::Processes => exchange::processes(&task, &mut checks),
-        Part::Rank => exchange::rank(&task, &mut checks),
-        Part::Audit => audit::run(&task, &mut checks),
-        Part::Activity => activity::run(&task, &mut checks),
-        Part::Interference => interference::run(&task, &mut checks),
-        Part::Planner => planner::run(&task, &mut checks),
-        Part::Helper => planner::help(&task),
-        Part::Costs => costs::run(&task, &mut checks),
-    };
-    if let Err(error) = done {
-        checks.failed("to its end", &error)?;
+    /// Runs all parts.
+    fn run(self) -> Result<ExitCode, CliError> {
+        command::claim(&self.json)?;
+        let probe = probe(self.device)?;
+        let asked = |part: &Part| self.parts.is_empty() || self.parts.contains(part);
+        let chosen: Vec<Part> = Part::ALL.into_iter().filter(asked).collect();
+        let rows = parts::run(&Task::of(&self), &chosen, self.minutes)?;
+        command::finish(&Report::new(&self, &probe, rows), &self.json)
     }
-    Ok(if checks.all_right() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+
+    /// Runs one part, or one rank of one, and tells its rows.
+    fn rank(task: &str) -> Result<ExitCode, CliError> {
+        let task: Task = ranks::task(task)?;
+        let mut checks = Checks::new(task.part);
+        let done = match task.part {
+            Part::Driver => driver::run(&task, &mut checks),
+            Part::Kernels => kernels::run(&task, &mut checks),
+            Part::Locks => blocking::locks(&task, &mut checks),
+            Part::Queues => blocking::queues(&task, &mut checks),
+            Part::Case => blocking::case(&task),
+            Part::Exchange => exchange::threads(&task, &mut checks),
+            Part::Processes => exchange::processes(&task, &mut checks),
+            Part::Rank => exchange::rank(&task, &mut checks),
+            Part::Audit => audit::run(&task, &mut checks),
+            Part::Activity => activity::run(&task, &mut checks),
+            Part::Interference => interference::run(&task, &mut checks),
+            Part::Planner => planner::run(&task, &mut checks),
+            Part::Helper => planner::help(&task),
+            Part::Costs => costs::run(&task, &mut checks),
+        };
+        if let Err(error) = done {
+            checks.failed("to its end", &error)?;
+        }
+        Ok(if checks.all_right() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
 }
 
 /// The driver, if it is there, new enough, and has the device.
@@ -110,9 +109,4 @@ fn probe(device: u32) -> Result<sidelane::device::Probe, DeviceError> {
     }
     driver.device(device)?;
     driver.probe()
-}
-
-/// This program, to be started again.
-fn program() -> Result<std::path::PathBuf, CliError> {
-    std::env::current_exe().map_err(CliError::prepare("find this program"))
 }

@@ -2,13 +2,15 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use super::GpuCheckArgs;
 use super::row::{Row, State};
 use super::task::{Part, Task};
+use crate::command::{self, Command as _};
 use crate::error::CliError;
-use crate::progress;
+use crate::ranks;
 
 /// A part that says nothing for so long is stuck: every row has shorter deadlines of its own.
 const SILENCE: Duration = Duration::from_secs(300);
@@ -20,7 +22,7 @@ const VARIABLES: [(&str, &str); 2] =
 
 /// Runs these. What does not fit into so many minutes is left out.
 pub fn run(task: &Task, parts: &[Part], minutes: Option<f64>) -> Result<Vec<Row>, CliError> {
-    let bar = progress::bar(0, parts.len() as u64);
+    let bar = command::progress(0, parts.len() as u64);
     let end = minutes.map(|minutes| Instant::now() + Duration::from_secs_f64(minutes * 60.0));
     let mut rows = Vec::new();
     for &part in parts {
@@ -39,32 +41,23 @@ pub fn run(task: &Task, parts: &[Part], minutes: Option<f64>) -> Result<Vec<Row>
 
 /// The rows of one part, and how it ended if not well.
 fn one(task: &Task, end: Option<Instant>) -> Result<Vec<Row>, CliError> {
-    let mut child = start(task)?;
-    let out = child.stdout.take().expect("standard output is a pipe");
-    let (told, hear) = mpsc::channel();
-    // Ends with the pipe.
-    let reader = std::thread::spawn(move || {
-        for line in BufReader::new(out).lines().map_while(Result::ok) {
-            if told.send(line).is_err() {
-                break;
-            }
-        }
-    });
+    let missing = VARIABLES.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
+    let mut process = Process::start(task, missing.map(|(name, value)| (name, value.to_owned())))?;
     let (mut rows, mut stuck) = (Vec::new(), None);
     loop {
         let left = end.map(|end| end.saturating_duration_since(Instant::now()));
-        match hear.recv_timeout(left.map_or(SILENCE, |left| left.min(SILENCE))) {
+        match process.lines.recv_timeout(left.map_or(SILENCE, |left| left.min(SILENCE))) {
             Ok(line) => rows.push(serde_json::from_str::<Row>(&line).map_err(CliError::told)?),
             Err(RecvTimeoutError::Disconnected) => break,
             Err(RecvTimeoutError::Timeout) => {
                 let no_time = left.is_some_and(|left| left < SILENCE);
                 stuck = Some(if no_time { Ended::Time } else { Ended::Silence });
-                let _ = child.kill();
+                let _ = process.child.kill();
                 break;
             }
         }
     }
-    let ended = child.wait().map_err(CliError::prepare("wait for a part"))?;
+    let ended = process.child.wait().map_err(CliError::prepare("wait for a part"))?;
     let wrong = rows.iter().any(|row| row.state == State::Wrong);
     match stuck {
         Some(Ended::Time) => rows.push(left_out(task.part, "to its end", UNFINISHED)),
@@ -73,7 +66,6 @@ fn one(task: &Task, end: Option<Instant>) -> Result<Vec<Row>, CliError> {
             rows.push(unfinished(task.part, found));
         }
         None => {
-            let _ = reader.join();
             if !(ended.success() || wrong) {
                 rows.push(unfinished(task.part, format!("its process ended early: {ended}")));
             }
@@ -92,13 +84,37 @@ enum Ended {
 
 const UNFINISHED: &str = "the rest of this part was not run";
 
-fn start(task: &Task) -> Result<Child, CliError> {
-    let program = super::program()?;
-    let json = serde_json::to_string(task).expect("numbers and names are always JSON");
-    let missing = VARIABLES.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
-    let mut command = Command::new(&program);
-    command.arg("gpu-check-part").arg(json).envs(missing).stdin(Stdio::null()).stdout(Stdio::piped());
-    command.spawn().map_err(|source| CliError::Spawn { rank: 0, program: program.into(), source })
+/// A process of this program that does a task, and tells lines on its standard output.
+pub struct Process {
+    pub child: Child,
+    pub lines: Receiver<String>,
+}
+
+impl Process {
+    pub fn start(
+        task: &Task,
+        variables: impl Iterator<Item = (&'static str, String)>,
+    ) -> Result<Self, CliError> {
+        let mut child = spawn(task, |command| {
+            command.envs(variables).stdin(Stdio::null()).stdout(Stdio::piped());
+        })?;
+        let out = child.stdout.take().expect("standard output is a pipe");
+        let (told, lines) = mpsc::channel();
+        // Ends with the pipe.
+        std::thread::spawn(move || {
+            let all = BufReader::new(out).lines().map_while(Result::ok);
+            all.map(|line| told.send(line)).take_while(Result::is_ok).for_each(drop);
+        });
+        Ok(Process { child, lines })
+    }
+}
+
+/// Starts this program for a task.
+pub fn spawn(task: &Task, with: impl FnOnce(&mut Command)) -> Result<Child, CliError> {
+    let line = ranks::again(GpuCheckArgs::NAME, task)?;
+    let mut command = Command::new(&line[0]);
+    with(command.args(&line[1..]));
+    command.spawn().map_err(|source| CliError::Spawn { rank: 0, program: line[0].clone(), source })
 }
 
 /// A part that did not come to its end.

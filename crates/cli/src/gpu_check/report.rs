@@ -64,18 +64,14 @@ impl Report {
             rows,
         }
     }
-
-    pub fn json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("texts and numbers are always JSON")
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::row::{Answer, Time};
-    use super::super::table;
     use super::*;
-    use crate::json_keys::{documented, written};
+    use crate::command::Report as _;
+    use crate::command::tests::assert_page;
 
     fn report() -> Report {
         let row = |part, state| Row {
@@ -112,13 +108,13 @@ mod tests {
     #[test]
     fn the_page_names_the_keys_that_are_written() {
         let page = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/gpu-check.md"));
-        assert_eq!(written(&report().json()), documented(page));
+        assert_page(page, &[report()], |key| Some(key.to_owned()));
     }
 
     #[test]
     fn the_text_holds_rows_and_a_verdict_that_cannot_be_overlooked() {
         let mut report = report();
-        let good = table::text(&report);
+        let good = report.text();
         for words in [
             "132 SMs",
             "right",
@@ -131,13 +127,13 @@ mod tests {
             assert!(good.contains(words), "{words:?} in\n{good}");
         }
         report.audited = false;
-        assert!(table::text(&report).ends_with("The audit was not run, or not seen."));
+        assert!(report.text().ends_with("The audit was not run, or not seen."));
         report.holds = false;
-        assert!(table::text(&report).contains("the audit does not hold"));
+        assert!(report.text().contains("the audit does not hold"));
         report.stand_in = true;
-        assert!(table::text(&report).contains("THE STAND-IN DRIVER"));
+        assert!(report.text().contains("THE STAND-IN DRIVER"));
         report.correct = false;
-        assert!(table::text(&report).ends_with("NOT RIGHT: see the rows that say WRONG."));
+        assert!(report.text().ends_with("NOT RIGHT: see the rows that say WRONG."));
     }
 
     /// A report of these rows, on a GPU.

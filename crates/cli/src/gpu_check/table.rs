@@ -3,27 +3,35 @@
 use super::report::Report;
 use super::row::Row;
 use super::task::Part;
+use crate::command;
 use crate::table;
 
-/// All of it.
-pub fn text(report: &Report) -> String {
-    let Report { version, commit, target, driver, library, device, name, multiprocessors, .. } = report;
-    let mut text = format!(
-        "sidelane {version} ({commit}) for {target}\ndevice {device}: {name}, {multiprocessors} SMs; driver for CUDA {driver} ({library})\n"
-    );
-    if report.stand_in {
-        text += "THE STAND-IN DRIVER: no GPU is here. Times mean nothing, and the audit shows nothing.\n";
-    }
-    for part in Part::ALL {
-        let rows: Vec<&Row> = report.rows.iter().filter(|row| row.part == part).collect();
-        if !rows.is_empty() {
-            text += &format!("\n{}\n{}\n", part.name(), of(&rows));
+impl command::Report for Report {
+    /// All of it.
+    fn text(&self) -> String {
+        let report = self;
+        let Report { version, commit, target, driver, library, device, name, multiprocessors, .. } = report;
+        let mut text = format!(
+            "sidelane {version} ({commit}) for {target}\ndevice {device}: {name}, {multiprocessors} SMs; driver for CUDA {driver} ({library})\n"
+        );
+        if report.stand_in {
+            text += "THE STAND-IN DRIVER: no GPU is here. Times mean nothing, and the audit shows nothing.\n";
         }
+        for part in Part::ALL {
+            let rows: Vec<&Row> = report.rows.iter().filter(|row| row.part == part).collect();
+            if !rows.is_empty() {
+                text += &format!("\n{}\n{}\n", part.name(), of(&rows));
+            }
+        }
+        if !report.conclusions.is_empty() {
+            text += &format!("\n{}\n", report.conclusions.join("\n"));
+        }
+        text + "\n" + verdict(report)
     }
-    if !report.conclusions.is_empty() {
-        text += &format!("\n{}\n", report.conclusions.join("\n"));
+
+    fn is_right(&self) -> bool {
+        self.holds
     }
-    text + "\n" + verdict(report)
 }
 
 fn of(rows: &[&Row]) -> String {

@@ -18,8 +18,8 @@ use std::str::FromStr;
 use clap::{Args, ValueEnum};
 
 use super::Bind;
+use crate::command;
 use crate::error::{CliError, usage};
-use crate::output;
 
 /// Where torchrun's rendezvous is by default, too.
 const PORT: u16 = 29500;
@@ -89,7 +89,7 @@ impl MachineArgs {
 
     /// Finds out whether rank 0 can write its reports, if this machine runs it.
     pub fn claim<'p>(&self, paths: impl IntoIterator<Item = &'p PathBuf>) -> Result<(), CliError> {
-        if self.node_rank.unwrap_or(0) == 0 { output::claim(paths) } else { Ok(()) }
+        if self.node_rank.unwrap_or(0) == 0 { command::claim(paths) } else { Ok(()) }
     }
 
     /// What the ranks find in their environment.

@@ -20,15 +20,20 @@ use std::process::ExitCode;
 
 use shape::node_sizes;
 
+use crate::command::Command;
 use crate::error::CliError;
 
 pub use args::LaunchArgs;
 pub use bind::Bind;
-pub use job::{Job, Outcome};
+pub use job::Job;
 pub use machines::MachineArgs;
 pub use shape::{node_labels, node_sizes_or, shape_words};
 
-/// Runs the command line's job. Ends as the first failing rank did.
-pub fn main(args: LaunchArgs) -> Result<ExitCode, CliError> {
-    args.job()?.run().map(|outcome: Outcome| ExitCode::from(outcome.exit_code()))
+impl Command for LaunchArgs {
+    const NAME: &'static str = "launch";
+
+    /// Ends as the first failing rank did.
+    fn run(self) -> Result<ExitCode, CliError> {
+        self.job()?.run().map(|outcome| ExitCode::from(outcome.exit_code()))
+    }
 }

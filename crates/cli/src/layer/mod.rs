@@ -22,19 +22,22 @@ use std::process::ExitCode;
 
 use task::Task;
 
+use crate::command::Command;
 use crate::error::CliError;
-use crate::ranks::{self, RankArgs};
+use crate::ranks;
 
 pub use args::LayerArgs;
 
-/// Starts the ranks and waits for what rank 0 reports.
-pub fn main(args: &LayerArgs) -> Result<ExitCode, CliError> {
-    let task = Task::resolve(args)?;
-    args.machines.claim(args.json.iter().chain(&args.trace_out).chain(&args.svg))?;
-    ranks::start_with("layer-rank", &task.shape.ranks_per_node, &args.machines, &task, task.variables())
-}
+impl Command for LayerArgs {
+    const NAME: &'static str = "layer";
 
-/// Runs one rank.
-pub fn rank(args: &RankArgs) -> Result<ExitCode, CliError> {
-    rank::main(&args.task()?)
+    fn run(self) -> Result<ExitCode, CliError> {
+        let task = Task::resolve(&self)?;
+        self.machines.claim(self.json.iter().chain(&self.trace_out).chain(&self.svg))?;
+        ranks::start(Self::NAME, &task.shape.ranks_per_node, &self.machines, &task, task.variables())
+    }
+
+    fn rank(task: &str) -> Result<ExitCode, CliError> {
+        rank::main(&ranks::task(task)?)
+    }
 }

@@ -19,7 +19,7 @@ use super::watched::{Watch, Watched};
 use crate::bench::{EVENTS, Laps, write_trace};
 use crate::error::CliError;
 use crate::machines::Machines;
-use crate::{output, progress, ranks};
+use crate::{command, ranks};
 
 /// How a step is carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,17 +62,11 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     // What the wires keep may also come from the environment.
     let pace = Pace::from_env().map_err(Error::from)?;
     let report = Report::new(task, &world, pace, verified, &passes);
-    output::print(&report.text())?;
-    if let Some(path) = &task.json {
-        output::write(path, &(report.json() + "\n"))?;
-    }
     if let Some(path) = &task.trace_out {
         write_trace(path, world.nodes(), &timelines)?;
     }
-    if let Some(path) = &task.svg {
-        output::write(path, &picture::draw(&task.shape, &timelines))?;
-    }
-    Ok(if verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    command::draw(&task.svg, || picture::draw(&task.shape, &timelines))?;
+    command::finish(&report, &task.json)
 }
 
 /// A rank's two layers, which differ in how they are carried out, and its tokens.
@@ -115,7 +109,7 @@ impl<'a> Rank<'a> {
         let mut barrier = self.group.window(0)?;
         let directions = if self.task.backward { 2 } else { 1 };
         let mut taken: Vec<Taken> = (0..directions).map(|_| Taken::default()).collect();
-        let bar = progress::bar(self.world.rank(), self.task.rounds.into());
+        let bar = command::progress(self.world.rank(), self.task.rounds.into());
         for round in 0..self.task.rounds as usize {
             for turn in 0..Kind::ALL.len() {
                 let kind = Kind::ALL[(round + turn) % Kind::ALL.len()];

@@ -5,7 +5,9 @@ use sidelane::World;
 use sidelane::config::Pace;
 
 use super::task::{Shape, Task};
-use crate::rail::Rail;
+use crate::command;
+use crate::launch::shape_words;
+use crate::machines;
 use crate::stats::summary;
 use crate::table;
 
@@ -71,20 +73,21 @@ impl From<Pace> for Link {
 impl Report {
     /// Of a forward pass and, if there is one, a backward pass.
     pub fn new(task: &Task, world: &World, pace: Option<Pace>, verified: bool, passes: &[Pass]) -> Self {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let lane = Rail::of(world).map(|rail| rail.lane);
+        let cores = machines::cores();
+        let lane = machines::rail(world).map(|(lane, _)| lane);
         let pace = pace.filter(|_| lane.as_deref() == Some("paced")).map(Link::from);
         let config = Conditions { shape: task.shape.clone(), rounds: task.rounds, lane, pace, cores };
         Report { config, verified, forward: passes[0], backward: passes.get(1).copied() }
     }
+}
 
-    /// As it is written to `--json`.
-    pub fn json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("strings, numbers and lists are always JSON")
-    }
+const NOTES: &str = "\
+Experts: at work, at the slowest rank, in turn. Transfers: a step whose experts do nothing. Hidden: what overlap saves of the
+shorter of the two; 1 is all of it.";
 
+impl command::Report for Report {
     /// Conditions, and a line for each direction.
-    pub fn text(&self) -> String {
+    fn text(&self) -> String {
         let Conditions { shape, rounds, lane, pace, cores } = &self.config;
         let link = match pace {
             Some(Link { bytes_per_second, latency_us }) => {
@@ -104,29 +107,22 @@ impl Report {
         let bits = if self.verified { "the same bits in turn and overlapped" } else { "DIFFERENT BITS" };
         format!(
             "ranks     {}, on {cores} cores\nlayer     {}\nlane      {lane}{link}\nchecked   {bits}; medians of {rounds} rounds\n\n{}\n\n{NOTES}",
-            ranks_words(&shape.ranks_per_node),
+            shape_words(&shape.ranks_per_node),
             shape.words(),
             table.trim_fmt(),
         )
     }
-}
 
-const NOTES: &str = "\
-Experts: at work, at the slowest rank, in turn. Transfers: a step whose experts do nothing. Hidden: what overlap saves of the
-shorter of the two; 1 is all of it.";
-
-fn ranks_words(ranks_per_node: &[u32]) -> String {
-    let each: Vec<String> = ranks_per_node.iter().map(u32::to_string).collect();
-    match ranks_per_node {
-        [one] => format!("{one} on one node"),
-        nodes => format!("{} on {} nodes ({})", nodes.iter().sum::<u32>(), nodes.len(), each.join(" + ")),
+    fn is_right(&self) -> bool {
+        self.verified
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::json_keys::{documented, written};
+    use crate::command::Report as _;
+    use crate::command::tests::assert_page;
 
     fn sample() -> Report {
         let shape = super::super::task::sample();
@@ -144,7 +140,7 @@ mod tests {
     #[test]
     fn the_document_names_exactly_the_keys_of_the_json() {
         let document = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/layer-json.md"));
-        assert_eq!(documented(document), written(&sample().json()));
+        assert_page(document, &[sample()], |key| Some(key.to_owned()));
     }
 
     #[test]

@@ -8,9 +8,9 @@ use sidelane::config::Pace;
 
 use super::args::LayerArgs;
 use super::pace::PaceArg;
-use crate::conditions;
 use crate::error::{CliError, usage};
 use crate::launch::node_sizes_or;
+use crate::ranks;
 use crate::ranks::Sizes;
 
 /// What a layer is made of.
@@ -152,7 +152,7 @@ impl Task {
     /// What all ranks must have in common. Only rank 0 writes files, but all record what it writes.
     pub fn conditions(&self) -> String {
         let Task { shape, pace, backward, rounds, .. } = self;
-        conditions::words(
+        ranks::conditions(
             "layer",
             &serde_json::json!({
                 "shape": shape, "pace": pace, "backward": backward, "rounds": rounds, "records": self.records(),
@@ -180,19 +180,11 @@ pub fn sample() -> Shape {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: LayerArgs,
-    }
+    use crate::command::tests::parsed;
 
     fn resolve(line: &str) -> Result<Task, CliError> {
-        let line = Line::try_parse_from(["layer"].into_iter().chain(line.split_whitespace())).unwrap();
-        Task::resolve(&line.args)
+        Task::resolve(&parsed(line).unwrap())
     }
 
     #[test]

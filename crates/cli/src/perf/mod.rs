@@ -25,20 +25,23 @@ use std::process::ExitCode;
 
 use task::Task;
 
+use crate::command::Command;
 use crate::error::CliError;
-use crate::ranks::{self, RankArgs};
+use crate::ranks;
 
 pub use args::PerfArgs;
 pub use sizes::{Bytes, Sizes};
 
-/// Starts the ranks and waits for what rank 0 reports.
-pub fn main(args: &PerfArgs) -> Result<ExitCode, CliError> {
-    let task = Task::resolve(args)?;
-    args.machines.claim(args.json.iter().chain(&args.svg))?;
-    ranks::start("perf-rank", &task.ranks_per_node, &args.machines, &task)
-}
+impl Command for PerfArgs {
+    const NAME: &'static str = "perf";
 
-/// Runs one rank.
-pub fn rank(args: &RankArgs) -> Result<ExitCode, CliError> {
-    rank::main(&args.task()?)
+    fn run(self) -> Result<ExitCode, CliError> {
+        let task = Task::resolve(&self)?;
+        self.machines.claim(self.json.iter().chain(&self.svg))?;
+        ranks::start(Self::NAME, &task.ranks_per_node, &self.machines, &task, Vec::new())
+    }
+
+    fn rank(task: &str) -> Result<ExitCode, CliError> {
+        rank::main(&ranks::task(task)?)
+    }
 }

@@ -9,31 +9,24 @@ use super::args::Test;
 use super::measure::{Found, Pair};
 use super::report::{Conditions, End, PairReport, Report, RunReport};
 use super::task::Task;
-use super::{plot, table, turns};
+use super::{plot, turns};
 use crate::error::CliError;
 use crate::machines::Machines;
-use crate::rail::Rail;
-use crate::{output, progress, ranks};
+use crate::{command, machines, ranks};
 
 /// Runs this rank's part.
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     let world = ranks::join(task.sizes(), task.conditions(), 0)?;
     let Some(report) = measure(task, &world)? else { return Ok(ExitCode::SUCCESS) };
-    output::print(&table::text(&report))?;
-    if let Some(path) = &task.json {
-        output::write(path, &(report.json() + "\n"))?;
-    }
-    if let Some(path) = &task.svg {
-        output::write(path, &plot::draw(&report))?;
-    }
-    Ok(if report.verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    command::draw(&task.svg, || plot::draw(&report))?;
+    command::finish(&report, &task.json)
 }
 
 /// The report, on rank 0.
 fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
     let group = world.all()?;
     let machines = Machines::of(&group)?;
-    let bar = progress::bar(world.rank(), (task.pairs.len() * task.runs.len()) as u64);
+    let bar = command::progress(world.rank(), (task.pairs.len() * task.runs.len()) as u64);
     let (mut pairs, mut absent) = (Vec::new(), None);
     for &ends in &task.pairs {
         let mut report = describe(world, ends);
@@ -63,7 +56,7 @@ fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
         nodes: task.ranks_per_node.len(),
         ranks_per_node: task.ranks_per_node.clone(),
         machines: machines.count(),
-        cores: std::thread::available_parallelism().map_or(1, usize::from),
+        cores: machines::cores(),
         route: Route::Direct.name().to_owned(),
         matrix: task.matrix,
     };
@@ -74,7 +67,7 @@ fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
 fn describe(world: &World, (from, to): (u32, u32)) -> PairReport {
     let nodes = world.nodes();
     let end = |rank| End { rank, node: nodes.node_of(rank) };
-    let rail = if nodes.same_node(from, to) { None } else { Rail::of(world) };
-    let (lane, lane_reason) = rail.map_or(("shm".into(), None), |rail| (rail.lane, Some(rail.reason)));
+    let rail = if nodes.same_node(from, to) { None } else { machines::rail(world) };
+    let (lane, lane_reason) = rail.map_or(("shm".into(), None), |(lane, reason)| (lane, Some(reason)));
     PairReport { from: end(from), to: end(to), lane, lane_reason, runs: Vec::new() }
 }

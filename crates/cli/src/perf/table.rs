@@ -6,21 +6,31 @@ use super::report::{Beside, PairReport, Report, RunReport};
 use super::sizes::Bytes;
 use crate::launch::shape_words;
 use crate::stats::summary;
-use crate::{machines, table};
+use crate::{command, machines, table};
 
-/// Conditions, verdict, and figures: of each size, or of each pair.
-pub fn text(report: &Report) -> String {
-    let verdict =
-        if report.verified { "verified: what was received last, bit by bit" } else { "NOT VERIFIED" };
-    let wrong = report.pairs.iter().flat_map(|pair| pair.runs.iter().map(move |run| (pair, run)));
-    let wrong = wrong.filter(|(_, run)| !run.verified).fold(String::new(), |mut text, (pair, run)| {
-        let (from, to) = (pair.from.rank, pair.to.rank);
-        let _ =
-            write!(text, "\n{} bytes between rank {from} and rank {to} did not arrive right", run.run.bytes);
-        text
-    });
-    let figures = if report.config.matrix { matrices(report) } else { figures(report) };
-    format!("{}{verdict}{wrong}\n\n{figures}{}", head(report), beside(report))
+impl command::Report for Report {
+    /// Conditions, verdict, and figures: of each size, or of each pair.
+    fn text(&self) -> String {
+        let report = self;
+        let verdict =
+            if report.verified { "verified: what was received last, bit by bit" } else { "NOT VERIFIED" };
+        let wrong = report.pairs.iter().flat_map(|pair| pair.runs.iter().map(move |run| (pair, run)));
+        let wrong = wrong.filter(|(_, run)| !run.verified).fold(String::new(), |mut text, (pair, run)| {
+            let (from, to) = (pair.from.rank, pair.to.rank);
+            let _ = write!(
+                text,
+                "\n{} bytes between rank {from} and rank {to} did not arrive right",
+                run.run.bytes
+            );
+            text
+        });
+        let figures = if report.config.matrix { matrices(report) } else { figures(report) };
+        format!("{}{verdict}{wrong}\n\n{figures}{}", head(report), beside(report))
+    }
+
+    fn is_right(&self) -> bool {
+        self.verified
+    }
 }
 
 /// A line for each size that another took turns in; or why it could not.
@@ -143,11 +153,12 @@ mod tests {
     use super::super::args::Test;
     use super::super::report::tests::sample;
     use super::super::report::{End, PairReport};
-    use super::*;
+
+    use crate::command::Report as _;
 
     #[test]
     fn the_text_holds_conditions_verdict_and_figures() {
-        let latency = text(&sample(Test::PutLat));
+        let latency = sample(Test::PutLat).text();
         for words in [
             "put-lat: half the round trip",
             "4 on 2 nodes (2 + 2), 1 machine, 2 cores",
@@ -164,7 +175,7 @@ mod tests {
         ] {
             assert!(latency.contains(words), "{words:?} in\n{latency}");
         }
-        let stream = text(&sample(Test::PutBw));
+        let stream = sample(Test::PutBw).text();
         for words in ["peak [MiB/s]", "100000.00", "66666.67", "0.0667", "200000.00", "0.333"] {
             assert!(stream.contains(words), "{words:?} in\n{stream}");
         }
@@ -175,7 +186,7 @@ mod tests {
     fn a_failed_verification_cannot_be_overlooked() {
         let mut report = sample(Test::PutLat);
         (report.verified, report.pairs[0].runs[1].verified) = (false, false);
-        let text = text(&report);
+        let text = report.text();
         assert!(text.contains("NOT VERIFIED\n1048576 bytes between rank 0 and rank 2"), "{text}");
     }
 
@@ -190,7 +201,7 @@ mod tests {
         report.pairs.push(back);
         report.pairs[1].runs[0].latency.as_mut().unwrap().p50_us = 7.25;
         report.config.matrix = true;
-        let text = text(&report);
+        let text = report.text();
         let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
         for line in [["node", "0", "-", "5.00"], ["node", "1", "7.25", "-"]] {
             assert!(lines.iter().any(|seen| *seen == line), "{line:?} in\n{text}");

@@ -9,7 +9,7 @@ use super::args::{PerfArgs, Test};
 use super::sizes::Sizes;
 use crate::error::{CliError, usage};
 use crate::launch::node_sizes_or;
-use crate::{conditions, ranks};
+use crate::ranks;
 
 /// Everything a rank needs to know, and every rank the same.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -76,7 +76,7 @@ impl Task {
             "test": test, "ranks_per_node": ranks_per_node, "pairs": pairs,
             "sizes": sizes, "iterations": iterations, "warmup": warmup, "peers": self.peers,
         });
-        conditions::words("perf", &conditions)
+        ranks::conditions("perf", &conditions)
     }
 
     /// Of the largest put.
@@ -148,18 +148,11 @@ fn usual(test: Test, bytes: u64) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: PerfArgs,
-    }
+    use crate::command::tests::parsed;
 
     fn resolve(line: &str) -> Result<Task, CliError> {
-        Task::resolve(&Line::try_parse_from(["perf"].into_iter().chain(line.split(' '))).unwrap().args)
+        Task::resolve(&parsed(line).unwrap())
     }
 
     #[test]

@@ -11,9 +11,9 @@ use sidelane::plan::RowLayout;
 use sidelane::topology::Route;
 
 use crate::bench::one_of;
+use crate::command::{self, Command};
 use crate::error::{CliError, usage};
 use crate::table::{self, time, volume};
-use crate::{output, progress};
 
 pub use measure::{Cost, Shape, measure};
 
@@ -56,19 +56,20 @@ struct Row {
     cost: Cost,
 }
 
-/// Measures, and says what it cost.
-pub fn main(args: &PlanningArgs) -> Result<ExitCode, CliError> {
-    output::claim(&args.svg)?;
-    let rows = rows(args)?;
-    output::print(&text(args, &rows))?;
-    if let Some(path) = &args.svg {
-        output::write(path, &picture::draw(args, &rows))?;
+impl Command for PlanningArgs {
+    const NAME: &'static str = "planning";
+
+    fn run(self) -> Result<ExitCode, CliError> {
+        command::claim(&self.svg)?;
+        let rows = rows(&self)?;
+        command::print(&text(&self, &rows))?;
+        command::draw(&self.svg, || picture::draw(&self, &rows))?;
+        Ok(ExitCode::SUCCESS)
     }
-    Ok(ExitCode::SUCCESS)
 }
 
 fn rows(args: &PlanningArgs) -> Result<Vec<Row>, CliError> {
-    let bar = progress::bar(0, 2 * args.ranks.len() as u64).with_message("groups");
+    let bar = command::progress(0, 2 * args.ranks.len() as u64).with_message("groups");
     let mut rows = Vec::new();
     for (&ranks, route) in args.ranks.iter().flat_map(|ranks| Route::ALL.map(|route| (ranks, route))) {
         let per_node = args.ranks_per_node.min(ranks);
@@ -115,25 +116,15 @@ fn text(args: &PlanningArgs, rows: &[Row]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
+    use crate::command::tests::parsed;
     use crate::svg::tests::elements;
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: PlanningArgs,
-    }
-
-    fn args(line: &str) -> PlanningArgs {
-        Line::try_parse_from(["planning"].into_iter().chain(line.split_whitespace())).unwrap().args
-    }
 
     #[test]
     fn every_group_has_a_line_and_a_point_for_each_route() {
         for layout in RowLayout::ALL {
-            let args = args(&format!("--ranks 4,16 --tokens 64 --rounds 1 --layout {}", layout.name()));
+            let args =
+                parsed(&format!("--ranks 4,16 --tokens 64 --rounds 1 --layout {}", layout.name())).unwrap();
             let rows = rows(&args).unwrap();
             assert_eq!(rows.len(), 4);
             // What crosses through relays is held beside what goes straight, and is handed on by somebody.
@@ -146,7 +137,7 @@ mod tests {
 
     #[test]
     fn a_group_that_is_no_whole_number_of_nodes_is_refused() {
-        let refused = rows(&args("--ranks 12 --rounds 1")).err().unwrap().to_string();
+        let refused = rows(&parsed("--ranks 12 --rounds 1").unwrap()).err().unwrap().to_string();
         assert!(refused.contains("--ranks 12") && refused.contains('8'), "{refused}");
     }
 }

@@ -20,22 +20,22 @@ use std::process::ExitCode;
 use report::Report;
 use task::Task;
 
+use crate::command::{self, Command};
 use crate::error::CliError;
-use crate::output;
 
 pub use args::RouteArgs;
 
-/// Looks at the routing and says what it sees.
-pub fn main(args: &RouteArgs) -> Result<ExitCode, CliError> {
-    let task = Task::resolve(args)?;
-    output::claim(args.json.iter().chain(&args.svg))?;
-    let report = Report::new(&task)?;
-    output::print(&report.text())?;
-    if let Some(path) = &args.json {
-        output::write(path, &(report.json() + "\n"))?;
+impl Command for RouteArgs {
+    const NAME: &'static str = "route";
+
+    fn run(self) -> Result<ExitCode, CliError> {
+        let task = Task::resolve(&self)?;
+        command::claim(self.json.iter().chain(&self.svg))?;
+        let report = Report::new(&task)?;
+        if self.svg.is_some() {
+            let curves = task.curves()?;
+            command::draw(&self.svg, || picture::draw(&report, &task.map, &curves))?;
+        }
+        command::finish(&report, &self.json)
     }
-    if let Some(path) = &args.svg {
-        output::write(path, &picture::draw(&report, &task.map, &task.curves()?))?;
-    }
-    Ok(ExitCode::SUCCESS)
 }

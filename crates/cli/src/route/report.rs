@@ -11,7 +11,7 @@ use super::task::Task;
 use crate::error::CliError;
 use crate::launch::shape_words;
 use crate::routing::Source;
-use crate::table;
+use crate::{command, table};
 
 /// What was looked at.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -41,21 +41,6 @@ impl Report {
             load: Loads::new(&task.map, &task.nodes, &task.routings),
             capacity: task.table()?,
         })
-    }
-
-    /// As it is written to `--json`.
-    pub fn json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("strings, numbers and lists are always JSON")
-    }
-
-    /// Conditions, bars, and two tables.
-    pub fn text(&self) -> String {
-        let [routing, ranks] = self.config.words();
-        let mut text =
-            format!("routing   {routing}\nranks     {ranks}\n\nchoices per expert, by their mean\n\n");
-        text += &bars::draw(&self.load.experts.choices);
-        let _ = write!(text, "\n{}\n\n{}\n\n{}\n", self.loads(), self.spreads(), self.drops());
-        text.trim_end().to_owned()
     }
 
     fn loads(&self) -> String {
@@ -126,31 +111,34 @@ fn percent(share: f64) -> String {
     if share == 0.0 { "-".into() } else { format!("{:.2}%", share * 100.0) }
 }
 
+impl command::Report for Report {
+    /// Conditions, bars, and two tables.
+    fn text(&self) -> String {
+        let [routing, ranks] = self.config.words();
+        let mut text =
+            format!("routing   {routing}\nranks     {ranks}\n\nchoices per expert, by their mean\n\n");
+        text += &bars::draw(&self.load.experts.choices);
+        let _ = write!(text, "\n{}\n\n{}\n\n{}\n", self.loads(), self.spreads(), self.drops());
+        text.trim_end().to_owned()
+    }
+}
+
 #[cfg(test)]
 pub mod tests {
-    use clap::Parser;
-
-    use super::super::args::RouteArgs;
     use super::*;
-    use crate::json_keys::{documented, written};
+
+    use crate::command::tests::{assert_page, parsed};
 
     const DOCUMENT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/route-json.md"));
 
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: RouteArgs,
-    }
-
     pub fn resolve(words: &str) -> Result<Task, CliError> {
-        let words = std::iter::once("route").chain(words.split_whitespace());
-        Task::resolve(&Line::try_parse_from(words).unwrap_or_else(|error| panic!("{error}")).args)
+        Task::resolve(&parsed(words).unwrap())
     }
 
     #[test]
     fn the_document_names_exactly_the_keys_of_the_json() {
         let report = Report::new(&resolve("").unwrap()).unwrap();
-        assert_eq!(documented(DOCUMENT), written(&report.json()));
+        assert_page(DOCUMENT, &[report], |key| Some(key.to_owned()));
     }
 
     #[test]

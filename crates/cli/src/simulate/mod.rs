@@ -21,28 +21,30 @@ use std::process::ExitCode;
 use report::Report;
 use task::Task;
 
+use crate::command::{self, Command};
 use crate::error::CliError;
-use crate::output;
 
 pub use args::SimulateArgs;
 
-/// Measures the machine if asked to, and times.
-pub fn main(args: &SimulateArgs) -> Result<ExitCode, CliError> {
-    output::claim(args.json.iter().chain(&args.svg).chain(&args.calibrate))?;
-    if let Some(path) = &args.calibrate {
-        let hardware = calibrate::measure()?;
-        let figures = serde_json::to_string_pretty(&hardware).expect("numbers and names are always JSON");
-        output::write(path, &(figures + "\n"))?;
-        output::print(&calibrate::words_of(&hardware))?;
-        return Ok(ExitCode::SUCCESS);
+impl Command for SimulateArgs {
+    const NAME: &'static str = "simulate";
+
+    /// Measures the machine if asked to, or times.
+    fn run(self) -> Result<ExitCode, CliError> {
+        command::claim(self.json.iter().chain(&self.svg).chain(&self.calibrate))?;
+        if self.calibrate.is_some() {
+            let hardware = calibrate::measure()?;
+            let figures = serde_json::to_string_pretty(&hardware).expect("numbers and names are always JSON");
+            command::draw(&self.calibrate, || {
+                figures
+                    + "
+"
+            })?;
+            command::print(&calibrate::words_of(&hardware))?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        let report = Report::new(&Task::resolve(&self)?)?;
+        command::draw(&self.svg, || picture::draw(&report))?;
+        command::finish(&report, &self.json)
     }
-    let report = Report::new(&Task::resolve(args)?)?;
-    output::print(&report.text())?;
-    if let Some(path) = &args.json {
-        output::write(path, &(report.json() + "\n"))?;
-    }
-    if let Some(path) = &args.svg {
-        output::write(path, &picture::draw(&report))?;
-    }
-    Ok(ExitCode::SUCCESS)
 }

@@ -7,8 +7,8 @@ use super::args::{Beside, Room};
 use super::layer::{self, Layered, Products};
 use super::task::{Conditions, Task};
 use super::ways::Way;
+use crate::command;
 use crate::error::CliError;
-use crate::progress;
 use crate::table::{self, time, volume};
 
 /// Everything that was timed.
@@ -52,7 +52,7 @@ impl Report {
     pub fn new(task: &Task) -> Result<Self, CliError> {
         let mut sizes = vec![task.conditions.nodes];
         sizes.extend(task.nodes_of_picture().filter(|&nodes| nodes != task.conditions.nodes));
-        let bar = progress::bar(0, sizes.len() as u64).with_message("groups");
+        let bar = command::progress(0, sizes.len() as u64).with_message("groups");
         let group = |&nodes: &u32| {
             let group = Group::new(task, nodes);
             bar.inc(1);
@@ -63,45 +63,6 @@ impl Report {
         let ways = layer::all(task)?;
         let layer = (!ways.is_empty()).then(|| Layer { products: Products::of(task.args), ways });
         Ok(Report { config: task.conditions.clone(), hardware: task.hardware.clone(), groups, layer })
-    }
-
-    /// As it is written to `--json`.
-    pub fn json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("strings, numbers and lists are always JSON")
-    }
-
-    /// Conditions, a line for each way, and where the time goes.
-    pub fn text(&self) -> String {
-        let Conditions { nodes, ranks_per_node, tokens, top_k, hidden, dtype, weights, mode, .. } =
-            &self.config;
-        let group = &self.groups[0];
-        let played = group.ways.first().map_or(0, |timed| timed.dispatch.played);
-        let how = if played == group.ranks { "every one played" } else { "one node played, for all" };
-        let beside = match (mode, weights) {
-            (Room::Slots, _) => "weights and choices in the slot",
-            (Room::Eager, Beside::Rows) => "weights and choices as copies beside them",
-            (Room::Eager, Beside::Counts) => "weights and choices with the counts",
-        };
-        let decided = match mode {
-            Room::Slots => format!("slots     {tokens} tokens of each rank to each, top-{top_k}"),
-            Room::Eager => format!("routing   {}", self.config.routing_words()),
-        };
-        let shape = match nodes {
-            1 => format!("{ranks_per_node} on one node"),
-            _ => format!("{} on {nodes} nodes of {ranks_per_node}", group.ranks),
-        };
-        let layer =
-            self.layer.as_ref().map(|layer| format!("\n\n{}", layer::text(&layer.products, &layer.ways)));
-        let layer = layer.unwrap_or_default();
-        format!(
-            "{decided}\nranks     {}, {how}\nrows      {hidden} x {}, {beside}\nhardware  {}: {}\n\n{}\n\n{}\n\n{NOTES}{layer}",
-            shape,
-            dtype.name(),
-            self.hardware.name,
-            rates(&self.hardware),
-            group.times(),
-            group.laps(),
-        )
     }
 }
 
@@ -193,31 +154,58 @@ fn us(ns: u64) -> String {
     time(ns as f64 / 1e3)
 }
 
+impl command::Report for Report {
+    /// Conditions, a line for each way, and where the time goes.
+    fn text(&self) -> String {
+        let Conditions { nodes, ranks_per_node, tokens, top_k, hidden, dtype, weights, mode, .. } =
+            &self.config;
+        let group = &self.groups[0];
+        let played = group.ways.first().map_or(0, |timed| timed.dispatch.played);
+        let how = if played == group.ranks { "every one played" } else { "one node played, for all" };
+        let beside = match (mode, weights) {
+            (Room::Slots, _) => "weights and choices in the slot",
+            (Room::Eager, Beside::Rows) => "weights and choices as copies beside them",
+            (Room::Eager, Beside::Counts) => "weights and choices with the counts",
+        };
+        let decided = match mode {
+            Room::Slots => format!("slots     {tokens} tokens of each rank to each, top-{top_k}"),
+            Room::Eager => format!("routing   {}", self.config.routing_words()),
+        };
+        let shape = match nodes {
+            1 => format!("{ranks_per_node} on one node"),
+            _ => format!("{} on {nodes} nodes of {ranks_per_node}", group.ranks),
+        };
+        let layer =
+            self.layer.as_ref().map(|layer| format!("\n\n{}", layer::text(&layer.products, &layer.ways)));
+        let layer = layer.unwrap_or_default();
+        format!(
+            "{decided}\nranks     {}, {how}\nrows      {hidden} x {}, {beside}\nhardware  {}: {}\n\n{}\n\n{}\n\n{NOTES}{layer}",
+            shape,
+            dtype.name(),
+            self.hardware.name,
+            rates(&self.hardware),
+            group.times(),
+            group.laps(),
+        )
+    }
+}
+
 #[cfg(test)]
 pub mod tests {
-    use clap::Parser;
-
-    use super::super::args::SimulateArgs;
     use super::*;
-    use crate::json_keys::{documented, written};
+
+    use crate::command::tests::{assert_page, parsed};
 
     const DOCUMENT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/simulate-json.md"));
 
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: SimulateArgs,
-    }
-
     /// The report of a command line.
     pub fn report(line: &str) -> Report {
-        let line = Line::try_parse_from(["simulate"].into_iter().chain(line.split_whitespace())).unwrap();
-        Report::new(&Task::resolve(&line.args).unwrap()).unwrap()
+        Report::new(&Task::resolve(&parsed(line).unwrap()).unwrap()).unwrap()
     }
 
     #[test]
     fn the_document_names_exactly_the_keys_of_the_json() {
         let report = report("--nodes 2 --ranks-per-node 2 --tokens 16 --hidden 128 --slices 2");
-        assert_eq!(documented(DOCUMENT), written(&report.json()));
+        assert_page(DOCUMENT, &[report], |key| Some(key.to_owned()));
     }
 }

@@ -6,8 +6,8 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use crate::bench::{ConditionArgs, Config, sizes};
-use crate::conditions;
 use crate::error::CliError;
+use crate::ranks;
 use crate::ranks::Sizes;
 
 /// Record a dispatch and a combine of all ranks as a timeline that opens in Perfetto
@@ -49,6 +49,6 @@ impl Task {
 
     /// What all ranks must have in common. Only rank 0 writes files.
     pub fn conditions(&self) -> Result<String, CliError> {
-        Ok(conditions::words("trace", &self.config.conditions()?))
+        Ok(ranks::conditions("trace", &self.config.conditions()?))
     }
 }

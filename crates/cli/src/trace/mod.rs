@@ -18,20 +18,23 @@ use std::process::ExitCode;
 
 use args::Task;
 
+use crate::command::Command;
 use crate::error::CliError;
-use crate::ranks::{self, RankArgs};
+use crate::ranks;
 
 pub use args::TraceArgs;
 
-/// Starts the ranks and waits for what rank 0 writes.
-pub fn main(args: &TraceArgs) -> Result<ExitCode, CliError> {
-    let task = Task::resolve(args)?;
-    let files = [&args.out].into_iter().chain(&args.svg).chain(&args.json);
-    args.conditions.machines.claim(files)?;
-    ranks::start("trace-rank", &task.config.ranks_per_node, &args.conditions.machines, &task)
-}
+impl Command for TraceArgs {
+    const NAME: &'static str = "trace";
 
-/// Runs one rank.
-pub fn rank(args: &RankArgs) -> Result<ExitCode, CliError> {
-    rank::main(&args.task()?)
+    fn run(self) -> Result<ExitCode, CliError> {
+        let task = Task::resolve(&self)?;
+        let machines = &self.conditions.machines;
+        machines.claim([&self.out].into_iter().chain(&self.svg).chain(&self.json))?;
+        ranks::start(Self::NAME, &task.config.ranks_per_node, machines, &task, Vec::new())
+    }
+
+    fn rank(task: &str) -> Result<ExitCode, CliError> {
+        rank::main(&ranks::task(task)?)
+    }
 }

@@ -9,8 +9,8 @@ use super::args::Task;
 use super::picture;
 use super::report::Report;
 use crate::bench::{EVENTS, Layer, Number, record, write_trace};
+use crate::command;
 use crate::error::CliError;
-use crate::output;
 
 /// Runs this rank's part.
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {
@@ -33,14 +33,8 @@ fn run<E: Number>(task: &Task) -> Result<ExitCode, CliError> {
         return Ok(ExitCode::SUCCESS);
     }
     let nodes = layer.world.nodes();
-    let report = Report::new(&task.config, &layer.machines, &verdict, nodes, &timelines);
+    let report = Report::new(&task.config, &layer.machines, &verdict, nodes, &timelines, &task.out);
     write_trace(&task.out, nodes, &timelines)?;
-    if let Some(path) = &task.svg {
-        output::write(path, &picture::draw(&task.config, nodes, &timelines))?;
-    }
-    if let Some(path) = &task.json {
-        output::write(path, &(report.json() + "\n"))?;
-    }
-    output::print(&report.text(&task.out))?;
-    Ok(if report.verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    command::draw(&task.svg, || picture::draw(&task.config, nodes, &timelines))?;
+    command::finish(&report, &task.json)
 }

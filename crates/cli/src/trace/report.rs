@@ -1,13 +1,14 @@
 //! What each rank did in sum, as a table and as JSON. Keys are described in `docs/trace.md`.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use sidelane::exec::{Kind, Timeline};
 use sidelane::topology::NodeMap;
 
 use crate::bench::{CALLS, Config, Verdict, Words};
+use crate::command;
 use crate::machines::{self, Machines};
 use crate::table::{self, time, volume};
 
@@ -19,6 +20,9 @@ pub struct Report {
     pub verified: bool,
     pub rows_verified: u64,
     pub ranks: Vec<RankSums>,
+    /// Where every operation was written.
+    #[serde(skip)]
+    pub trace: PathBuf,
 }
 
 /// What one rank did.
@@ -66,6 +70,7 @@ impl Report {
         verdict: &Verdict,
         nodes: &NodeMap,
         timelines: &[Timeline],
+        trace: &Path,
     ) -> Self {
         let ranks = (0..).zip(timelines);
         Report {
@@ -74,28 +79,8 @@ impl Report {
             verified: verdict.verified,
             rows_verified: verdict.right,
             ranks: ranks.map(|(rank, timeline)| RankSums::of(rank, nodes.node_of(rank), timeline)).collect(),
+            trace: trace.to_owned(),
         }
-    }
-
-    /// As it is written to `--json`.
-    pub fn json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("strings, numbers and lists are always JSON")
-    }
-
-    /// For people, with what to do with the trace that was written to `trace`.
-    pub fn text(&self, trace: &Path) -> String {
-        let Words { ranks, rows, routing, schedule } = Words::of(&self.config);
-        let verdict = match self.verified {
-            true => format!("verified: {} rows bit-exact", self.rows_verified),
-            false => format!("NOT VERIFIED: only {} rows are bit-exact", self.rows_verified),
-        };
-        let machines = machines::words(self.machines);
-        format!(
-            "ranks: {ranks}, {machines}\nrows: {rows}\nrouting: {routing}\nschedule: {schedule}\n{verdict}\n\n{}\n\n\
-             {}: open it in https://ui.perfetto.dev",
-            self.sums(),
-            trace.display(),
-        )
     }
 
     fn sums(&self) -> String {
@@ -113,14 +98,35 @@ impl Report {
     }
 }
 
+impl command::Report for Report {
+    /// Conditions, sums, and what to do with the trace.
+    fn text(&self) -> String {
+        let Words { ranks, rows, routing, schedule } = Words::of(&self.config);
+        let verdict = match self.verified {
+            true => format!("verified: {} rows bit-exact", self.rows_verified),
+            false => format!("NOT VERIFIED: only {} rows are bit-exact", self.rows_verified),
+        };
+        let machines = machines::words(self.machines);
+        format!(
+            "ranks: {ranks}, {machines}\nrows: {rows}\nrouting: {routing}\nschedule: {schedule}\n{verdict}\n\n{}\n\n\
+             {}: open it in https://ui.perfetto.dev",
+            self.sums(),
+            self.trace.display(),
+        )
+    }
+
+    fn is_right(&self) -> bool {
+        self.verified
+    }
+}
+
 #[cfg(test)]
 pub mod tests {
-    use std::collections::BTreeSet;
-
-    use serde_json::Value;
     use sidelane::exec::{Call, Event};
 
     use super::*;
+    use crate::command::Report as _;
+    use crate::command::tests::assert_page;
 
     const DOCUMENT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/trace.md"));
 
@@ -154,7 +160,9 @@ pub mod tests {
         let timelines =
             [Timeline { calls: calls.into(), events, ..Timeline::default() }, Timeline::default()];
         let verdict = Verdict { verified: true, right: 7 };
-        Report::new(&config(), &vec![0, 0].into(), &verdict, &NodeMap::from_labels(&["b", "a"]), &timelines)
+        let (config, nodes) = (config(), NodeMap::from_labels(&["b", "a"]));
+        let trace = Path::new("some/trace.json");
+        Report::new(&config, &vec![0, 0].into(), &verdict, &nodes, &timelines, trace)
     }
 
     #[test]
@@ -163,7 +171,7 @@ pub mod tests {
         assert_eq!(report.ranks[0].operations[&Kind::PutRows], Sum { count: 2, us: 2.5, bytes: 3_000_000 });
         assert_eq!(report.ranks[0].operations[&Kind::Wait], Sum::default());
         assert_eq!((report.ranks[1].node, report.ranks[1].operations[&Kind::PutRows]), (1, Sum::default()));
-        let text = report.text(Path::new("some/trace.json"));
+        let text = report.text();
         for words in [
             "8 on 2 nodes (4 + 4), 1 machine\n",
             "1.50 ms",
@@ -178,32 +186,19 @@ pub mod tests {
 
     #[test]
     fn a_failed_verification_cannot_be_overlooked() {
-        let text = Report { verified: false, ..sample() }.text(Path::new("t"));
+        let text = Report { verified: false, ..sample() }.text();
         assert!(text.contains("NOT VERIFIED: only 7 rows"), "{text}");
-    }
-
-    /// Dotted paths of all keys, those of `config` left out, kinds of operations as one.
-    fn keys(value: &Value, path: &str, into: &mut BTreeSet<String>) {
-        if path == "config." {
-            return;
-        }
-        for value in value.as_array().into_iter().flatten() {
-            keys(value, path, into);
-        }
-        for (key, value) in value.as_object().into_iter().flatten() {
-            let key = if path == "ranks.operations." { "KIND" } else { key.as_str() };
-            into.insert(format!("{path}{key}"));
-            keys(value, &format!("{path}{key}."), into);
-        }
     }
 
     #[test]
     fn the_document_names_exactly_the_keys_of_the_json_and_every_kind() {
-        let mut written = BTreeSet::new();
-        keys(&serde_json::from_str(&sample().json()).unwrap(), "", &mut written);
-        let rows = DOCUMENT.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
-        let documented: BTreeSet<String> = rows.map(|(key, _)| key.to_owned()).collect();
-        assert_eq!(documented, written);
+        assert_page(DOCUMENT, &[sample()], |key| match key.split('.').collect::<Vec<_>>()[..] {
+            ["config", _, ..] => None,
+            ["ranks", "operations", _, ref below @ ..] => {
+                Some([&["ranks", "operations", "KIND"], below].concat().join("."))
+            }
+            _ => Some(key.to_owned()),
+        });
         for kind in Kind::ALL {
             assert!(DOCUMENT.contains(&format!("- `{}`", kind.name())), "{kind:?}");
         }

@@ -16,19 +16,18 @@
 mod locks;
 mod queues;
 
-use std::io::{BufRead, BufReader};
-use std::process::{Command, Stdio};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 
 use super::check::{About, Checks};
+use super::parts::Process;
 use super::row::{Answer, Row};
 use super::task::{Part, Task};
+use crate::command;
 use crate::error::{CliError, failed};
-use crate::output;
 
 pub use locks::{Call, run as locks};
 pub use queues::{Sharing, run as queues};
@@ -70,7 +69,7 @@ pub fn case(task: &Task) -> Result<(), CliError> {
 }
 
 fn say(said: &Said) -> Result<(), CliError> {
-    output::print(&serde_json::to_string(said).expect("texts are always JSON"))
+    command::print(&serde_json::to_string(said).expect("texts are always JSON"))
 }
 
 /// Asks one case, with so many hardware queues unless that is somebody else's choice, and tells its
@@ -83,29 +82,13 @@ fn ask(
     connections: Option<u32>,
 ) -> Result<(), CliError> {
     let task = Task { part: Part::Case, case: Some(case), ..*task };
-    let program = super::program()?;
-    let json = serde_json::to_string(&task).expect("numbers and names are always JSON");
-    let mut command = Command::new(&program);
-    command.arg("gpu-check-part").arg(json).stdin(Stdio::null()).stdout(Stdio::piped());
-    command.envs(connections.map(|count| ("CUDA_DEVICE_MAX_CONNECTIONS", count.to_string())));
-    let mut child =
-        command.spawn().map_err(|source| CliError::Spawn { rank: 0, program: program.into(), source })?;
-    let out = child.stdout.take().expect("standard output is a pipe");
-    let (told, hear) = mpsc::channel();
-    // Ends with the pipe.
-    let reader = std::thread::spawn(move || {
-        for line in BufReader::new(out).lines().map_while(Result::ok) {
-            if told.send(line).is_err() {
-                break;
-            }
-        }
-    });
-    let heard = listen(&hear, task.case_bound());
-    if !matches!(heard, Ok((Answer::Passes | Answer::Blocks, _))) || !ends(&hear, END) {
+    let connections = connections.map(|count| ("CUDA_DEVICE_MAX_CONNECTIONS", count.to_string()));
+    let Process { mut child, lines } = Process::start(&task, connections.into_iter())?;
+    let heard = listen(&lines, task.case_bound());
+    if !matches!(heard, Ok((Answer::Passes | Answer::Blocks, _))) || !ends(&lines, END) {
         let _ = child.kill();
     }
     let ended = child.wait().map_err(CliError::prepare("wait for a case"))?;
-    let _ = reader.join();
     match heard {
         Ok((answer, found)) => checks.answered(about, answer, found),
         Err(what) => checks.check(about, || Err(failed!("{what} ({ended})"))).map(drop),

@@ -13,11 +13,14 @@ use sidelane::config::Config;
 use sidelane::device::Driver;
 use sidelane::{Element, Options, World};
 
+use super::GpuCheckArgs;
 use super::check::{About, Checks};
 use super::row::State;
 use super::task::{Part, Task};
+use crate::command::Command;
 use crate::error::{CliError, failed};
 use crate::launch::{Bind, Job};
+use crate::ranks;
 
 pub use rank::{Call, Case, Input, Rank, experts_copy};
 
@@ -69,13 +72,11 @@ pub fn processes(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         let found = "the GPU's compute mode allows one process at a time (nvidia-smi -c DEFAULT)".to_owned();
         return checks.tell(about, State::Skipped, found, None);
     }
-    for ranks in [2, 4] {
-        let json =
-            serde_json::to_string(&Task { part: Part::Rank, ..*task }).expect("numbers are always JSON");
+    for count in [2, 4] {
         let job = Job {
-            nodes: vec![ranks],
+            nodes: vec![count],
             part: None,
-            command: vec![super::program()?.into(), "gpu-check-part".into(), json.into()],
+            command: ranks::again(GpuCheckArgs::NAME, &Task { part: Part::Rank, ..*task })?,
             env: Vec::new(),
             bind: Bind::None,
             grace: Duration::from_secs(5),
@@ -83,7 +84,7 @@ pub fn processes(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         };
         let code = job.run()?.exit_code();
         if code != 0 {
-            let what = format!("{ranks} ranks");
+            let what = format!("{count} ranks");
             let about = About {
                 what: &what,
                 shows: "several processes use this GPU at once; nvidia-smi -q shows the compute mode",

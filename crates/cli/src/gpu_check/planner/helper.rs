@@ -4,7 +4,7 @@ use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -13,6 +13,7 @@ use rustix::net::{
 use sidelane::device::{Allocation, Driver};
 use sidelane::memory::SharedPinned;
 
+use super::super::parts::spawn;
 use super::super::task::{Part, Task};
 use super::serve::Planner;
 use crate::error::{CliError, failed};
@@ -35,15 +36,11 @@ impl Helper {
         served: u32,
     ) -> Result<Self, CliError> {
         let task = Task { part: Part::Helper, ..*task };
-        let json = serde_json::to_string(&task).expect("numbers and names are always JSON");
         let (socket, its) = UnixStream::pair().map_err(CliError::prepare("make a socket"))?;
-        let program = super::super::program()?;
-        let mut command = Command::new(&program);
-        command.arg("gpu-check-part").arg(json).stdin(OwnedFd::from(its)).stdout(Stdio::null());
-        let process =
-            command.spawn().map_err(|source| CliError::Spawn { rank: 0, program: program.into(), source })?;
-        // Holds the other end of the socket.
-        drop(command);
+        // Its other end is in the process alone.
+        let process = spawn(&task, |command| {
+            command.stdin(OwnedFd::from(its)).stdout(Stdio::null());
+        })?;
         let mut helper = Helper { process, socket };
         let descriptor = rows.export()?;
         let mut words = [0; WORDS];
