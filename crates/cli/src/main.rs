@@ -11,6 +11,7 @@ mod gpu_check;
 mod launch;
 mod layer;
 mod machines;
+mod options;
 mod peers;
 mod perf;
 mod planning;

@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
 use sidelane::dtype::Wire;
 use sidelane::plan::{Order, Overflow, RowLayout, Strategy};
 use sidelane::topology::Route;
@@ -11,22 +10,17 @@ use sidelane::topology::Route;
 use super::room::RoomMode;
 use super::row_type::RowType;
 use crate::launch::MachineArgs;
+use crate::options::{NodeArgs, RouterArgs, one_of};
 use crate::routing::Source;
 
 /// What dispatches and combines are made of.
 #[derive(Args)]
 pub struct ConditionArgs {
-    /// Number of nodes [default: 2, or as many as --ranks-per-node lists]
-    #[arg(long, value_name = "N")]
-    pub nodes: Option<u32>,
+    #[command(flatten)]
+    pub nodes: NodeArgs<2, 4>,
 
-    /// Ranks of each node; a list gives nodes of different size [default: 4]
-    #[arg(long, value_name = "M[,M..]", value_delimiter = ',')]
-    pub ranks_per_node: Vec<u32>,
-
-    /// Tokens of each rank
-    #[arg(long, value_name = "T", default_value_t = 512)]
-    pub tokens: u32,
+    #[command(flatten)]
+    pub router: RouterArgs<512>,
 
     /// Elements of a row
     #[arg(long, value_name = "H", default_value_t = 2048)]
@@ -35,14 +29,6 @@ pub struct ConditionArgs {
     /// Type of an element
     #[arg(long, value_enum, default_value_t = RowType::Bf16)]
     pub dtype: RowType,
-
-    /// Experts that each token chooses [default: 8, or what the routing file says]
-    #[arg(long, value_name = "K")]
-    pub top_k: Option<u32>,
-
-    /// Number of experts [default: 64, or what the routing file says]
-    #[arg(long, value_name = "E")]
-    pub experts: Option<u32>,
 
     /// Order of addition in combine: by expert, or partial sums per rank or per node first, which cross in place of rows
     #[arg(long, default_value = "expert", value_parser = one_of(Order::ALL, Order::name))]
@@ -95,10 +81,6 @@ pub struct ConditionArgs {
     #[arg(long, value_name = "recorded|PATTERN|FILE")]
     pub routing: Option<Source>,
 
-    /// Draws rows and synthetic routing
-    #[arg(long, default_value_t = 0)]
-    pub seed: u64,
-
     #[command(flatten)]
     pub machines: MachineArgs,
 }
@@ -141,15 +123,6 @@ fn overflow(what: Overflow) -> &'static str {
     }
 }
 
-/// One of the library's own words for it.
-pub fn one_of<T, const N: usize>(all: [T; N], name: fn(T) -> &'static str) -> impl TypedValueParser<Value = T>
-where
-    T: Copy + Send + Sync + 'static,
-{
-    PossibleValuesParser::new(all.map(name))
-        .map(move |seen| all.into_iter().find(|&one| name(one) == seen).expect("one of the names above"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -158,7 +131,7 @@ mod tests {
     #[test]
     fn the_main_job_needs_no_options() {
         let args = parsed::<BenchArgs>("").unwrap().conditions;
-        assert_eq!((args.nodes, args.ranks_per_node.as_slice(), args.tokens), (None, &[][..], 512));
+        assert_eq!((args.nodes.nodes, args.nodes.ranks_per_node.len(), args.router.tokens), (None, 0, None));
         assert_eq!((args.route, args.order, args.wire), (Route::Pxn, Order::Expert, Wire::F32));
         assert_eq!((args.hidden, args.dtype, args.routing), (2048, RowType::Bf16, None));
     }

@@ -12,8 +12,9 @@ use super::args::ConditionArgs;
 use super::room::{Room, RoomMode};
 use super::row_type::RowType;
 use crate::error::{CliError, usage};
-use crate::launch::{node_labels, node_sizes_or};
-use crate::routing::{Routed, Share, Source};
+use crate::launch::node_labels;
+use crate::options::at_least_one;
+use crate::routing::{Share, Source};
 
 /// The conditions of a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -45,16 +46,16 @@ impl Config {
     /// From the command line and what the recording or the routing file says. Without a number of rounds as many as take
     /// half a minute.
     pub fn resolve(args: &ConditionArgs, backward: bool, rounds: Option<u32>) -> Result<Self, CliError> {
-        let ranks_per_node = node_sizes_or((2, 4), args.nodes, &args.ranks_per_node)?;
-        let routed = Routed::resolve(args.routing.clone(), args.experts, args.top_k)?;
+        let ranks_per_node = args.nodes.sizes()?;
+        let (routed, share) = args.router.resolve(&args.routing)?;
         let config = Config {
             nodes: ranks_per_node.len() as u32,
             ranks_per_node,
-            tokens: args.tokens,
+            tokens: share.tokens,
             hidden: args.hidden,
             dtype: args.dtype,
-            top_k: routed.top_k,
-            experts: routed.experts,
+            top_k: share.top_k,
+            experts: share.experts,
             order: args.order,
             wire: args.wire,
             layout: args.layout,
@@ -66,7 +67,7 @@ impl Config {
             backward,
             routing: routed.source.clone(),
             rounds: rounds.unwrap_or(0),
-            seed: args.seed,
+            seed: share.seed,
         };
         config.check(rounds)?;
         let rounds = rounds.unwrap_or_else(|| config.rounds_in_budget());
@@ -79,18 +80,11 @@ impl Config {
 
     fn check(&self, rounds: Option<u32>) -> Result<(), CliError> {
         const UNIT: u64 = 16;
-        for (option, value) in [
-            ("--tokens", self.tokens),
+        at_least_one(&[
             ("--hidden", self.hidden),
-            ("--experts", self.experts),
-            ("--top-k", self.top_k),
             ("--align", self.align),
             ("--rounds", rounds.unwrap_or(1)),
-        ] {
-            if value == 0 {
-                return Err(usage!("{option} must be at least 1"));
-            }
-        }
+        ])?;
         let (hidden, dtype, bytes) = (self.hidden, self.dtype.element(), self.row_bytes());
         if !bytes.is_multiple_of(UNIT) {
             return Err(usage!(
@@ -172,12 +166,12 @@ impl Config {
 
     /// Bytes of one row that comes back.
     pub fn row_bytes(&self) -> u64 {
-        u64::from(self.hidden) * self.dtype.element().size() as u64
+        self.dtype.bytes(self.hidden).1
     }
 
     /// Bytes of one row that is dispatched.
     pub fn sent_bytes(&self) -> u64 {
-        self.dtype.record(self.hidden).map_or(self.row_bytes(), |record| record.bytes() as u64)
+        self.dtype.bytes(self.hidden).0
     }
 
     /// As many rounds as take about half a minute on a slow laptop, at most enough for a p99, rounded down to one

@@ -41,7 +41,7 @@ use crate::command::Command;
 use crate::error::CliError;
 use crate::ranks;
 
-pub use args::{BenchArgs, ConditionArgs, one_of};
+pub use args::{BenchArgs, ConditionArgs};
 pub use clock::Laps;
 pub use config::Config;
 pub use layer::{Layer, Verdict};
@@ -64,7 +64,6 @@ impl Command for BenchArgs {
         // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
         let folder = self.peers.then(Folder::make).transpose()?;
         task.peers = folder.as_ref().map(|folder| folder.path().to_owned());
-        task.config.routing.say_if_drawn(self.conditions.routing.as_ref());
         ranks::start(Self::NAME, &task.config.ranks_per_node, machines, &task, Vec::new())
     }
 

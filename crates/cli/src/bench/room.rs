@@ -8,6 +8,7 @@ use super::args::ConditionArgs;
 use super::config::Config;
 use super::placement::Placement;
 use crate::error::{CliError, usage};
+use crate::options::at_least_one;
 use crate::routing::Router;
 
 /// What `--mode` names.
@@ -65,9 +66,7 @@ impl Room {
     fn slots(asked: Option<u32>, overflow: Overflow, placement: &Placement) -> Result<Self, CliError> {
         let most = (0..placement.ranks()).map(|rank| placement.at(rank, drop).most).max().unwrap_or(0);
         let slots = asked.unwrap_or(most.max(1));
-        if slots == 0 {
-            return Err(usage!("--slots must be at least 1"));
-        }
+        at_least_one(&[("--slots", slots)])?;
         if most > slots && overflow == Overflow::Error {
             return Err(usage!(
                 "--slots {slots} are too few: --slots {most} has room for all, or let rows be dropped with --on-overflow drop"

@@ -34,6 +34,12 @@ impl RowType {
         (self == RowType::Fp8).then(|| RecordShape::new(hidden))
     }
 
+    /// Bytes of a row of `hidden` elements that is dispatched, and of one that comes back.
+    pub fn bytes(self, hidden: u32) -> (u64, u64) {
+        let home = u64::from(hidden) * self.element().size() as u64;
+        (self.record(hidden).map_or(home, |record| record.bytes() as u64), home)
+    }
+
     /// The word of the command line.
     pub fn name(self) -> &'static str {
         match self {

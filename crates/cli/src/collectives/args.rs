@@ -6,6 +6,7 @@ use clap::Args;
 
 use super::operation::Operation;
 use crate::launch::MachineArgs;
+use crate::options::NodeArgs;
 use crate::perf::Sizes;
 
 /// Time all-reduce, broadcast, all-to-all, all-gather and reduce-scatter between processes, verified
@@ -19,13 +20,8 @@ pub struct CollectivesArgs {
     #[arg(long, value_name = "SIZE,..|FROM..TO")]
     pub sizes: Option<Sizes>,
 
-    /// Number of nodes [default: 1, or as many as --ranks-per-node lists]
-    #[arg(long, value_name = "N")]
-    pub nodes: Option<u32>,
-
-    /// Ranks of each node; a list gives nodes of different size [default: 8]
-    #[arg(long, value_name = "M[,M..]", value_delimiter = ',')]
-    pub ranks_per_node: Vec<u32>,
+    #[command(flatten)]
+    pub nodes: NodeArgs<1, 8>,
 
     /// Rounds to time [default: by size, 15 to 200]
     #[arg(long, value_name = "N")]

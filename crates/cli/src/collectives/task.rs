@@ -8,7 +8,7 @@ use serde_json::json;
 use super::args::CollectivesArgs;
 use super::operation::Operation;
 use crate::error::{CliError, usage};
-use crate::launch::node_sizes_or;
+use crate::options::at_least_one;
 use crate::ranks;
 
 /// Runs that others can be told apart.
@@ -35,7 +35,7 @@ pub struct Run {
 impl Task {
     /// From the command line.
     pub fn resolve(args: &CollectivesArgs) -> Result<Self, CliError> {
-        let ranks_per_node = node_sizes_or((1, 8), args.nodes, &args.ranks_per_node)?;
+        let ranks_per_node = args.nodes.sizes()?;
         let ranks: u32 = ranks_per_node.iter().sum();
         let sizes = args.sizes.as_ref().map_or(vec![4 << 10, 16 << 20], |sizes| sizes.0.clone());
         if let Some(&bytes) = sizes.iter().find(|&&bytes| !bytes.is_multiple_of(16 * u64::from(ranks))) {
@@ -43,9 +43,7 @@ impl Task {
                 "--sizes: {bytes} bytes do not make equal parts of whole 16 bytes for {ranks} ranks"
             ));
         }
-        if args.rounds == Some(0) {
-            return Err(usage!("--rounds must be at least 1"));
-        }
+        at_least_one(&[("--rounds", args.rounds.unwrap_or(1))])?;
         let operations = if args.operations.is_empty() { &Operation::ALL[..] } else { &args.operations };
         let rounds = |bytes: u64| args.rounds.unwrap_or((64 << 20 >> bytes.ilog2()).clamp(15, 200));
         let runs = sizes.iter().flat_map(|&bytes| {

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use crate::bench::RowType;
+use crate::options::{NodeArgs, RouterArgs};
 use crate::routing::Source;
 
 /// Count what a dispatch asks of copy engines: copies, bytes and memory operations, and a time by arithmetic
@@ -15,25 +16,11 @@ pub struct EnginesArgs {
     #[arg(value_name = "recorded|PATTERN|FILE")]
     pub routing: Option<Source>,
 
-    /// Number of experts [default: 64, or what the routing file says]
-    #[arg(long, value_name = "E")]
-    pub experts: Option<u32>,
+    #[command(flatten)]
+    pub nodes: NodeArgs<2, 8>,
 
-    /// Experts that each token chooses [default: 8, or what the routing file says]
-    #[arg(long, value_name = "K")]
-    pub top_k: Option<u32>,
-
-    /// Number of nodes [default: 2, or as many as --ranks-per-node lists]
-    #[arg(long, value_name = "N")]
-    pub nodes: Option<u32>,
-
-    /// Ranks of each node; a list gives nodes of different size [default: 8]
-    #[arg(long, value_name = "M[,M..]", value_delimiter = ',')]
-    pub ranks_per_node: Vec<u32>,
-
-    /// Tokens of each rank
-    #[arg(long, value_name = "T", default_value_t = 4096)]
-    pub tokens: u32,
+    #[command(flatten)]
+    pub router: RouterArgs<4096>,
 
     /// Elements of a row
     #[arg(long, value_name = "H", default_value_t = 7168)]
@@ -50,10 +37,6 @@ pub struct EnginesArgs {
     /// Speed of a long copy in GB/s; by default what was published of NVLink on an H100
     #[arg(long, value_name = "GB/S", default_value_t = 380.0, value_parser = positive)]
     pub speed: f64,
-
-    /// Draws synthetic routing
-    #[arg(long, default_value_t = 0)]
-    pub seed: u64,
 
     /// Write the report as JSON
     #[arg(long, value_name = "FILE")]

@@ -8,8 +8,9 @@ use sidelane::topology::NodeMap;
 
 use super::args::EnginesArgs;
 use crate::bench::RowType;
-use crate::error::{CliError, usage};
-use crate::launch::{node_labels, node_sizes_or};
+use crate::error::CliError;
+use crate::launch::node_labels;
+use crate::options::at_least_one;
 use crate::routing::{Routed, Share, Source};
 
 /// What was looked at.
@@ -43,20 +44,13 @@ pub struct Task {
 impl Task {
     /// From the command line and what the recording or the routing file says.
     pub fn resolve(args: &EnginesArgs) -> Result<Self, CliError> {
-        let &EnginesArgs { tokens, hidden, dtype, seed, per_copy, speed, .. } = args;
-        let ranks_per_node = node_sizes_or((2, 8), args.nodes, &args.ranks_per_node)?;
-        let Routed { source: routing, router, experts, top_k } =
-            Routed::resolve(args.routing.clone(), args.experts, args.top_k)?;
-        routing.say_if_drawn(args.routing.as_ref());
-        let options =
-            [("--tokens", tokens), ("--hidden", hidden), ("--experts", experts), ("--top-k", top_k)];
-        if let Some(&(option, _)) = options.iter().find(|(_, value)| *value == 0) {
-            return Err(usage!("{option} must be at least 1"));
-        }
+        let &EnginesArgs { hidden, dtype, per_copy, speed, .. } = args;
+        let ranks_per_node = args.nodes.sizes()?;
+        let (Routed { source: routing, router, .. }, share) = args.router.resolve(&args.routing)?;
+        at_least_one(&[("--hidden", hidden)])?;
         let nodes = NodeMap::from_labels(&node_labels(&ranks_per_node));
-        let share = Share { experts, top_k, tokens, seed };
-        let home_bytes = u64::from(hidden) * dtype.element().size() as u64;
-        let row_bytes = dtype.record(hidden).map_or(home_bytes, |record| record.bytes() as u64);
+        let Share { experts, top_k, tokens, seed } = share;
+        let (row_bytes, home_bytes) = dtype.bytes(hidden);
         if let Some(&seen) = [row_bytes, home_bytes].iter().find(|bytes| !bytes.is_multiple_of(16)) {
             let (parameter, expected) = ("row bytes", "a multiple of 16");
             return Err(PlanError::BadParameter { parameter, seen, expected }.into());

@@ -18,8 +18,6 @@ mod tag;
 
 use std::process::ExitCode;
 
-use shape::node_sizes;
-
 use crate::command::Command;
 use crate::error::CliError;
 
@@ -27,7 +25,7 @@ pub use args::LaunchArgs;
 pub use bind::Bind;
 pub use job::Job;
 pub use machines::MachineArgs;
-pub use shape::{node_labels, node_sizes_or, shape_words};
+pub use shape::{node_labels, node_sizes, shape_words};
 
 impl Command for LaunchArgs {
     const NAME: &'static str = "launch";

@@ -25,18 +25,6 @@ pub fn node_sizes(nodes: Option<u32>, ranks_per_node: &[u32]) -> Result<Vec<u32>
     Ok(sizes)
 }
 
-/// As [`node_sizes`]; where no sizes are given, all nodes have this one, and where no number is, there are so many.
-pub fn node_sizes_or(
-    (default_nodes, default_size): (u32, u32),
-    nodes: Option<u32>,
-    ranks_per_node: &[u32],
-) -> Result<Vec<u32>, CliError> {
-    match ranks_per_node {
-        [] => node_sizes(nodes.or(Some(default_nodes)), &[default_size]),
-        sizes => node_sizes(nodes, sizes),
-    }
-}
-
 /// For each rank the number of its node.
 pub fn node_labels(sizes: &[u32]) -> Vec<usize> {
     let sizes = sizes.iter().enumerate();

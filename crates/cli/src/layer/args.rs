@@ -6,6 +6,7 @@ use clap::Args;
 
 use super::pace::PaceArg;
 use crate::launch::MachineArgs;
+use crate::options::NodeArgs;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -17,13 +18,8 @@ Examples:
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct LayerArgs {
-    /// Number of nodes [default: 2, or as many as --ranks-per-node lists]
-    #[arg(long, value_name = "N")]
-    pub nodes: Option<u32>,
-
-    /// Ranks of each node; a list gives nodes of different size [default: 1]
-    #[arg(long, value_name = "M[,M..]", value_delimiter = ',')]
-    pub ranks_per_node: Vec<u32>,
+    #[command(flatten)]
+    pub nodes: NodeArgs<2, 1>,
 
     /// Tokens of each rank
     #[arg(long, value_name = "T", default_value_t = 4096)]

@@ -9,7 +9,7 @@ use sidelane::config::Pace;
 use super::args::LayerArgs;
 use super::pace::PaceArg;
 use crate::error::{CliError, usage};
-use crate::launch::node_sizes_or;
+use crate::options::at_most;
 use crate::ranks;
 use crate::ranks::Sizes;
 
@@ -88,20 +88,16 @@ impl Shape {
             ("--chunks", self.chunks, self.tokens.clamp(1, 1 << 10)),
             ("--transfers", self.transfers, self.chunks),
         ];
-        if let Some(&(option, _, most)) = sizes.iter().find(|(_, seen, most)| !(1..=*most).contains(seen)) {
-            return Err(usage!("{option} must be between 1 and {most}"));
-        }
+        at_most(&sizes)?;
         let (hidden, ffn) = (u64::from(self.hidden), u64::from(self.ffn));
         let own = u64::from(self.experts.div_ceil(self.ranks().max(1)));
         let rows = u64::from(self.tokens) * u64::from(self.top_k);
         let products = [
-            ("weights of a rank's --experts", own * 3 * hidden * ffn),
-            ("--tokens x --top-k x --hidden", rows * hidden),
-            ("--tokens x --top-k x --ffn", rows * ffn),
+            ("weights of a rank's --experts", own * 3 * hidden * ffn, MOST_VALUES),
+            ("--tokens x --top-k x --hidden", rows * hidden, MOST_VALUES),
+            ("--tokens x --top-k x --ffn", rows * ffn, MOST_VALUES),
         ];
-        if let Some(&(option, _)) = products.iter().find(|(_, seen)| *seen > u64::from(MOST_VALUES)) {
-            return Err(usage!("{option} must be between 1 and {most}", most = MOST_VALUES));
-        }
+        at_most(&products)?;
         if !self.row_bytes().is_multiple_of(16) {
             return Err(usage!("rows of {hidden} x bf16 are no multiple of 16 bytes", hidden = self.hidden));
         }
@@ -118,7 +114,7 @@ impl Shape {
 impl Task {
     /// From the command line. Experts are timed here where the link is to be as fast as they are.
     pub fn resolve(args: &LayerArgs) -> Result<Self, CliError> {
-        let ranks_per_node = node_sizes_or((2, 1), args.nodes, &args.ranks_per_node)?;
+        let ranks_per_node = args.nodes.sizes()?;
         let &LayerArgs { tokens, hidden, ffn, experts, top_k, chunks, seed, .. } = args;
         let transfers = args.transfers.unwrap_or(chunks.min(2));
         let shape = Shape { ranks_per_node, tokens, hidden, ffn, experts, top_k, chunks, transfers, seed };

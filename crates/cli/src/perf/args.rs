@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::sizes::Sizes;
 use crate::launch::MachineArgs;
+use crate::options::NodeArgs;
 
 /// What is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -61,13 +62,8 @@ pub struct PerfArgs {
     #[arg(long, conflicts_with_all = ["master", "pairs", "nodes", "peer"])]
     pub peers: bool,
 
-    /// Number of nodes [default: 2, or as many as --ranks-per-node lists]
-    #[arg(long, value_name = "N")]
-    pub nodes: Option<u32>,
-
-    /// Ranks of each node; a list gives nodes of different size [default: 1]
-    #[arg(long, value_name = "M[,M..]", value_delimiter = ',')]
-    pub ranks_per_node: Vec<u32>,
+    #[command(flatten)]
+    pub nodes: NodeArgs<2, 1>,
 
     /// Round trips, or puts in each direction, that are timed for each size [default: by size, at most 1000 or 5000]
     #[arg(long, value_name = "N")]

@@ -8,7 +8,7 @@ use serde_json::json;
 use super::args::{PerfArgs, Test};
 use super::sizes::Sizes;
 use crate::error::{CliError, usage};
-use crate::launch::node_sizes_or;
+use crate::options::at_least_one;
 use crate::ranks;
 
 /// Everything a rank needs to know, and every rank the same.
@@ -39,17 +39,17 @@ pub struct Run {
 impl Task {
     /// From the command line.
     pub fn resolve(args: &PerfArgs) -> Result<Self, CliError> {
-        let shape = if args.peers { (1, 2) } else { (2, 1) };
-        let ranks_per_node = node_sizes_or(shape, args.nodes, &args.ranks_per_node)?;
+        let mut ranks_per_node = args.nodes.sizes()?;
+        if args.peers && args.nodes.ranks_per_node.is_empty() {
+            ranks_per_node = vec![2];
+        }
         if args.peers && (args.test != Test::PutLat || ranks_per_node.len() > 1) {
             return Err(usage!("--peers is for put-lat between the ranks of one node: --ranks-per-node 2"));
         }
         let matrix = args.pairs.is_some();
         let pairs =
             if matrix { all_pairs(&ranks_per_node)? } else { vec![(0, peer(args.peer, &ranks_per_node)?)] };
-        if args.iterations == Some(0) {
-            return Err(usage!("--iterations must be at least 1"));
-        }
+        at_least_one(&[("--iterations", args.iterations.unwrap_or(1))])?;
         let run = |&bytes: &u64| {
             let iterations = args.iterations.unwrap_or_else(|| usual(args.test, bytes));
             Run { bytes, iterations, warmup: args.warmup.unwrap_or(iterations.div_ceil(10)) }

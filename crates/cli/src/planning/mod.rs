@@ -10,9 +10,9 @@ use clap::Args;
 use sidelane::plan::RowLayout;
 use sidelane::topology::Route;
 
-use crate::bench::one_of;
 use crate::command::{self, Command};
 use crate::error::{CliError, usage};
+use crate::options::one_of;
 use crate::table::{self, time, volume};
 
 pub use measure::{Cost, Shape, measure};

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use crate::options::{NodeArgs, RouterArgs};
 use crate::routing::Source;
 
 /// Show how a router loads experts, ranks and nodes, and what it would lose to a capacity
@@ -18,34 +19,16 @@ pub struct RouteArgs {
     #[arg(long, conflicts_with = "routing")]
     pub random: bool,
 
-    /// Number of experts [default: 64, or what the routing file says]
-    #[arg(long, value_name = "E")]
-    pub experts: Option<u32>,
+    #[command(flatten)]
+    pub nodes: NodeArgs<2, 4>,
 
-    /// Experts that each token chooses [default: 8, or what the routing file says]
-    #[arg(long, value_name = "K")]
-    pub top_k: Option<u32>,
-
-    /// Number of nodes [default: 2, or as many as --ranks-per-node lists]
-    #[arg(long, value_name = "N")]
-    pub nodes: Option<u32>,
-
-    /// Ranks of each node; a list gives nodes of different size [default: 4]
-    #[arg(long, value_name = "M[,M..]", value_delimiter = ',')]
-    pub ranks_per_node: Vec<u32>,
-
-    /// Tokens of each rank
-    #[arg(long, value_name = "T", default_value_t = 512)]
-    pub tokens: u32,
+    #[command(flatten)]
+    pub router: RouterArgs<512>,
 
     /// Capacity factors of the table; each rank's tokens have a capacity of their own
     #[arg(long, value_name = "F[,F..]", value_delimiter = ',', default_values_t = [0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0],
           allow_negative_numbers = true)]
     pub factors: Vec<f64>,
-
-    /// Draws synthetic routing
-    #[arg(long, default_value_t = 0)]
-    pub seed: u64,
 
     /// Draw load and losses as a picture
     #[arg(long, value_name = "FILE")]

@@ -126,7 +126,6 @@ impl command::Report for Report {
 #[cfg(test)]
 pub mod tests {
     use super::*;
-
     use crate::command::tests::{assert_page, parsed};
 
     const DOCUMENT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/route-json.md"));

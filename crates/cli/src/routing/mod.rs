@@ -1,7 +1,7 @@
 //! Where the routing of a command comes from, and of how many experts and choices it is.
 
 mod source;
-mod trained;
+pub mod trained;
 
 use crate::error::{CliError, usage};
 

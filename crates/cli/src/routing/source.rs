@@ -32,14 +32,6 @@ impl Source {
         if fits { Source::Recorded } else { Source::Pattern(Pattern::Zipf(1.0)) }
     }
 
-    /// Says so where nothing was asked for and the recording does not fit.
-    pub fn say_if_drawn(&self, asked: Option<&Source>) {
-        if asked.is_none() && *self != Source::Recorded {
-            let (experts, top_k) = (trained::EXPERTS, trained::TOP_K);
-            eprintln!("sidelane: routing is {self}: the recorded one has {experts} experts, top-{top_k}");
-        }
-    }
-
     /// Of the file's content, if it is one.
     pub fn digest(&self) -> Result<Option<String>, CliError> {
         let Source::File(path) = self else { return Ok(None) };

@@ -9,7 +9,8 @@ use sidelane::plan::{Order, RowLayout};
 use sidelane::topology::Route;
 
 use super::model::Model;
-use crate::bench::{RowType, one_of};
+use crate::bench::RowType;
+use crate::options::one_of;
 use crate::routing::Source;
 
 /// Predict the times of dispatch and combine on a machine that is described, from the schedules that would run there

@@ -10,6 +10,7 @@ use super::model::Model;
 use super::ways::{DEFAULT_CHUNKS, Way};
 use crate::bench::RowType;
 use crate::error::{CliError, usage};
+use crate::options::at_most;
 use crate::routing::{Routed, Router, Share, Source};
 
 /// What was looked at.
@@ -62,9 +63,7 @@ impl<'a> Task<'a> {
             ("--tokens", args.tokens, 1 << 20),
             ("--hidden", args.hidden.unwrap_or(layer.hidden), 1 << 24),
         ];
-        if let Some(&(option, _, most)) = options.iter().find(|(_, seen, most)| !(1..=*most).contains(seen)) {
-            return Err(usage!("{option} must be between 1 and {most}"));
-        }
+        at_most(&options)?;
         let (router, experts, top_k) = match &args.routing {
             None => (None, args.experts.unwrap_or(layer.experts), args.top_k.unwrap_or(layer.top_k)),
             Some(source) => {
@@ -76,20 +75,15 @@ impl<'a> Task<'a> {
                 (Some(router), experts, top_k)
             }
         };
-        if !(1..=MOST_EXPERTS).contains(&experts) {
-            return Err(usage!("--experts must be between 1 and {most}", most = MOST_EXPERTS));
-        }
+        at_most(&[("--experts", experts, MOST_EXPERTS)])?;
         let drawn = if args.all_ranks { ranks } else { ranks.min(PLAYED.max(args.ranks_per_node)) };
-        let tables = [
-            ("--tokens x --experts", u64::from(args.tokens) * u64::from(experts)),
-            ("--tokens x --top-k of all ranks", u64::from(args.tokens) * u64::from(top_k) * u64::from(drawn)),
-        ];
-        if let Some(&(option, _)) = tables.iter().find(|(_, values)| *values > MOST_VALUES.into()) {
-            return Err(usage!("{option} must be between 1 and {most}", most = MOST_VALUES));
-        }
+        let tokens = u64::from(args.tokens);
+        at_most(&[
+            ("--tokens x --experts", tokens * u64::from(experts), MOST_VALUES),
+            ("--tokens x --top-k of all ranks", tokens * u64::from(top_k) * u64::from(drawn), MOST_VALUES),
+        ])?;
         let hidden = args.hidden.unwrap_or(layer.hidden);
-        let home_bytes = u64::from(hidden) * args.dtype.element().size() as u64;
-        let row_bytes = args.dtype.record(hidden).map_or(home_bytes, |record| record.bytes() as u64);
+        let (row_bytes, home_bytes) = args.dtype.bytes(hidden);
         let one_device_node = args.nodes == 1 && hardware.executor == Executor::Device;
         if args.mode == Room::Slots && !one_device_node {
             return Err(usage!(
