@@ -1,6 +1,6 @@
 //! Curves between logarithmic axes: what all pictures of figures by size have in common.
 
-use crate::svg::{self, Svg, round};
+use crate::svg::{self, Attribute, Svg, round};
 
 /// A line of a picture.
 pub struct Curve {
@@ -64,8 +64,82 @@ impl Scale {
     }
 }
 
+pub const WIDTH: f64 = 900.0;
+/// Where time begins and ends.
+pub const LEFT: f64 = 112.0;
+pub const RIGHT: f64 = 884.0;
+/// Boxes are drawn at least as wide as this.
+pub const NARROW: f64 = 0.7;
+
+/// Which time lies where.
+pub struct Times {
+    begin_ns: u64,
+    span_ns: u64,
+}
+
+impl Times {
+    /// From the first begin to the last end of what began and lasted so many nanoseconds.
+    pub fn of(lasting: impl Iterator<Item = (u64, u64)> + Clone) -> Self {
+        let begin_ns = lasting.clone().map(|(start_ns, _)| start_ns).min().unwrap_or(0);
+        let end_ns = lasting.map(|(start_ns, nanos)| start_ns + nanos).max().unwrap_or(0);
+        Times { begin_ns, span_ns: (end_ns - begin_ns).max(1) }
+    }
+
+    pub fn x(&self, ns: u64) -> f64 {
+        LEFT + ns.saturating_sub(self.begin_ns) as f64 / self.span_ns as f64 * (RIGHT - LEFT)
+    }
+
+    /// Distance of marks: 1, 2 or 5 times a power of ten, so that there are between four and ten.
+    fn step_ns(&self) -> u64 {
+        let power = 10u64.pow((self.span_ns / 4).max(1).ilog10());
+        let steps = [5, 2, 1].map(|digit| digit * power);
+        steps.into_iter().find(|step| self.span_ns / step >= 4).unwrap_or(power)
+    }
+
+    /// Marks of time, behind what lies between top and bottom.
+    pub fn axis(&self, svg: &mut Svg, (top, bottom): (f64, f64)) {
+        let step = self.step_ns();
+        for mark in 0..=self.span_ns / step {
+            let x = self.x(self.begin_ns + mark * step);
+            svg.line("line", (x, top - 4.0), (x, bottom + 4.0));
+            svg.label("quiet middle", x, bottom + 18.0, &mark_text(mark * step, step));
+        }
+    }
+}
+
+/// As few digits as tell marks apart.
+fn mark_text(ns: u64, step: u64) -> String {
+    if ns == 0 {
+        return "0".into();
+    }
+    let (unit, name) = if step >= 100_000 { (1_000_000, "ms") } else { (1000, "us") };
+    let digits = usize::from(!step.is_multiple_of(unit));
+    format!("{:.digits$} {name}", ns as f64 / unit as f64)
+}
+
+/// A rectangle (x, y, width, height) that says what it is when the mouse is over it.
+pub fn rect(svg: &mut Svg, class: &str, (x, y, width, height): (f64, f64, f64, f64), said: &str) {
+    let (x, width) = (round(x), round(width));
+    let place: [Attribute<'_>; 5] =
+        [("class", &class), ("x", &x), ("y", &y), ("width", &width), ("height", &height)];
+    svg.element("rect", &place, |svg| svg.element("title", &[], |svg| svg.text(said)));
+}
+
+/// Kinds of boxes, by class and in words, beside each other.
+pub fn legend<'a>(svg: &mut Svg, y: f64, kinds: impl Iterator<Item = (String, &'a str)>) {
+    const SIDE: f64 = 11.0;
+    let mut x = LEFT;
+    for (class, said) in kinds {
+        rect(svg, &class, (x, y - 9.0, SIDE, SIDE), said);
+        svg.label("quiet", x + 16.0, y, said);
+        x += 38.0 + 6.0 * said.len() as f64;
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
@@ -75,5 +149,23 @@ mod tests {
         assert_eq!((scale.at(8.0), scale.at(4_194_304.0), scale.at(16.0)), (0.0, 190.0, 10.0));
         let one = Scale::of([1000.0].into_iter(), (0.0, 1.0), f64::log10);
         assert_eq!(one.powers, (3, 4));
+    }
+
+    proptest! {
+        #[test]
+        fn there_are_four_to_ten_marks_on_any_axis(span_ns in 40..u64::MAX / 4) {
+            let scale = Times { begin_ns: 0, span_ns };
+            prop_assert!((4..=10).contains(&(span_ns / scale.step_ns())));
+        }
+    }
+
+    #[test]
+    fn marks_have_as_few_digits_as_tell_them_apart() {
+        let cases =
+            [(0, 500, "0"), (1500, 500, "1.5 us"), (40_000, 20_000, "40 us"), (2_500_000, 500_000, "2.5 ms")];
+        for (ns, step, text) in cases {
+            assert_eq!(mark_text(ns, step), text);
+        }
+        assert_eq!(mark_text(4_000_000, 2_000_000), "4 ms");
     }
 }

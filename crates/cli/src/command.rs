@@ -115,12 +115,11 @@ pub fn progress(rank: u32, work: u64) -> ProgressBar {
 
 #[cfg(test)]
 pub mod tests {
+    use super::*;
     use std::collections::BTreeSet;
 
     use clap::{Args, Parser};
     use serde_json::Value;
-
-    use super::Report;
 
     #[derive(Parser)]
     struct Line<A: Args> {

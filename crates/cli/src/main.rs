@@ -22,7 +22,6 @@ mod simulate;
 mod stats;
 mod svg;
 mod table;
-mod timeline;
 mod trace;
 
 use std::process::ExitCode;

@@ -5,7 +5,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 
 use crate::error::{CliError, usage};
 use crate::launch::node_sizes;
-use crate::routing::{Routed, Share, Source, trained};
+use crate::routing::{self, Routed, Share, Source};
 
 /// Ranks by node; `NODES` of `RANKS` where nothing is said.
 #[derive(Args, Clone, Debug, Default)]
@@ -57,7 +57,7 @@ impl<const TOKENS: u32> RouterArgs<TOKENS> {
         let share = Share { experts, top_k, tokens: self.tokens.unwrap_or(TOKENS), seed: self.seed };
         at_least_one(&[("--tokens", share.tokens), ("--experts", experts), ("--top-k", top_k)])?;
         if asked.is_none() && routed.source != Source::Recorded {
-            let (source, experts, top_k) = (&routed.source, trained::EXPERTS, trained::TOP_K);
+            let (source, experts, top_k) = (&routed.source, routing::EXPERTS, routing::TOP_K);
             eprintln!("sidelane: routing is {source}: the recorded one has {experts} experts, top-{top_k}");
         }
         Ok((routed, share))

@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use sidelane::error::BootstrapError;
-use sidelane::{Error, Options, World};
+use sidelane::{Error, Group, Options, World};
 
 use crate::error::{CliError, usage};
 use crate::launch::{Job, MachineArgs};
@@ -90,6 +90,11 @@ pub fn join(sizes: Sizes, conditions: String, record: usize) -> Result<World, Cl
         }
         error => error.into(),
     })
+}
+
+/// Whether all ranks say so. Collective.
+pub fn all_say(group: &Group, so: bool) -> Result<bool, Error> {
+    Ok(group.gather(&[u8::from(so)])?.iter().all(|said| said == &[1]))
 }
 
 /// The conditions of a command, as [`sidelane::Options::conditions`] wants them. The program itself is one: two versions

@@ -12,44 +12,26 @@
 //!
 //! The ranks of `sidelane trace` are started in the same way and make the same calls, on the same [`Layer`].
 
-mod args;
-mod cards;
-mod clock;
 mod config;
-mod crossing;
 mod layer;
-mod passes;
-pub mod peers;
-mod placement;
+mod peers;
 mod rank;
-mod recording;
+mod reference;
 mod report;
-mod room;
-mod row_type;
-mod table;
-mod task;
-mod tensor;
-mod verify;
-mod words;
 
 use std::process::ExitCode;
 
-use peers::Folder;
-use task::Task;
+use rank::Task;
 
 use crate::command::Command;
 use crate::error::CliError;
+use crate::peers::Folder;
 use crate::ranks;
 
-pub use args::{BenchArgs, ConditionArgs};
-pub use clock::Laps;
-pub use config::Config;
-pub use layer::{Layer, Verdict};
-pub use recording::{CALLS, EVENTS, record, share, write_trace};
-pub use row_type::RowType;
-pub use task::sizes;
-pub use tensor::Number;
-pub use words::Words;
+pub use config::{BenchArgs, ConditionArgs, Config, RowType, Words};
+pub use layer::{CALLS, EVENTS, Layer, Verdict, record, share, write_trace};
+pub use rank::sizes;
+pub use reference::Number;
 
 #[cfg(test)]
 pub use report::tests::sample;

@@ -9,7 +9,7 @@ use sidelane::topology::{Paths, Route};
 use sidelane_core::schedule::{Control, Setting, WindowId};
 use sidelane_model::EngineWork;
 
-use super::task::{Conditions, Task};
+use super::{Conditions, Task};
 
 /// In how many parts a block goes to its relay: as everywhere in the library.
 const CHUNKS: u8 = 4;

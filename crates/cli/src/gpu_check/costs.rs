@@ -9,13 +9,10 @@ use sidelane::device::{
 use sidelane::error::DeviceError;
 use sidelane::{Dtype, Group, World};
 
-use super::check::{About, Checks};
-use super::driver::stream;
+use super::Task;
+use super::device::{Samples, Timer, allocate, stream, whole};
 use super::exchange::{Call, Case, Input, Rank, experts_copy, on_ranks};
-use super::memory::{device, whole};
-use super::row::Time;
-use super::task::Task;
-use super::timer::{Samples, Timer};
+use super::report::{About, Checks, Time};
 use crate::error::CliError;
 
 /// Bytes of copies: a slot of a small batch; sizes around which a copy costs more than its price;
@@ -87,8 +84,8 @@ impl Bench<'_> {
         let context = self.context;
         let batches = self.has_batches(checks)?;
         for (bytes, size) in SIZES {
-            let (from, room) = (device(context, bytes)?, bytes * PLACES);
-            let (host, same) = (PinnedMemory::new(context, room as usize)?, device(context, room)?);
+            let (from, room) = (allocate(context, bytes)?, bytes * PLACES);
+            let (host, same) = (PinnedMemory::new(context, room as usize)?, allocate(context, room)?);
             for (to, place) in [(host.range(), "to the host"), (&same, "on the GPU")] {
                 let stream = &self.streams[0];
                 for count in COUNTS {
@@ -132,11 +129,11 @@ impl Bench<'_> {
             return Ok(());
         }
         let (bytes, size) = SIZES[0];
-        let from = device(self.context, bytes)?;
+        let from = allocate(self.context, bytes)?;
         let hosts = (0..TARGETS)
             .map(|_| PinnedMemory::new(self.context, bytes as usize))
             .collect::<Result<Vec<_>, _>>()?;
-        let same = (0..TARGETS).map(|_| device(self.context, bytes)).collect::<Result<Vec<_>, _>>()?;
+        let same = (0..TARGETS).map(|_| allocate(self.context, bytes)).collect::<Result<Vec<_>, _>>()?;
         let hosts: Vec<Range> = hosts.iter().map(|host| host.range().clone()).collect();
         for (targets, place) in [(&hosts, "of the host"), (&same, "on the GPU")] {
             let mut batch = CopyBatch::with_capacity(self.context, TARGETS);
@@ -155,7 +152,7 @@ impl Bench<'_> {
 
     fn operations(&mut self, checks: &mut Checks) -> Result<(), CliError> {
         let words = PinnedMemory::new(self.context, 8)?;
-        let there = device(self.context, 8)?;
+        let there = allocate(self.context, 8)?;
         for (place, range) in [("of the host", words.range()), ("of the GPU", &there)] {
             for count in COUNTS {
                 let mut list = MemoryOperations::with_capacity(self.context, count);
@@ -186,7 +183,7 @@ impl Bench<'_> {
     fn turns(&mut self, checks: &mut Checks) -> Result<(), CliError> {
         const TURNS: u32 = 60;
         let words = PinnedMemory::new(self.context, 256)?;
-        let there = device(self.context, 256)?;
+        let there = allocate(self.context, 256)?;
         for (place, range) in [("of the host", words.range()), ("of the GPU", &there)] {
             let mut lists = [self.list(TURNS)?, self.list(TURNS)?];
             for turn in 1..=TURNS {
@@ -298,7 +295,7 @@ fn on_device(rank: &Rank, input: &Input) -> Result<Call, CliError> {
     staged.put(input)?;
     let staged = staged.call()?;
     let put = |from: &Range| -> Result<Range, DeviceError> {
-        let there = device(&rank.context, from.len())?;
+        let there = allocate(&rank.context, from.len())?;
         rank.stream.copy(whole(&there)?, whole(from)?)?;
         Ok(there)
     };

@@ -6,14 +6,13 @@ use std::time::Instant;
 
 use sidelane::device::{
     Allocation, AuditKernels, Context, CopyBatch, Driver, Event, Graph, Kernels, MemoryOperations,
-    PinnedMemory, Priority, Reservation, Stream, Value, Version,
+    PinnedMemory, Reservation, Stream, Value, Version,
 };
 use sidelane::error::DeviceError;
 
-use super::check::{About, Checks};
-use super::memory::{self, Random, content, device, equal, finish, same, until, whole};
-use super::row::State;
-use super::task::Task;
+use super::Task;
+use super::device::{self, Random, allocate, content, equal, finish, same, stream, until, whole};
+use super::report::{About, Checks, State};
 use crate::doctor::{self, Level};
 use crate::error::CliError;
 
@@ -57,10 +56,6 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     Ok(())
 }
 
-pub fn stream(context: &Arc<Context>) -> Result<Stream, DeviceError> {
-    Stream::new(context, Priority::Usual)
-}
-
 struct Bench<'a> {
     task: &'a Task,
     context: &'a Arc<Context>,
@@ -92,7 +87,7 @@ impl Bench<'_> {
     fn flags(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
         let (from, to, word) = (self.pinned(BYTES)?, self.pinned(BYTES)?, self.pinned(8)?);
-        let there = device(self.context, BYTES as u64)?;
+        let there = allocate(self.context, BYTES as u64)?;
         let rounds = self.task.few(200, 20);
         for round in 1..=rounds {
             let bytes = Random(round).bytes(BYTES);
@@ -109,8 +104,8 @@ impl Bench<'_> {
 
     fn waits<T: Value + From<u32>>(&self) -> Result<String, CliError> {
         let [first, second] = &self.streams;
-        let (words, there) = (self.pinned(24)?, device(self.context, 64)?);
-        memory::write(first, &there, &[0; 64])?;
+        let (words, there) = (self.pinned(24)?, allocate(self.context, 64)?);
+        device::write(first, &there, &[0; 64])?;
         // Of the host.
         first.wait::<T>(words.range().word(0)?, 2.into())?;
         first.write::<T>(words.range().word(8)?, 1.into())?;
@@ -173,7 +168,7 @@ impl Bench<'_> {
     fn batches(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
         let (from, to, word) = (self.pinned(BYTES)?, self.pinned(BYTES)?, self.pinned(8)?);
-        let there = device(self.context, BYTES as u64)?;
+        let there = allocate(self.context, BYTES as u64)?;
         let mut random = Random(1);
         let (mut away, mut home) =
             (CopyBatch::with_capacity(self.context, 600), CopyBatch::with_capacity(self.context, 600));
@@ -201,7 +196,7 @@ impl Bench<'_> {
     fn graphs(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
         let (from, to, words) = (self.pinned(BYTES)?, self.pinned(BYTES)?, self.pinned(16)?);
-        let there = device(self.context, BYTES as u64)?;
+        let there = allocate(self.context, BYTES as u64)?;
         let graph = Graph::capture(stream, || -> Result<(), DeviceError> {
             stream.wait::<u32>(words.range().word(0)?, 1)?;
             stream.copy(whole(&there)?, whole(from.range())?)?;
@@ -233,8 +228,8 @@ impl Bench<'_> {
         let devices = [self.task.device];
         let (one, other) = (reservation.map(0, &made, &devices)?, reservation.map(1, &imported, &devices)?);
         let bytes = Random(3).bytes(BYTES);
-        memory::write(stream, &one, &bytes)?;
-        let seen = memory::read(stream, &other.part(0, BYTES as u64)?, self.task.patience())?;
+        device::write(stream, &one, &bytes)?;
+        let seen = device::read(stream, &other.part(0, BYTES as u64)?, self.task.patience())?;
         same("what was imported", &seen, &bytes)?;
         Ok(format!("{} MiB, mapped twice", made.bytes() >> 20))
     }

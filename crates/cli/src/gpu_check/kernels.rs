@@ -10,12 +10,9 @@ use sidelane::device::{
 };
 use sidelane::plan::SlotShape;
 
-use super::check::{About, Checks};
-use super::driver::stream;
-use super::memory::{self, Random, device, equal, finish, same, whole};
-use super::row::State;
-use super::task::Task;
-use super::wheels;
+use super::Task;
+use super::device::{self, Random, allocate, equal, finish, same, stream, whole};
+use super::report::{About, Checks, State};
 use crate::error::CliError;
 
 const TYPES: [(Dtype, Dtype); 5] = [
@@ -65,7 +62,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         bench.product("ours", |product| bench.audit.product(&bench.stream, product))
     })?;
     let about = about("product of cuBLAS", "cuBLAS is called as it must be");
-    let files = wheels::find(context.driver(), &Blas::NAMES);
+    let files = device::find_in_wheels(context.driver(), &Blas::NAMES);
     match if context.driver().is_stand_in() { Ok(None) } else { Blas::load(&context, &files) } {
         Ok(Some(blas)) => {
             checks.check(about, || {
@@ -73,7 +70,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
             })?;
         }
         Ok(None) => {
-            let hint = wheels::hint("SIDELANE_CUBLAS", "nvidia/cublas");
+            let hint = device::hint("SIDELANE_CUBLAS", "nvidia/cublas");
             let found = format!(
                 "libcublas.so.13, .12 and .11 are not where the loader looks: our own product is used; {hint}"
             );
@@ -100,8 +97,8 @@ impl Bench<'_> {
     }
 
     fn put(&self, bytes: &[u8]) -> Result<Range, CliError> {
-        let range = device(self.context, bytes.len() as u64)?;
-        memory::write(&self.stream, &range, bytes)?;
+        let range = allocate(self.context, bytes.len() as u64)?;
+        device::write(&self.stream, &range, bytes)?;
         Ok(range)
     }
 
@@ -119,10 +116,10 @@ impl Bench<'_> {
         let there = homes.iter().map(|home| self.put(home)).collect::<Result<Vec<_>, _>>()?;
         let places_there = self.put(bytemuck::cast_slice(&places))?;
         let spans = there.iter().map(whole).collect::<Result<Vec<_>, _>>()?;
-        let table = device(self.context, u64::from(RANKS) * 8)?;
+        let table = allocate(self.context, u64::from(RANKS) * 8)?;
         let homes_at = Addresses::new(&self.stream, &table, &spans)?;
         let status = PinnedMemory::new(self.context, 8)?;
-        let out = device(self.context, u64::from(TOKENS * columns) * dtype.size() as u64)?;
+        let out = allocate(self.context, u64::from(TOKENS * columns) * dtype.size() as u64)?;
         let sum = Sum {
             shape,
             tokens: TOKENS,
@@ -135,7 +132,7 @@ impl Bench<'_> {
             out: whole(&out)?,
         };
         self.kernels.sum(&self.stream, &sum)?;
-        let seen = memory::read(&self.stream, &out, self.task.patience())?;
+        let seen = device::read(&self.stream, &out, self.task.patience())?;
         let mut expected = Vec::new();
         for token in 0..TOKENS {
             let places = &places[(token * RANKS) as usize..][..RANKS as usize];
@@ -154,9 +151,9 @@ impl Bench<'_> {
 
     fn copy(&self) -> Result<String, CliError> {
         let bytes = Random(5).bytes((1 << 20) + 48);
-        let (from, to) = (self.put(&bytes)?, device(self.context, bytes.len() as u64)?);
+        let (from, to) = (self.put(&bytes)?, allocate(self.context, bytes.len() as u64)?);
         self.audit.copy(&self.stream, whole(&to)?, whole(&from)?)?;
-        same("a copy", &memory::read(&self.stream, &to, self.task.patience())?, &bytes)?;
+        same("a copy", &device::read(&self.stream, &to, self.task.patience())?, &bytes)?;
         Ok(format!("{} bytes", bytes.len()))
     }
 
@@ -174,7 +171,7 @@ impl Bench<'_> {
             matrix.iter().flat_map(|&value| bf16::from_f32(value).to_ne_bytes()).collect()
         };
         let (a_there, b_there) = (self.put(&bytes(&a))?, self.put(&bytes(&b))?);
-        let out = device(self.context, Product::bytes(size))?;
+        let out = allocate(self.context, Product::bytes(size))?;
         enqueue(&Product { size, a: whole(&a_there)?, b: whole(&b_there)?, out: whole(&out)? })?;
         self.finish()?;
         let n = size as usize;
@@ -184,7 +181,7 @@ impl Bench<'_> {
                 expected.push(row.iter().zip(column).map(|(a, b)| a * b).sum::<f32>());
             }
         }
-        same("a product", &memory::read(&self.stream, &out, self.task.patience())?, &bytes(&expected))?;
+        same("a product", &device::read(&self.stream, &out, self.task.patience())?, &bytes(&expected))?;
         Ok(format!("{size} x {size}, by {by}"))
     }
 }

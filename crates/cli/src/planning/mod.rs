@@ -1,21 +1,26 @@
 //! `sidelane planning`: what one rank's operands cost to make, in time and memory, by number of ranks.
 
-mod measure;
-mod picture;
-
+use std::hint::black_box;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use clap::Args;
-use sidelane::plan::RowLayout;
-use sidelane::topology::Route;
+use sidelane::error::PlanError;
+use sidelane::gate::{Pattern, synthetic};
+use sidelane::plan::{
+    Bins, Counts, Crossing, ExpertMap, Forward, Frame, Layout, Mode, Notes, Order, RowLayout, Sizes, Sizing,
+    Sorted,
+};
+use sidelane::topology::{NodeMap, Paths, Route};
+use sidelane_core::schedule::{CallerTables, Control, RelayTables, Setting, WindowId};
 
+use crate::chart::{Curve, Point, Scale};
 use crate::command::{self, Command};
 use crate::error::{CliError, usage};
 use crate::options::one_of;
+use crate::svg::{self, Style, Svg};
 use crate::table::{self, time, volume};
-
-pub use measure::{Cost, Shape, measure};
 
 /// Measure what a rank's own part of a dispatch costs to plan, and what its tables hold, by number of ranks
 #[derive(Args)]
@@ -63,7 +68,7 @@ impl Command for PlanningArgs {
         command::claim(&self.svg)?;
         let rows = rows(&self)?;
         command::print(&text(&self, &rows))?;
-        command::draw(&self.svg, || picture::draw(&self, &rows))?;
+        command::draw(&self.svg, || draw(&self, &rows))?;
         Ok(ExitCode::SUCCESS)
     }
 }
@@ -114,6 +119,187 @@ fn text(args: &PlanningArgs, rows: &[Row]) -> String {
     )
 }
 
+/// A group, and what rank 0 of it plans.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Shape {
+    pub tokens: u32,
+    pub top_k: u32,
+    pub experts: u32,
+    pub ranks: u32,
+    pub per_node: u32,
+    pub route: Route,
+    pub layout: RowLayout,
+}
+
+/// Times in microseconds, the middle of all rounds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Cost {
+    /// A rank's own routing by bin.
+    pub sort: f64,
+    /// Counts of everybody added up, and the layout.
+    pub place: f64,
+    /// Operands of the rank's own program.
+    pub fill: f64,
+    /// What it hands on, if blocks of its sources are like its own: runs and operands.
+    pub relay: f64,
+    /// What all these tables hold.
+    pub bytes: u64,
+}
+
+impl Cost {
+    /// All that a rank does for itself.
+    pub fn together(&self) -> f64 {
+        self.sort + self.place + self.fill
+    }
+}
+
+const CHUNKS: u8 = 4;
+/// Of a row of 7168 bf16.
+const ROW: u64 = 14_336;
+
+/// Measures so many rounds.
+///
+/// # Errors
+/// Sizes that cannot be planned.
+pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
+    let &Shape { tokens, top_k, experts, ranks, per_node, route, layout } = shape;
+    let map = ExpertMap::contiguous(experts, ranks)?;
+    let nodes = NodeMap::from_labels(&(0..ranks).map(|rank| rank / per_node).collect::<Vec<_>>());
+    let routing = synthetic(Pattern::Uniform, experts, top_k, tokens, 0, 0)?;
+    let (bins, paths) = (Bins::of_layout(layout, &map, Order::Expert, &nodes), Paths::new(&nodes, route, 0));
+    let notes = Notes::of(layout, Mode::Eager, false);
+    let sizing = Sizing {
+        row_bytes: ROW,
+        home_bytes: ROW,
+        words_out: notes.words(top_k),
+        words_home: 1,
+        partial_bytes: None,
+    };
+    let frame = Frame { bins: &bins, paths, align: 1, chunks: CHUNKS, sizing, mode: Mode::Eager };
+    let control = Control::new(&paths, &bins, u64::from(tokens * top_k), sizing.note_bytes());
+    let (chunks, far) = (CHUNKS, WindowId::POOL);
+    let setting = Setting { paths, control: &control, sizing, chunks, parity: 0, far, fixed_rows: None };
+    let (mut sorted, mut crossing, mut words) = (Sorted::default(), Crossing::default(), Vec::new());
+    let (mut counts, mut sizes, mut layout) = (Counts::default(), Sizes::default(), Layout::default());
+    let (mut forward, mut own) = (Forward::default(), CallerTables::new(paths, CHUNKS));
+    let mut relayed = RelayTables::new(paths, CHUNKS);
+    let mut laps: [Vec<Duration>; 4] = Default::default();
+    for _ in 0..rounds {
+        let begin = Instant::now();
+        sorted.fill(&map, &bins, notes, 0, black_box(&routing))?;
+        crossing.fill(&bins, &paths, &sorted);
+        words.clone_from(&sorted.counts);
+        crossing.staged(&paths, &mut words);
+        laps[0].push(begin.elapsed());
+
+        let begin = Instant::now();
+        counts.clear(words.len() as u32);
+        // What a rank adds up: its neighbours' counts, and a message of each other node.
+        (0..per_node).for_each(|source| counts.add(0, source, &words));
+        (1..nodes.nodes()).for_each(|_| counts.add_node(&[], black_box(&words)));
+        sizes.fill(&bins, 1, &counts.total, None);
+        layout.fill(&frame, (&sorted, &crossing), top_k, &counts, &sizes);
+        laps[1].push(begin.elapsed());
+
+        let begin = Instant::now();
+        own.rows(&setting, black_box(&layout), true);
+        laps[2].push(begin.elapsed());
+
+        let blocks: Vec<_> = paths.sources().zip(layout.blocks.iter().cloned()).collect();
+        let mut blocks = blocks.into_iter();
+        let begin = Instant::now();
+        if paths.rails() {
+            forward.know(&frame, false, |_, _| blocks.next().map(|(_, block)| block).unwrap_or_default());
+            relayed.forward(&setting, black_box(&forward), true);
+        }
+        laps[3].push(begin.elapsed());
+    }
+    let [sort, place, fill, relay] = laps.map(middle);
+    let held = [sorted.held(), crossing.held(), counts.held(), layout.held(), own.held()];
+    Ok(Cost { sort, place, fill, relay, bytes: held.iter().sum::<usize>() as u64 })
+}
+
+fn middle(mut laps: Vec<Duration>) -> f64 {
+    laps.sort_unstable();
+    laps[laps.len() / 2].as_secs_f64() * 1e6
+}
+
+const SIZE: (f64, f64) = (760.0, 380.0);
+const TOP: f64 = 92.0;
+const BOTTOM: f64 = 316.0;
+
+const STYLE: Style = Style {
+    light: "\
+.curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
+circle.dot { stroke: none; }
+.direct { stroke: #2166c2; } .dot.direct { fill: #2166c2; }
+.pxn { stroke: #0f8a86; } .dot.pxn { fill: #0f8a86; }",
+    dark: "",
+};
+
+/// A panel: its name, its ends, what it shows and how that is said.
+struct Panel {
+    name: &'static str,
+    ends: (f64, f64),
+    of: fn(&Cost) -> f64,
+    say: fn(f64) -> String,
+}
+
+const PANELS: [Panel; 2] = [
+    Panel { name: "time", ends: (76.0, 366.0), of: Cost::together, say: time },
+    Panel {
+        name: "memory of the tables",
+        ends: (452.0, 742.0),
+        of: |cost| cost.bytes as f64,
+        say: |bytes| volume(bytes as u64),
+    },
+];
+
+/// The picture of all groups.
+fn draw(args: &PlanningArgs, rows: &[Row]) -> String {
+    let title = "What a rank's operands cost, by number of ranks";
+    svg::picture(SIZE, title, STYLE, |svg| {
+        let PlanningArgs { tokens, top_k, layout, ranks_per_node, .. } = args;
+        let conditions =
+            format!("{tokens} tokens, top-{top_k}, {}, nodes of {ranks_per_node} ranks", layout.name());
+        svg.label("quiet", 16.0, 43.0, &conditions);
+        PANELS.iter().for_each(|panel| draw_panel(svg, panel, rows));
+        for (nth, route) in Route::ALL.into_iter().enumerate() {
+            let (x, y) = (PANELS[0].ends.0 + 90.0 * nth as f64, BOTTOM + 44.0);
+            svg.line(&format!("curve {}", route.name()), (x, y), (x + 22.0, y));
+            svg.label("quiet", x + 28.0, y + 4.0, route.name());
+        }
+    })
+}
+
+fn draw_panel(svg: &mut Svg, panel: &Panel, rows: &[Row]) {
+    let curve = |route: Route| {
+        let of_route = rows.iter().filter(|row| row.shape.route == route);
+        let point = |row: &Row| {
+            let (ranks, figure) = (row.shape.ranks, (panel.of)(&row.cost));
+            let said = format!("{ranks} ranks, {}: {}", route.name(), (panel.say)(figure));
+            Point { at: (f64::from(ranks), figure), said }
+        };
+        Curve { name: route.name().to_owned(), class: route.name(), points: of_route.map(point).collect() }
+    };
+    let curves = Route::ALL.map(curve);
+    let points = || curves.iter().flat_map(|curve| &curve.points);
+    let across = Scale::of(points().map(|point| point.at.0), panel.ends, f64::log2);
+    let up = Scale::of(points().map(|point| point.at.1), (BOTTOM, TOP), f64::log10);
+    svg.label("", panel.ends.0, TOP - 12.0, panel.name);
+    for power in across.powers(10) {
+        let x = across.at(2f64.powi(power));
+        svg.line("line", (x, TOP), (x, BOTTOM));
+        svg.label("quiet middle", x, BOTTOM + 16.0, &(1u64 << power).to_string());
+    }
+    for power in up.powers(6) {
+        let y = up.at(10f64.powi(power));
+        svg.line("line", (panel.ends.0, y), (panel.ends.1, y));
+        svg.label("quiet end", panel.ends.0 - 6.0, y + 4.0, &(panel.say)(10f64.powi(power)));
+    }
+    curves.iter().for_each(|curve| curve.draw(svg, &across, &up));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -130,7 +316,7 @@ mod tests {
             // What crosses through relays is held beside what goes straight, and is handed on by somebody.
             assert!(rows[3].cost.bytes > rows[2].cost.bytes && rows[3].cost.relay > 0.0);
             assert!(text(&args, &rows).contains(" pxn "), "{}", text(&args, &rows));
-            let tags = elements(&picture::draw(&args, &rows));
+            let tags = elements(&draw(&args, &rows));
             assert_eq!(tags.iter().filter(|tag| tag.starts_with("circle")).count(), 8);
         }
     }

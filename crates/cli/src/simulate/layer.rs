@@ -22,9 +22,7 @@ use sidelane::layer::{Times, backward_times, forward_times};
 use sidelane::overlap::{Place, Slices};
 use sidelane_model::time::Timing;
 
-use super::args::SimulateArgs;
-use super::task::Task;
-use super::ways::Way;
+use super::{SimulateArgs, Task, Way};
 use crate::error::CliError;
 use crate::table;
 
@@ -268,8 +266,8 @@ pub fn text(products: &Products, layers: &[Layered]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::report::tests::report;
     use super::*;
+    use crate::simulate::report::tests::report;
 
     const FEW: &str =
         "--nodes 2 --ranks-per-node 2 --hidden 1024 --layout rank-major --route pxn --order expert";
