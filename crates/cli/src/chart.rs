@@ -1,6 +1,6 @@
 //! Curves between logarithmic axes: what all pictures of figures by size have in common.
 
-use crate::svg::{self, Attribute, Svg, round};
+use crate::svg::{Attribute, Style, Svg, round};
 
 /// A line of a picture.
 pub struct Curve {
@@ -16,24 +16,87 @@ pub struct Point {
     pub said: String,
 }
 
-impl Curve {
-    pub fn draw(&self, svg: &mut Svg, across: &Scale, up: &Scale) {
-        let places: Vec<(f64, f64)> =
-            self.points.iter().map(|point| (across.at(point.at.0), up.at(point.at.1))).collect();
-        let path: Vec<String> = places.iter().map(|(x, y)| format!("{},{}", round(*x), round(*y))).collect();
-        let class = format!("curve {}", self.class);
-        svg.element("polyline", &[("class", &class), ("points", &path.join(" "))], |_| {});
-        for ((x, y), point) in places.into_iter().zip(&self.points) {
-            let class = format!("dot {}", self.class);
-            let place: [svg::Attribute<'_>; 4] =
-                [("class", &class), ("cx", &round(x)), ("cy", &round(y)), ("r", &2.5)];
-            svg.element("circle", &place, |svg| svg.element("title", &[], |svg| svg.text(&point.said)));
+/// A colour for each curve; dashed from the seventh on.
+pub const CLASSES: [&str; 12] = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l"];
+pub const CURVES: Style = Style {
+    light: "\
+.curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
+.a { stroke: #2166c2; } .dot.a { fill: #2166c2; }
+.b { stroke: #0f8a86; } .dot.b { fill: #0f8a86; }
+.c { stroke: #b3541e; } .dot.c { fill: #b3541e; }
+.d { stroke: #8250df; } .dot.d { fill: #8250df; }
+.e { stroke: #c2185b; } .dot.e { fill: #c2185b; }
+.f { stroke: #6b7a00; } .dot.f { fill: #6b7a00; }
+.g { stroke: #2166c2; stroke-dasharray: 5 3; } .dot.g { fill: #2166c2; }
+.h { stroke: #0f8a86; stroke-dasharray: 5 3; } .dot.h { fill: #0f8a86; }
+.i { stroke: #b3541e; stroke-dasharray: 5 3; } .dot.i { fill: #b3541e; }
+.j { stroke: #8250df; stroke-dasharray: 5 3; } .dot.j { fill: #8250df; }
+.k { stroke: #c2185b; stroke-dasharray: 5 3; } .dot.k { fill: #c2185b; }
+.l { stroke: #6b7a00; stroke-dasharray: 5 3; } .dot.l { fill: #6b7a00; }
+circle.dot { stroke: none; }",
+    dark: "",
+};
+
+/// Curves between logarithmic axes: powers of 2 across, powers of 10 up.
+pub struct Panel<'a> {
+    pub title: &'a str,
+    /// Left and right end, bottom and top.
+    pub across: (f64, f64),
+    pub up: (f64, f64),
+    /// How many marks an axis has at most.
+    pub marks: (i32, i32),
+    /// How marks of each are said.
+    pub numbers: fn(u64) -> String,
+    pub figures: &'a dyn Fn(f64) -> String,
+}
+
+impl Panel<'_> {
+    /// Draws curves; the points of `all` decide where the axes begin and end.
+    pub fn draw<'c>(&self, svg: &mut Svg, curves: &[Curve], all: impl Iterator<Item = &'c Curve> + Clone) {
+        let points = all.flat_map(|curve| &curve.points);
+        let (left, right, bottom, top) = (self.across.0, self.across.1, self.up.0, self.up.1);
+        let across = Scale::of(points.clone().map(|point| point.at.0), self.across, f64::log2);
+        let up = Scale::of(points.map(|point| point.at.1), self.up, f64::log10);
+        svg.label("", left, top - 12.0, self.title);
+        for power in across.powers(self.marks.0) {
+            let x = across.at(2f64.powi(power));
+            svg.line("line", (x, top), (x, bottom));
+            svg.label("quiet middle", x, bottom + 16.0, &(self.numbers)(1 << power));
+        }
+        for power in up.powers(self.marks.1) {
+            let y = up.at(10f64.powi(power));
+            svg.line("line", (left, y), (right, y));
+            svg.label("quiet end", left - 6.0, y + 4.0, &(self.figures)(10f64.powi(power)));
+        }
+        for Curve { class, points, .. } in curves {
+            let places: Vec<_> =
+                points.iter().map(|Point { at: (x, y), said }| (across.at(*x), up.at(*y), said)).collect();
+            curve(svg, class, places.iter().map(|&(x, y, _)| (x, y)));
+            for (x, y, said) in places {
+                let class = format!("dot {class}");
+                let place: [Attribute<'_>; 4] =
+                    [("class", &class), ("cx", &round(x)), ("cy", &round(y)), ("r", &2.5)];
+                svg.element("circle", &place, |svg| svg.element("title", &[], |svg| svg.text(said)));
+            }
         }
     }
 }
 
+/// A line through places.
+pub fn curve(svg: &mut Svg, class: &str, places: impl Iterator<Item = (f64, f64)>) {
+    let path: Vec<String> = places.map(|(x, y)| format!("{},{}", round(x), round(y))).collect();
+    let class = format!("curve {class}");
+    svg.element("polyline", &[("class", &class), ("points", &path.join(" "))], |_| {});
+}
+
+/// What a colour stands for.
+pub fn key(svg: &mut Svg, class: &str, name: &str, (x, y): (f64, f64)) {
+    svg.line(&format!("curve {class}"), (x, y), (x + 22.0, y));
+    svg.label("quiet", x + 28.0, y + 4.0, name);
+}
+
 /// Which number lies where: logarithms between powers of a base.
-pub struct Scale {
+struct Scale {
     log: fn(f64) -> f64,
     /// The powers at the ends.
     powers: (i32, i32),
@@ -42,7 +105,7 @@ pub struct Scale {
 
 impl Scale {
     /// With room for all of these positive numbers; one power at least.
-    pub fn of(numbers: impl Iterator<Item = f64>, ends: (f64, f64), log: fn(f64) -> f64) -> Self {
+    fn of(numbers: impl Iterator<Item = f64>, ends: (f64, f64), log: fn(f64) -> f64) -> Self {
         let (least, most) = numbers.fold((f64::MAX, f64::MIN_POSITIVE), |(least, most), number| {
             (least.min(number.max(f64::MIN_POSITIVE)), most.max(number))
         });
@@ -50,14 +113,14 @@ impl Scale {
         Scale { log, powers: (from, to.max(from + 1)), ends }
     }
 
-    pub fn at(&self, number: f64) -> f64 {
+    fn at(&self, number: f64) -> f64 {
         let (from, to) = (f64::from(self.powers.0), f64::from(self.powers.1));
         let share = ((self.log)(number.max(f64::MIN_POSITIVE)) - from) / (to - from);
         self.ends.0 + share * (self.ends.1 - self.ends.0)
     }
 
     /// The powers that are marked: equally far from each other, and at most so many.
-    pub fn powers(&self, most: i32) -> impl Iterator<Item = i32> + use<> {
+    fn powers(&self, most: i32) -> impl Iterator<Item = i32> + use<> {
         let (from, to) = self.powers;
         let step = ((to - from) / most + 1) as usize;
         (from..=to).step_by(step)

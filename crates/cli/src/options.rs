@@ -1,11 +1,11 @@
 //! Options that several commands have, each in one place: where ranks are, what a router decides, and what options may say.
 
-use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Args, ValueEnum};
 
 use crate::error::{CliError, usage};
 use crate::launch::node_sizes;
-use crate::routing::{self, Routed, Share, Source};
+use crate::routing::{self, Decided, Routed, Share, Source};
 
 /// Ranks by node; `NODES` of `RANKS` where nothing is said.
 #[derive(Args, Clone, Debug, Default)]
@@ -49,6 +49,12 @@ pub struct RouterArgs<const TOKENS: u32> {
 }
 
 impl<const TOKENS: u32> RouterArgs<TOKENS> {
+    /// What all ranks decide.
+    pub fn decide(&self, ranks_per_node: Vec<u32>, asked: &Option<Source>) -> Result<Decided, CliError> {
+        let (routed, share) = self.resolve(asked)?;
+        Decided::new(ranks_per_node, routed, share)
+    }
+
     /// What was asked for, completed by what the recording or the routing file says. Says so where a pattern is drawn since
     /// nothing was asked for and the recording does not fit.
     pub fn resolve(&self, asked: &Option<Source>) -> Result<(Routed, Share), CliError> {
@@ -74,6 +80,11 @@ pub fn at_least_one(options: &[(&str, u32)]) -> Result<(), CliError> {
 pub fn at_most<T: Into<u64> + Copy>(options: &[(&str, T, u32)]) -> Result<(), CliError> {
     let beyond = options.iter().find(|(_, value, most)| !(1..=u64::from(*most)).contains(&(*value).into()));
     beyond.map_or(Ok(()), |(option, _, most)| Err(usage!("{option} must be between 1 and {most}")))
+}
+
+/// The word of the command line for a value.
+pub fn word(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned())
 }
 
 /// One of the library's own words for it.

@@ -1,10 +1,7 @@
-//! Where the routing of a command comes from, and of how many experts and choices it is.
+//! Where the routing of a command comes from, and of how many experts and choices it is: the recording that the program
+//! carries, a pattern that every rank can draw, or a file that every rank can read.
 //!
-//! Where routing comes from: the recording that the program carries, a pattern that every rank can draw, or a file
-//! that every rank can read.
-//!
-//! The routing of a measurement that names none: what a trained router decided, token by token.
-//!
+//! A measurement that names none replays the recording: what a trained router decided, token by token.
 //! A pattern draws every token for itself. A router reads text: neighbouring tokens want the same experts, and no law
 //! says how busy an expert is. `data/README.md` tells how the recording was made, and its figures.
 
@@ -17,8 +14,11 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use sidelane::error::PlanError;
 use sidelane::gate::{Pattern, PatternError, Recorded, Routing, synthetic};
+use sidelane::plan::ExpertMap;
+use sidelane::topology::NodeMap;
 
 use crate::error::{CliError, usage};
+use crate::launch::node_labels;
 
 /// A source and what it is asked for.
 pub struct Routed {
@@ -125,6 +125,39 @@ pub struct Share {
     /// Of one rank.
     pub tokens: u32,
     pub seed: u64,
+}
+
+/// The decisions of all ranks, and where their experts are.
+pub struct Decided {
+    pub conditions: Conditions,
+    pub map: ExpertMap,
+    pub nodes: NodeMap,
+    pub routings: Vec<Routing<'static>>,
+}
+
+/// What was decided, and for whom.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Conditions {
+    pub routing: Source,
+    pub experts: u32,
+    pub top_k: u32,
+    pub ranks_per_node: Vec<u32>,
+    /// Of each rank.
+    pub tokens: u32,
+    pub seed: u64,
+}
+
+impl Decided {
+    /// By ranks of nodes of these sizes, with experts in equal blocks.
+    pub fn new(ranks_per_node: Vec<u32>, routed: Routed, share: Share) -> Result<Self, CliError> {
+        let Share { experts, top_k, tokens, seed } = share;
+        let nodes = NodeMap::from_labels(&node_labels(&ranks_per_node));
+        let ranks = nodes.ranks();
+        let routings = (0..ranks).map(|rank| routed.router.routing(share, rank)).collect::<Result<_, _>>()?;
+        let map = ExpertMap::contiguous(experts, ranks)?;
+        let conditions = Conditions { routing: routed.source, experts, top_k, ranks_per_node, tokens, seed };
+        Ok(Decided { conditions, map, nodes, routings })
+    }
 }
 
 /// A source that is ready to answer.

@@ -16,7 +16,7 @@ use sidelane::topology::{NodeMap, Route};
 use super::reference::{Number, Placement};
 use crate::error::{CliError, usage};
 use crate::launch::{MachineArgs, node_labels, shape_words};
-use crate::options::{NodeArgs, RouterArgs, at_least_one, one_of};
+use crate::options::{NodeArgs, RouterArgs, at_least_one, one_of, word};
 use crate::routing::{Router, Share, Source};
 
 /// The conditions of a measurement.
@@ -336,7 +336,7 @@ impl Room {
             ("--slots", args.slots.is_some(), RoomMode::Slots),
         ] {
             if given && args.mode != mode {
-                return Err(usage!("{option} is for --mode {mode}", mode = name(mode)));
+                return Err(usage!("{option} is for --mode {}", word(&mode)));
             }
         }
         if args.mode == RoomMode::Eager {
@@ -420,15 +420,6 @@ impl Room {
             }
             (RoomMode::Slots, _) => format!("slots ({rows} per source and bin{overflow})"),
         }
-    }
-}
-
-/// The word of the command line.
-fn name(mode: RoomMode) -> &'static str {
-    match mode {
-        RoomMode::Eager => "eager",
-        RoomMode::Budget => "budget",
-        RoomMode::Slots => "slots",
     }
 }
 

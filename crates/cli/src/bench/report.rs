@@ -177,20 +177,24 @@ fn conditions(report: &Report) -> String {
     let host = machines::with_host(conditions.machines, &format!("{} cores, {huge}", conditions.cores));
     let lanes = &report.lanes;
     let lane = |lane: &Option<String>| lane.clone().unwrap_or_else(|| "none".into());
-    let reason = lanes.rail_reason.as_ref().map_or(String::new(), |reason| format!(" ({reason})"));
-    let cards = report.cards.as_ref().map(|cards| ("cards", cards.text()));
-    let lines = [
+    let mut lines = vec![
         ("ranks", format!("{ranks}, {host}")),
         ("rows", rows),
         ("routing", routing),
         ("schedule", schedule),
-        ("lanes", format!("local {}, rail {}{reason}", lane(&lanes.local), lane(&lanes.rail))),
+        (
+            "lanes",
+            format!(
+                "local {}, rail {}{}",
+                lane(&lanes.local),
+                lane(&lanes.rail),
+                table::because(&lanes.rail_reason)
+            ),
+        ),
         ("rounds", conditions.config.rounds.to_string()),
     ];
-    lines.into_iter().chain(cards).fold(String::new(), |mut text, (key, value)| {
-        let _ = writeln!(text, "{key:<10}{value}");
-        text
-    })
+    lines.extend(report.cards.as_ref().map(|cards| ("cards", cards.text())));
+    table::head(&lines)
 }
 
 fn figures(report: &Report) -> String {

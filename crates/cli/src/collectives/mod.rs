@@ -12,7 +12,7 @@ mod operation;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use operation::{Operation, Test};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -110,7 +110,8 @@ impl Task {
             ));
         }
         at_least_one(&[("--rounds", args.rounds.unwrap_or(1))])?;
-        let operations = if args.operations.is_empty() { &Operation::ALL[..] } else { &args.operations };
+        let operations =
+            if args.operations.is_empty() { Operation::value_variants() } else { &args.operations };
         let rounds = |bytes: u64| args.rounds.unwrap_or((64 << 20 >> bytes.ilog2()).clamp(15, 200));
         let runs = sizes.iter().flat_map(|&bytes| {
             operations.iter().map(move |&operation| Run { operation, bytes, rounds: rounds(bytes) })
@@ -308,7 +309,7 @@ impl command::Report for Report {
         ]);
         for run in &self.runs {
             let ours = [
-                run.operation.name().to_owned(),
+                run.operation.name(),
                 Bytes(run.bytes).to_string(),
                 table::time(run.p50_us),
                 table::time(run.max_us),

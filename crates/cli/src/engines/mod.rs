@@ -15,9 +15,8 @@ use std::process::ExitCode;
 use clap::Args;
 use serde::Serialize;
 use sidelane::error::PlanError;
-use sidelane::gate::Routing;
-use sidelane::plan::{ExpertMap, RowLayout};
-use sidelane::topology::{NodeMap, Route};
+use sidelane::plan::RowLayout;
+use sidelane::topology::Route;
 use sidelane_core::schedule::call::SlotCall;
 use sidelane_core::schedule::stream::{Slots, StreamProgram};
 use sidelane_model::EngineWork;
@@ -25,9 +24,9 @@ use sidelane_model::EngineWork;
 use crate::bench::RowType;
 use crate::command::{self, Command};
 use crate::error::CliError;
-use crate::launch::{node_labels, shape_words};
+use crate::launch::shape_words;
 use crate::options::{NodeArgs, RouterArgs, at_least_one};
-use crate::routing::{Routed, Share, Source};
+use crate::routing::{self, Decided, Source};
 use crate::table::{self, time, volume};
 
 impl Command for EnginesArgs {
@@ -85,26 +84,19 @@ fn positive(text: &str) -> Result<f64, String> {
 /// What was looked at.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Conditions {
-    pub routing: Source,
-    pub experts: u32,
-    pub top_k: u32,
-    pub ranks_per_node: Vec<u32>,
-    /// Of each rank.
-    pub tokens: u32,
+    #[serde(flatten)]
+    pub decided: routing::Conditions,
     pub hidden: u32,
     pub dtype: RowType,
-    pub seed: u64,
     /// Microseconds of a copy, however small, and GB/s of a long one.
     pub per_copy: f64,
     pub speed: f64,
 }
 
-/// Decisions, and who has them.
+/// Decisions, and what a row is.
 pub struct Task {
+    pub decided: Decided,
     pub conditions: Conditions,
-    pub map: ExpertMap,
-    pub nodes: NodeMap,
-    pub routings: Vec<Routing<'static>>,
     /// Bytes of a row that goes out, and of one that comes home.
     pub row_bytes: u64,
     pub home_bytes: u64,
@@ -114,40 +106,20 @@ impl Task {
     /// From the command line and what the recording or the routing file says.
     pub fn resolve(args: &EnginesArgs) -> Result<Self, CliError> {
         let &EnginesArgs { hidden, dtype, per_copy, speed, .. } = args;
-        let ranks_per_node = args.nodes.sizes()?;
-        let (Routed { source: routing, router, .. }, share) = args.router.resolve(&args.routing)?;
+        let decided = args.router.decide(args.nodes.sizes()?, &args.routing)?;
         at_least_one(&[("--hidden", hidden)])?;
-        let nodes = NodeMap::from_labels(&node_labels(&ranks_per_node));
-        let Share { experts, top_k, tokens, seed } = share;
         let (row_bytes, home_bytes) = dtype.bytes(hidden);
         if let Some(&seen) = [row_bytes, home_bytes].iter().find(|bytes| !bytes.is_multiple_of(16)) {
             let (parameter, expected) = ("row bytes", "a multiple of 16");
             return Err(PlanError::BadParameter { parameter, seen, expected }.into());
         }
-        Ok(Task {
-            map: ExpertMap::contiguous(experts, nodes.ranks())?,
-            routings: (0..nodes.ranks()).map(|rank| router.routing(share, rank)).collect::<Result<_, _>>()?,
-            nodes,
-            row_bytes,
-            home_bytes,
-            conditions: Conditions {
-                routing,
-                experts,
-                top_k,
-                ranks_per_node,
-                tokens,
-                hidden,
-                dtype,
-                seed,
-                per_copy,
-                speed,
-            },
-        })
+        let conditions = Conditions { decided: decided.conditions.clone(), hidden, dtype, per_copy, speed };
+        Ok(Task { decided, conditions, row_bytes, home_bytes })
     }
 
     /// Bytes of a slot for all tokens: their rows and, in as many rows as it needs, a header of their choices.
     pub fn slot_bytes(&self) -> u64 {
-        let Conditions { tokens, top_k, .. } = self.conditions;
+        let routing::Conditions { tokens, top_k, .. } = self.decided.conditions;
         let header = HEAD + u64::from(tokens) * u64::from(top_k) * CHOICE;
         (header.div_ceil(self.row_bytes) + u64::from(tokens)) * self.row_bytes
     }
@@ -213,10 +185,13 @@ impl Asked {
 /// All ways that this group has: slots on one node; rows that are planned, straight or through relays.
 pub fn all(task: &Task) -> Result<Vec<Way>, CliError> {
     let mut ways = Vec::new();
-    let ranks = task.nodes.ranks();
-    if task.nodes.nodes() == 1 {
-        let slots =
-            Slots::new(ranks, task.slot_bytes(), u64::from(task.conditions.tokens) * task.home_bytes)?;
+    let ranks = task.decided.nodes.ranks();
+    if task.decided.nodes.nodes() == 1 {
+        let slots = Slots::new(
+            ranks,
+            task.slot_bytes(),
+            u64::from(task.decided.conditions.tokens) * task.home_bytes,
+        )?;
         for (name, call) in [("dispatch", SlotCall::Dispatch), ("combine", SlotCall::Combine)] {
             let work = |me| Ok(EngineWork::of_stream(&StreamProgram::new(call, slots, me)?, me));
             let work: Vec<EngineWork> = (0..ranks).map(work).collect::<Result<_, CliError>>()?;
@@ -225,10 +200,10 @@ pub fn all(task: &Task) -> Result<Vec<Way>, CliError> {
     }
     for layout in RowLayout::ALL {
         let mut planned = vec![(Route::Direct, false, "direct")];
-        if task.nodes.nodes() > 1 {
+        if task.decided.nodes.nodes() > 1 {
             planned.push((Route::Pxn, false, "pxn, token order"));
         }
-        if task.nodes.nodes() > 1 && layout == RowLayout::RankMajor {
+        if task.decided.nodes.nodes() > 1 && layout == RowLayout::RankMajor {
             planned.push((Route::Pxn, true, "pxn, relay order"));
         }
         for (route, spans, how) in planned {
@@ -264,8 +239,8 @@ impl Report {
 impl command::Report for Report {
     /// Conditions, and a line for each way.
     fn text(&self) -> String {
-        let Conditions { routing, experts, top_k, ranks_per_node, tokens, hidden, dtype, .. } = &self.config;
-        let Conditions { per_copy, speed, .. } = self.config;
+        let Conditions { decided, hidden, dtype, per_copy, speed } = &self.config;
+        let routing::Conditions { routing, experts, top_k, ranks_per_node, tokens, .. } = decided;
         let mut table = table::figures([
             "way",
             "copies",

@@ -47,7 +47,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         Ok(cupti) => cupti,
         Err(error) => {
             let shows = "nothing: the audit by a hold asks the same, and does without CUPTI";
-            let about = About { what: "list of kernels by CUPTI", shows, open: None };
+            let about = About::new("list of kernels by CUPTI", shows);
             let hint = device::hint("SIDELANE_CUPTI", "nvidia/cuda_cupti");
             return checks.tell(about, State::Skipped, format!("not seen: {error}; {hint}"), None);
         }
@@ -117,7 +117,7 @@ impl<'a> Listing<'a> {
         let listed = self.listed(|ranks| ranks[0].copy(whole(to)?, whole(from)?))?;
         let shows =
             "SMs do these, and so it must not look like a copy of an engine: the list sees what it looks for";
-        let about = About { what: CONTROL, shows, open: None };
+        let about = About::new(CONTROL, shows);
         let (state, found) = listed.judge_control();
         checks.tell(about, state, format!("{found}; CUPTI is {}", self.cupti.name()), None)?;
         Ok(state == State::Right)
@@ -126,7 +126,7 @@ impl<'a> Listing<'a> {
     fn dispatch(&self, checks: &mut Checks, peers: Peers, tells_apart: bool) -> Result<(), CliError> {
         let what = format!("{RANKS} ranks, {} to {}", SLOT.1, peers.place());
         let shows = "no kernel ran between packed and landed, the driver's own included, and copy engines' queues took the copies";
-        let about = About { what: &what, shows, open: Some("the same between GPUs, over NVLink") };
+        let about = About::new(&what, shows).open("the same between GPUs, over NVLink");
         if !checks.has(about, self.context.driver().version(), peers.needs())? {
             return Ok(());
         }

@@ -37,25 +37,23 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let context = Driver::open()?.context(task.device)?;
     let audit = Audit::new(task, &context)?;
     let mut controls = true;
-    let about = About {
-        what: "control: a kernel of one block",
-        shows: "no multiprocessor has room for anything: it must not run while they are held",
-        open: None,
-    };
+    let about = About::new(
+        "control: a kernel of one block",
+        "no multiprocessor has room for anything: it must not run while they are held",
+    );
     controls &= audit
         .control(checks, about, |stream| Ok(audit.kernels.touch(stream, audit.word.range().word(0)?)?))?;
     let (from, to) = (allocate(&context, 1 << 20)?, allocate(&context, 1 << 20)?);
-    let about = About {
-        what: "control: plain copy on the GPU",
-        shows: "SMs do these, and so it must not end while they are held: the audit sees what it looks for",
-        open: None,
-    };
+    let about = About::new(
+        "control: plain copy on the GPU",
+        "SMs do these, and so it must not end while they are held: the audit sees what it looks for",
+    );
     controls &= audit.control(checks, about, |stream| Ok(stream.copy(whole(&to)?, whole(&from)?)?))?;
     for peers in Peers::ALL {
         for (bytes, size) in SLOTS {
             let (shows, open) = words(peers);
             let what = format!("{RANKS} ranks, {size} to {}", peers.place());
-            audit.exchange(checks, controls, About { what: &what, shows, open: Some(open) }, peers, bytes)?;
+            audit.exchange(checks, controls, About::new(&what, shows).open(open), peers, bytes)?;
         }
     }
     Ok(())

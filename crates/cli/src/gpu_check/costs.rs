@@ -65,7 +65,7 @@ impl Bench<'_> {
         let rate = rate.map_or_else(String::new, |rate| format!(", {rate:.1} GB/s"));
         let shows = if self.stand_in { STAND_IN } else { shows };
         let found = format!("the host takes {host:.2} us to enqueue it{rate}");
-        checks.measured(About { what, shows, open }, &samples.device, found)
+        checks.measured(About::new(what, shows).open(open), &samples.device, found)
     }
 
     fn stream_takes_batches(&self) -> bool {
@@ -74,7 +74,7 @@ impl Bench<'_> {
 
     /// The same, told where there are none.
     fn has_batches(&self, checks: &mut Checks) -> Result<bool, CliError> {
-        let about = About { what: "copies in batches", shows: "nothing", open: None };
+        let about = About::new("copies in batches", "nothing");
         let version = self.context.driver().version();
         checks.has(about, version, ("a batch of copies", Version::BATCHED_COPIES))
     }
@@ -233,7 +233,7 @@ fn layer(task: &Task, checks: &mut Checks, stand_in: bool) -> Result<(), CliErro
         (format!("combine, {size}"), combine),
         (format!("graph of a layer, {size}"), graph),
     ] {
-        checks.measured(About { what: &what, shows, open: NVLINK }, &samples, "")?;
+        checks.measured(About::new(&what, shows).open(NVLINK), &samples, "")?;
     }
     Ok(())
 }

@@ -23,12 +23,12 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let driver = Driver::open()?;
     for finding in doctor::cuda_findings(&driver.probe()?) {
         let state = if finding.level == Level::Warn { State::Wrong } else { State::Right };
-        let about = About { what: &finding.what, shows: finding.meaning, open: None };
+        let about = About::new(&finding.what, finding.meaning);
         checks.tell(about, state, finding.found, None)?;
     }
     let context = driver.context(task.device)?;
     let bench = Bench { task, context: &context, streams: [stream(&context)?, stream(&context)?] };
-    let about = |what, shows| About { what, shows, open: None };
+    let about = |what, shows| About::new(what, shows);
     checks.check(about("modules", "the driver compiles our kernels for this GPU"), || bench.modules())?;
     checks.check(
         about("copies and flags", "a flag that the host sees comes after the copy before it"),
@@ -47,11 +47,9 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     }
     checks
         .check(about("graphs", "copies, writes and waits are captured, and run again"), || bench.graphs())?;
-    let about = About {
-        what: "memory by descriptor",
-        shows: "what one exports another imports and maps: the same bytes",
-        open: Some("the memory of another GPU, mapped over NVLink"),
-    };
+    let about =
+        About::new("memory by descriptor", "what one exports another imports and maps: the same bytes")
+            .open("the memory of another GPU, mapped over NVLink");
     checks.check(about, || bench.descriptors())?;
     Ok(())
 }

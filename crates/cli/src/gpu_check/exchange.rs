@@ -37,7 +37,7 @@ const ONE_GPU: &str = "the same between GPUs, over NVLink";
 pub fn threads(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let shows = "as the host's ExpertParallel, to the bit";
     let mut tell = |what: String, found: Result<String, CliError>| {
-        checks.check(About { what: &what, shows, open: Some(ONE_GPU) }, || found).map(drop)
+        checks.check(About::new(&what, shows).open(ONE_GPU), || found).map(drop)
     };
     for ranks in [2, 4, 8] {
         let case = case(task, ranks);
@@ -72,8 +72,7 @@ pub fn threads(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
 /// The same, with ranks as processes that this one starts.
 pub fn processes(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     if !Driver::open()?.device(task.device)?.several_processes {
-        let about =
-            About { what: "ranks as processes", shows: "nothing: ranks are threads above", open: None };
+        let about = About::new("ranks as processes", "nothing: ranks are threads above");
         let found = "the GPU's compute mode allows one process at a time (nvidia-smi -c DEFAULT)".to_owned();
         return checks.tell(about, State::Skipped, found, None);
     }
@@ -90,11 +89,11 @@ pub fn processes(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         let code = job.run()?.exit_code();
         if code != 0 {
             let what = format!("{count} ranks");
-            let about = About {
-                what: &what,
-                shows: "several processes use this GPU at once; nvidia-smi -q shows the compute mode",
-                open: Some(ONE_GPU),
-            };
+            let about = About::new(
+                &what,
+                "several processes use this GPU at once; nvidia-smi -q shows the compute mode",
+            )
+            .open(ONE_GPU);
             let ended = failed!("a rank ended with {code}");
             checks.check(about, || Err(ended))?;
         }
@@ -110,7 +109,7 @@ pub fn rank(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     // One speaks for all, unless another has something to say.
     let mut tell = |what: String, found: Result<String, CliError>| {
         let shows = "memory and words go from one to the other as descriptors; to the bit";
-        let about = About { what: &what, shows, open: Some(ONE_GPU) };
+        let about = About::new(&what, shows).open(ONE_GPU);
         if me == 0 || found.is_err() { checks.check(about, || found).map(drop) } else { Ok(()) }
     };
     tell(format!("{ranks} ranks as processes"), plain::<bf16>(task, case, &world))?;

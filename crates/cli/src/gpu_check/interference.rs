@@ -73,7 +73,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         let shows = if stand_in { "nothing: the stand-in's times are not a GPU's" } else { shows };
         let open =
             (beside != Beside::Nothing).then_some("transfers over NVLink, which are several times faster");
-        checks.measured(About { what, shows, open }, &found.product, told)?;
+        checks.measured(About::new(what, shows).open(open), &found.product, told)?;
     }
     Ok(())
 }

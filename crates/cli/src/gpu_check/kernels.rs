@@ -52,11 +52,10 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let bench = Bench { task, context: &context, stream: stream(&context)?, kernels, audit };
     for (rows, out) in TYPES {
         let what = format!("sum {} to {}", name(rows), name(out));
-        let about =
-            About { what: &what, shows: "in f32, ranks ascending, one rounding: to the bit", open: None };
+        let about = About::new(&what, "in f32, ranks ascending, one rounding: to the bit");
         checks.check(about, || bench.sum(rows, out))?;
     }
-    let about = |what, shows| About { what, shows, open: None };
+    let about = |what, shows| About::new(what, shows);
     checks.check(about("copy by SMs", "the yardstick copies what it is told"), || bench.copy())?;
     checks.check(about("product", "our product is right: whole numbers, exactly"), || {
         bench.product("ours", |product| bench.audit.product(&bench.stream, product))

@@ -71,11 +71,10 @@ impl Call {
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     for call in ALL {
-        let about = About {
-            what: call.name(),
-            shows: "whether another thread's batch of copies and word pass beside it while a stream waits",
-            open: None,
-        };
+        let about = About::new(
+            call.name(),
+            "whether another thread's batch of copies and word pass beside it while a stream waits",
+        );
         ask(task, checks, about, Case::Lock(call), None)?;
     }
     Ok(())

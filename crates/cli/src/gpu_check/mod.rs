@@ -45,8 +45,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use blocking::Case;
-use clap::Args;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Args, ValueEnum};
 use report::{Checks, Report, Row, State};
 use serde::{Deserialize, Serialize};
 use sidelane::device::{Driver, Version};
@@ -54,6 +53,7 @@ use sidelane::error::DeviceError;
 
 use crate::command::{self, Command as _};
 use crate::error::CliError;
+use crate::options::word;
 use crate::ranks;
 
 impl command::Command for GpuCheckArgs {
@@ -64,7 +64,7 @@ impl command::Command for GpuCheckArgs {
         command::claim(&self.json)?;
         let probe = probe(self.device)?;
         let asked = |part: &Part| self.parts.is_empty() || self.parts.contains(part);
-        let chosen: Vec<Part> = Part::ALL.into_iter().filter(asked).collect();
+        let chosen: Vec<Part> = Part::value_variants().iter().copied().filter(asked).collect();
         let rows = run_parts(&Task::of(&self), &chosen, self.minutes)?;
         command::finish(&Report::new(&self, &probe, rows), &self.json)
     }
@@ -129,7 +129,7 @@ pub struct GpuCheckArgs {
 
     /// Run these parts alone; several by commas, or by the option again [default: all, in this
     /// order]
-    #[arg(long = "part", value_name = "NAME", value_delimiter = ',', value_parser = part_names())]
+    #[arg(long = "part", value_name = "NAME", value_delimiter = ',', value_enum)]
     pub parts: Vec<Part>,
 
     /// Begin no part behind so many minutes, and end the one that runs: what is left is skipped
@@ -150,11 +150,6 @@ pub struct GpuCheckArgs {
     pub json: Option<PathBuf>,
 }
 
-fn part_names() -> impl TypedValueParser<Value = Part> {
-    PossibleValuesParser::new(Part::ALL.map(Part::name))
-        .map(|name| Part::named(&name).expect("a possible value is a part's name"))
-}
-
 fn minutes(text: &str) -> Result<f64, String> {
     let minutes: f64 = text.parse().map_err(|_| "not a number".to_owned())?;
     if minutes > 0.0 && minutes <= 1440.0 {
@@ -172,8 +167,8 @@ fn size(text: &str) -> Result<u32, String> {
     Ok(size)
 }
 
-/// The parts, in their order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// The parts, in their order: first what a short time on a GPU is for, and processes before threads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Part {
     Driver,
@@ -181,9 +176,11 @@ pub enum Part {
     Locks,
     Queues,
     /// A process that the two parts before start for each question.
+    #[value(skip)]
     Case,
     Processes,
     /// A rank that the part before starts.
+    #[value(skip)]
     Rank,
     Costs,
     Audit,
@@ -191,47 +188,9 @@ pub enum Part {
     Exchange,
     Planner,
     /// A process that the part before starts.
+    #[value(skip)]
     Helper,
     Interference,
-}
-
-impl Part {
-    /// Those that are run: first what a short time on a GPU is for, and processes before threads.
-    pub const ALL: [Part; 11] = [
-        Part::Driver,
-        Part::Kernels,
-        Part::Locks,
-        Part::Queues,
-        Part::Processes,
-        Part::Costs,
-        Part::Audit,
-        Part::Activity,
-        Part::Exchange,
-        Part::Planner,
-        Part::Interference,
-    ];
-
-    /// The part of a name, if there is one.
-    pub fn named(name: &str) -> Option<Part> {
-        Part::ALL.into_iter().find(|part| part.name() == name)
-    }
-
-    /// The word in the table and in JSON.
-    pub fn name(self) -> &'static str {
-        match self {
-            Part::Driver => "driver",
-            Part::Kernels => "kernels",
-            Part::Locks | Part::Case => "locks",
-            Part::Queues => "queues",
-            Part::Exchange => "exchange",
-            Part::Processes | Part::Rank => "processes",
-            Part::Audit => "audit",
-            Part::Activity => "activity",
-            Part::Interference => "interference",
-            Part::Planner | Part::Helper => "planner",
-            Part::Costs => "costs",
-        }
-    }
 }
 
 /// One part, and how thorough it is.
@@ -293,7 +252,7 @@ fn run_parts(task: &Task, parts: &[Part], minutes: Option<f64>) -> Result<Vec<Ro
     let end = minutes.map(|minutes| Instant::now() + Duration::from_secs_f64(minutes * 60.0));
     let mut rows = Vec::new();
     for &part in parts {
-        bar.set_message(part.name());
+        bar.set_message(word(&part));
         bar.tick();
         if end.is_some_and(|end| Instant::now() >= end) {
             rows.push(left_out(part, "all of it", "nothing of this part was run"));
@@ -386,13 +345,11 @@ pub fn spawn(task: &Task, with: impl FnOnce(&mut Command)) -> Result<Child, CliE
 
 /// A part that did not come to its end.
 fn unfinished(part: Part, found: String) -> Row {
-    let (what, shows) = ("to its end".to_owned(), UNFINISHED.to_owned());
-    Row { part, what, state: State::Wrong, found, shows, open: None, time: None, answer: None }
+    Row::new(part, State::Wrong, "to its end", found, UNFINISHED)
 }
 
 /// Parts that no longer fit into the time.
 fn left_out(part: Part, what: &str, shows: &str) -> Row {
     let found = "skipped: no time left (--minutes)".to_owned();
-    let (what, shows) = (what.to_owned(), shows.to_owned());
-    Row { part, what, state: State::Skipped, found, shows, open: None, time: None, answer: None }
+    Row::new(part, State::Skipped, what, found, shows)
 }

@@ -76,8 +76,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     bench.launches(checks, Where::Nowhere)?;
     bench.beside_thread(checks)?;
     if !context.facts().several_processes {
-        let about =
-            About { what: Where::Helper.words(), shows: "nothing: the row above stands alone", open: None };
+        let about = About::new(Where::Helper.words(), "nothing: the row above stands alone");
         let found = "the GPU's compute mode allows one process at a time (nvidia-smi -c DEFAULT)".to_owned();
         return checks.tell(about, State::Skipped, found, None);
     }
@@ -162,7 +161,7 @@ impl<'a> Bench<'a> {
         let shows =
             "the planner hears, a batch of copies, a word behind it: the least that a planned call waits";
         let found = format!("{COPIES} copies of {} KiB to the host a time", COPY >> 10);
-        checks.measured(About { what: &what, shows: self.shows(shows), open: OPEN }, &samples, found)
+        checks.measured(About::new(&what, self.shows(shows)).open(OPEN), &samples, found)
     }
 
     /// Launches by the caller, while the planner has as much to do as it can.
@@ -190,7 +189,7 @@ impl<'a> Bench<'a> {
         let round = super::report::Time::of(&turns).p50_us;
         let beside = if place == Where::Nowhere { String::new() } else { format!(" and {TURNS} turns") };
         let found = format!("{LAUNCHES} launches{beside} in {round:.0} us");
-        checks.measured(About { what: &what, shows: self.shows(shows), open: None }, &samples, found)
+        checks.measured(About::new(&what, self.shows(shows)), &samples, found)
     }
 
     /// Launches behind what the caller's stream waits for: microseconds of each call.

@@ -47,11 +47,10 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         for priorities in [false, true] {
             let others = if priorities { "of the highest priority" } else { "of the same priority" };
             let what = format!("connections {connections}, other streams {others}");
-            let about = About {
-                what: &what,
-                shows: "whether copies of other streams pass one that waits, with a copy to the host behind its wait",
-                open: None,
-            };
+            let about = About::new(
+                &what,
+                "whether copies of other streams pass one that waits, with a copy to the host behind its wait",
+            );
             let sharing = Sharing { connections, priorities };
             ask(task, checks, about, Case::Queue(sharing), Some(connections))?;
         }

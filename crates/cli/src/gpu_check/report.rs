@@ -1,10 +1,12 @@
 //! The whole report, and its JSON. Keys are described in `docs/gpu-check.md`.
 
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use sidelane::device::{Probe, Version};
 
 use super::{GpuCheckArgs, Part, blocking};
 use crate::error::CliError;
+use crate::options::word;
 use crate::stats::{self, Summary};
 use crate::{command, table};
 
@@ -121,6 +123,14 @@ pub struct Row {
     pub answer: Option<Answer>,
 }
 
+impl Row {
+    /// One without a figure.
+    pub fn new(part: Part, state: State, what: &str, found: String, shows: &str) -> Self {
+        let (what, shows) = (what.to_owned(), shows.to_owned());
+        Row { part, what, state, found, shows, open: None, time: None, answer: None }
+    }
+}
+
 /// Times of one thing, in microseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Time {
@@ -149,10 +159,10 @@ impl command::Report for Report {
         if report.stand_in {
             text += "THE STAND-IN DRIVER: no GPU is here. Times mean nothing, and the audit shows nothing.\n";
         }
-        for part in Part::ALL {
+        for &part in Part::value_variants() {
             let rows: Vec<&Row> = report.rows.iter().filter(|row| row.part == part).collect();
             if !rows.is_empty() {
-                text += &format!("\n{}\n{}\n", part.name(), of(&rows));
+                text += &format!("\n{}\n{}\n", word(&part), of(&rows));
             }
         }
         if !report.conclusions.is_empty() {
@@ -210,10 +220,21 @@ pub struct Checks {
 /// What a row is about.
 #[derive(Clone, Copy)]
 pub struct About<'a> {
-    pub what: &'a str,
-    pub shows: &'a str,
+    what: &'a str,
+    shows: &'a str,
     /// What only several GPUs could show.
-    pub open: Option<&'a str>,
+    open: Option<&'a str>,
+}
+
+impl<'a> About<'a> {
+    pub fn new(what: &'a str, shows: &'a str) -> Self {
+        About { what, shows, open: None }
+    }
+
+    /// What only several GPUs could show.
+    pub fn open(self, open: impl Into<Option<&'a str>>) -> Self {
+        About { open: open.into(), ..self }
+    }
 }
 
 impl Checks {
@@ -274,7 +295,7 @@ impl Checks {
 
     /// Tells that something is wrong beside what is checked.
     pub fn failed(&mut self, what: &str, error: &CliError) -> Result<(), CliError> {
-        let about = About { what, shows: "the rest of this part was not run", open: None };
+        let about = About::new(what, "the rest of this part was not run");
         let row = self.row(about, State::Wrong, error.to_string(), None);
         emit(&row)
     }
@@ -295,8 +316,8 @@ impl Checks {
         self.wrong |= state == State::Wrong;
         // A rank speaks for the part that started it.
         let part = if self.part == Part::Rank { Part::Processes } else { self.part };
-        let (what, shows) = (about.what.to_owned(), about.shows.to_owned());
-        Row { part, what, state, found, shows, open: about.open.map(str::to_owned), time, answer: None }
+        let open = about.open.map(str::to_owned);
+        Row { open, time, ..Row::new(part, state, about.what, found, about.shows) }
     }
 }
 
@@ -394,13 +415,13 @@ mod tests {
     }
 
     fn row(part: Part, state: State, answer: Option<Answer>) -> Row {
-        let text = || "text".to_owned();
-        Row { part, what: text(), state, found: text(), shows: text(), open: None, time: None, answer }
+        Row { answer, ..Row::new(part, state, "text", "text".to_owned(), "text") }
     }
 
     #[test]
     fn report_holds_when_rows_are_only_skipped() {
-        let skipped = of(Part::ALL.map(|part| row(part, State::Skipped, None)).to_vec());
+        let skipped =
+            of(Part::value_variants().iter().map(|&part| row(part, State::Skipped, None)).collect());
         assert_eq!((skipped.correct, skipped.audited, skipped.holds), (true, false, true));
         // Those of the same GPU need CUDA 13.1.
         let audit = [State::Right, State::Skipped].map(|state| row(Part::Audit, state, None));

@@ -59,6 +59,44 @@ pub struct LayerArgs {
     #[command(flatten)]
     pub nodes: NodeArgs<2, 1>,
 
+    #[command(flatten)]
+    pub shape: Shape,
+
+    /// The link between nodes of one machine: `even` (as fast as the experts), `none` (copies), or bytes per second, a slash
+    /// and microseconds
+    #[arg(long, value_name = "even|none|RATE/US", default_value = "even")]
+    pub pace: PaceArg,
+
+    /// Time gradients as well
+    #[arg(long)]
+    pub backward: bool,
+
+    /// Rounds to time
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
+    pub rounds: u32,
+
+    /// Write the report as JSON, on the machine of rank 0
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+
+    /// Write one overlapped step as a Chrome trace, on the machine of rank 0
+    #[arg(long, value_name = "FILE")]
+    pub trace_out: Option<PathBuf>,
+
+    /// Draw one overlapped step as a picture, on the machine of rank 0
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub machines: MachineArgs,
+}
+
+/// What a layer is made of.
+#[derive(Args, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Shape {
+    #[arg(skip)]
+    pub ranks_per_node: Vec<u32>,
+
     /// Tokens of each rank
     #[arg(long, value_name = "T", default_value_t = 4096)]
     pub tokens: u32,
@@ -87,51 +125,8 @@ pub struct LayerArgs {
     #[arg(long, value_name = "N")]
     pub transfers: Option<u32>,
 
-    /// The link between nodes of one machine: `even` (as fast as the experts), `none` (copies), or bytes per second, a slash
-    /// and microseconds
-    #[arg(long, value_name = "even|none|RATE/US", default_value = "even")]
-    pub pace: PaceArg,
-
-    /// Time gradients as well
-    #[arg(long)]
-    pub backward: bool,
-
-    /// Rounds to time
-    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
-    pub rounds: u32,
-
     /// Draws tokens and weights
     #[arg(long, default_value_t = 0)]
-    pub seed: u64,
-
-    /// Write the report as JSON, on the machine of rank 0
-    #[arg(long, value_name = "FILE")]
-    pub json: Option<PathBuf>,
-
-    /// Write one overlapped step as a Chrome trace, on the machine of rank 0
-    #[arg(long, value_name = "FILE")]
-    pub trace_out: Option<PathBuf>,
-
-    /// Draw one overlapped step as a picture, on the machine of rank 0
-    #[arg(long, value_name = "FILE")]
-    pub svg: Option<PathBuf>,
-
-    #[command(flatten)]
-    pub machines: MachineArgs,
-}
-
-/// What a layer is made of.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Shape {
-    pub ranks_per_node: Vec<u32>,
-    pub tokens: u32,
-    pub hidden: u32,
-    pub ffn: u32,
-    pub experts: u32,
-    pub top_k: u32,
-    pub chunks: u32,
-    /// Under way at once.
-    pub transfers: u32,
     pub seed: u64,
 }
 
@@ -156,9 +151,15 @@ impl Shape {
         self.ranks_per_node.iter().sum()
     }
 
+    /// How many transfers are under way at once.
+    pub fn transfers(&self) -> u32 {
+        self.transfers.unwrap_or(1)
+    }
+
     /// What it is, in words.
     pub fn words(&self) -> String {
-        let Shape { tokens, hidden, ffn, experts, top_k, chunks, transfers, .. } = self;
+        let Shape { tokens, hidden, ffn, experts, top_k, chunks, .. } = self;
+        let transfers = self.transfers();
         format!(
             "{tokens} tokens a rank in {chunks} chunks, {transfers} under way at once, rows of {hidden} x bf16, {experts} experts of {ffn}, top-{top_k}"
         )
@@ -193,7 +194,7 @@ impl Shape {
             ("--top-k", self.top_k, 1 << 10),
             ("--experts", self.experts, 1 << 14),
             ("--chunks", self.chunks, self.tokens.clamp(1, 1 << 10)),
-            ("--transfers", self.transfers, self.chunks),
+            ("--transfers", self.transfers(), self.chunks),
         ];
         at_most(&sizes)?;
         let (hidden, ffn) = (u64::from(self.hidden), u64::from(self.ffn));
@@ -222,9 +223,8 @@ impl Task {
     /// From the command line. Experts are timed here where the link is to be as fast as they are.
     pub fn resolve(args: &LayerArgs) -> Result<Self, CliError> {
         let ranks_per_node = args.nodes.sizes()?;
-        let &LayerArgs { tokens, hidden, ffn, experts, top_k, chunks, seed, .. } = args;
-        let transfers = args.transfers.unwrap_or(chunks.min(2));
-        let shape = Shape { ranks_per_node, tokens, hidden, ffn, experts, top_k, chunks, transfers, seed };
+        let transfers = args.shape.transfers.or(Some(args.shape.chunks.min(2)));
+        let shape = Shape { ranks_per_node, transfers, ..args.shape.clone() };
         shape.check()?;
         // Between machines, and within a node, transfers take what they take.
         let wires = shape.ranks_per_node.len() > 1 && args.machines.node_rank.is_none();
@@ -276,7 +276,7 @@ pub fn sample() -> Shape {
         experts: 8,
         top_k: 2,
         chunks: 4,
-        transfers: 2,
+        transfers: Some(2),
         seed: 0,
     }
 }

@@ -173,7 +173,7 @@ impl<'a> Rank<'a> {
 
 /// A layer whose weights all ranks draw alike.
 fn layer(task: &Task, group: &Group, watch: &Arc<Watch>, overlap: bool) -> Result<MoeLayer, CliError> {
-    let Shape { tokens, hidden, ffn, experts, top_k, chunks, transfers, seed, .. } = task.shape;
+    let Shape { tokens, hidden, ffn, experts, top_k, chunks, seed, .. } = task.shape;
     let map = ExpertMap::contiguous(experts, group.size()).map_err(Error::from)?;
     let (hidden, ffn, local) = (hidden as usize, ffn as usize, map.slots_of(group.rank()).len());
     let mut random = stream(seed, 0);
@@ -185,7 +185,12 @@ fn layer(task: &Task, group: &Group, watch: &Arc<Watch>, overlap: bool) -> Resul
     let gate = Preset::Qwen3.config(experts, top_k).and_then(Gate::new).map_err(Error::from)?;
     let watched = Watched::new(swiglu, Arc::clone(watch));
     let builder = MoeLayer::builder(group, gate.config().clone(), hidden, watched).router(router);
-    Ok(builder.max_tokens(tokens).chunks(chunks).transfers(transfers).overlap(overlap).build()?)
+    Ok(builder
+        .max_tokens(tokens)
+        .chunks(chunks)
+        .transfers(task.shape.transfers())
+        .overlap(overlap)
+        .build()?)
 }
 
 fn stream(seed: u64, number: u64) -> ChaCha8Rng {

@@ -119,16 +119,6 @@ pub struct PerfArgs {
 }
 
 impl Test {
-    /// The word of the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Test::PutLat => "put-lat",
-            Test::PutBw => "put-bw",
-            Test::Signal => "signal",
-            Test::Exchange => "exchange",
-        }
-    }
-
     /// What it is.
     pub fn title(self) -> &'static str {
         match self {

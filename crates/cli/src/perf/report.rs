@@ -17,8 +17,9 @@ use serde::{Deserialize, Serialize};
 
 use super::measure::Found;
 use super::{Bytes, Run, Test};
-use crate::chart::{Curve, Point, Scale};
+use crate::chart::{Curve, Panel, Point, key};
 use crate::launch::shape_words;
+use crate::options::word;
 use crate::peers::Unavailable;
 use crate::stats::{ratio_of_medians, summary};
 use crate::svg::{self, Style, Svg};
@@ -214,7 +215,7 @@ fn head(report: &Report) -> String {
     let config = &report.config;
     let host = machines::with_host(config.machines, &format!("{} cores", config.cores));
     let mut lines = vec![
-        ("test", format!("{}: {}", config.test.name(), config.test.title())),
+        ("test", format!("{}: {}", word(&config.test), config.test.title())),
         ("ranks", format!("{}, {host}", shape_words(&config.ranks_per_node))),
     ];
     if let ([PairReport { from, to, .. }], false) = (report.pairs.as_slice(), config.matrix) {
@@ -222,13 +223,12 @@ fn head(report: &Report) -> String {
         lines.push(("pair", pair));
     }
     if let Some(pair) = report.pairs.first() {
-        let reason = pair.lane_reason.as_ref().map_or(String::new(), |reason| format!(" ({reason})"));
-        lines.push(("lane", format!("{}{reason}, route {}", pair.lane, config.route)));
+        lines.push((
+            "lane",
+            format!("{}{}, route {}", pair.lane, table::because(&pair.lane_reason), config.route),
+        ));
     }
-    lines.iter().fold(String::new(), |mut text, (key, value)| {
-        let _ = writeln!(text, "{key:<10}{value}");
-        text
-    })
+    table::head(&lines)
 }
 
 /// A line for each size.
@@ -327,28 +327,21 @@ circle.dot { stroke: none; }
 /// The picture of the first pair.
 pub fn draw(report: &Report) -> String {
     let test = report.config.test;
-    let title = format!("{}: {}", test.name(), test.title());
+    let title = format!("{}: {}", word(&test), test.title());
     let unit = if test.is_latency() { "us" } else { "MiB/s" };
     let curves = curves(report);
-    let points = || curves.iter().flat_map(|curve| &curve.points);
-    let sizes = Scale::of(points().map(|point| point.at.0), (LEFT, RIGHT), f64::log2);
-    let figures = Scale::of(points().map(|point| point.at.1), (BOTTOM, TOP), f64::log10);
     svg::picture((WIDTH, HEIGHT), &title, STYLE, |svg| {
         caption(svg, report);
-        for power in sizes.powers(10) {
-            let x = sizes.at(2f64.powi(power));
-            svg.line("line", (x, TOP), (x, BOTTOM));
-            svg.label("quiet middle", x, BOTTOM + 16.0, &Bytes(1 << power).to_string());
+        let (numbers, figures) = (|bytes| Bytes(bytes).to_string(), |figure| format!("{figure} {unit}"));
+        let (across, up, figures) = ((LEFT, RIGHT), (BOTTOM, TOP), &figures);
+        let panel = Panel { title: "", across, up, marks: (10, 8), numbers, figures };
+        panel.draw(svg, &curves, curves.iter());
+        let mut x = LEFT;
+        for Curve { class, name, .. } in &curves {
+            key(svg, class, name, (x, BOTTOM + 44.0));
+            x += 52.0 + 6.5 * name.len() as f64;
         }
-        for power in figures.powers(8) {
-            let y = figures.at(10f64.powi(power));
-            svg.line("line", (LEFT, y), (RIGHT, y));
-            svg.label("quiet end", LEFT - 8.0, y + 4.0, &format!("{} {unit}", 10f64.powi(power)));
-        }
-        for curve in &curves {
-            curve.draw(svg, &sizes, &figures);
-        }
-        legend(svg, &curves, unit);
+        svg.label("quiet end", RIGHT, BOTTOM + 48.0, &format!("{unit} by bytes of a put"));
     })
 }
 
@@ -357,7 +350,7 @@ fn caption(svg: &mut Svg, report: &Report) {
     let host = machines::with_host(config.machines, &format!("{} cores", config.cores));
     svg.label("quiet", 16.0, 43.0, &format!("ranks: {}, {host}", shape_words(&config.ranks_per_node)));
     if let Some(pair) = report.pairs.first() {
-        let reason = pair.lane_reason.as_ref().map_or(String::new(), |reason| format!(" ({reason})"));
+        let reason = table::because(&pair.lane_reason);
         let (from, to) = (pair.from.rank, pair.to.rank);
         svg.label("quiet", 16.0, 59.0, &format!("rank {from} and rank {to} · lane {}{reason}", pair.lane));
     }
@@ -388,16 +381,6 @@ fn curves(report: &Report) -> Vec<Curve> {
         ]
     };
     curves.into_iter().filter(|curve| !curve.points.is_empty()).collect()
-}
-
-fn legend(svg: &mut Svg, curves: &[Curve], unit: &str) {
-    let mut x = LEFT;
-    for curve in curves {
-        svg.line(&format!("curve {}", curve.class), (x, BOTTOM + 44.0), (x + 22.0, BOTTOM + 44.0));
-        svg.label("quiet", x + 28.0, BOTTOM + 48.0, &curve.name);
-        x += 52.0 + 6.5 * curve.name.len() as f64;
-    }
-    svg.label("quiet end", RIGHT, BOTTOM + 48.0, &format!("{unit} by bytes of a put"));
 }
 
 #[cfg(test)]

@@ -15,11 +15,11 @@ use sidelane::plan::{
 use sidelane::topology::{NodeMap, Paths, Route};
 use sidelane_core::schedule::{CallerTables, Control, RelayTables, Setting, WindowId};
 
-use crate::chart::{Curve, Point, Scale};
+use crate::chart::{self, Curve, Panel, Point, key};
 use crate::command::{self, Command};
 use crate::error::{CliError, usage};
 use crate::options::one_of;
-use crate::svg::{self, Style, Svg};
+use crate::svg;
 use crate::table::{self, time, volume};
 
 /// Measure what a rank's own part of a dispatch costs to plan, and what its tables hold, by number of ranks
@@ -228,76 +228,48 @@ const SIZE: (f64, f64) = (760.0, 380.0);
 const TOP: f64 = 92.0;
 const BOTTOM: f64 = 316.0;
 
-const STYLE: Style = Style {
-    light: "\
-.curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
-circle.dot { stroke: none; }
-.direct { stroke: #2166c2; } .dot.direct { fill: #2166c2; }
-.pxn { stroke: #0f8a86; } .dot.pxn { fill: #0f8a86; }",
-    dark: "",
-};
-
-/// A panel: its name, its ends, what it shows and how that is said.
-struct Panel {
-    name: &'static str,
-    ends: (f64, f64),
-    of: fn(&Cost) -> f64,
-    say: fn(f64) -> String,
-}
-
-const PANELS: [Panel; 2] = [
-    Panel { name: "time", ends: (76.0, 366.0), of: Cost::together, say: time },
-    Panel {
-        name: "memory of the tables",
-        ends: (452.0, 742.0),
-        of: |cost| cost.bytes as f64,
-        say: |bytes| volume(bytes as u64),
-    },
-];
+/// What a panel shows, and how that is said.
+type Figure = fn(&Cost) -> f64;
+type Said<'a> = &'a dyn Fn(f64) -> String;
 
 /// The picture of all groups.
 fn draw(args: &PlanningArgs, rows: &[Row]) -> String {
+    let curves = |of: Figure, said: Said<'_>| {
+        Route::ALL
+            .iter()
+            .zip(chart::CLASSES)
+            .map(|(&route, class)| {
+                let point = |row: &Row| {
+                    let (ranks, figure) = (row.shape.ranks, of(&row.cost));
+                    let said = format!("{ranks} ranks, {}: {}", route.name(), said(figure));
+                    Point { at: (f64::from(ranks), figure), said }
+                };
+                let points = rows.iter().filter(|row| row.shape.route == route).map(point).collect();
+                Curve { name: route.name().to_owned(), class, points }
+            })
+            .collect::<Vec<_>>()
+    };
+    let tables = |bytes: f64| volume(bytes as u64);
     let title = "What a rank's operands cost, by number of ranks";
-    svg::picture(SIZE, title, STYLE, |svg| {
+    svg::picture(SIZE, title, chart::CURVES, |svg| {
         let PlanningArgs { tokens, top_k, layout, ranks_per_node, .. } = args;
         let conditions =
             format!("{tokens} tokens, top-{top_k}, {}, nodes of {ranks_per_node} ranks", layout.name());
         svg.label("quiet", 16.0, 43.0, &conditions);
-        PANELS.iter().for_each(|panel| draw_panel(svg, panel, rows));
-        for (nth, route) in Route::ALL.into_iter().enumerate() {
-            let (x, y) = (PANELS[0].ends.0 + 90.0 * nth as f64, BOTTOM + 44.0);
-            svg.line(&format!("curve {}", route.name()), (x, y), (x + 22.0, y));
-            svg.label("quiet", x + 28.0, y + 4.0, route.name());
+        let panels: [(_, _, Figure, Said<'_>); 2] = [
+            ("time", (76.0, 366.0), Cost::together, &time),
+            ("memory of the tables", (452.0, 742.0), |cost| cost.bytes as f64, &tables),
+        ];
+        for (title, across, of, said) in panels {
+            let curves = curves(of, said);
+            let (up, numbers) = ((BOTTOM, TOP), |ranks: u64| ranks.to_string());
+            let panel = Panel { title, across, up, marks: (10, 6), numbers, figures: said };
+            panel.draw(svg, &curves, curves.iter());
+        }
+        for (nth, (route, class)) in (0..).zip(Route::ALL.into_iter().zip(chart::CLASSES)) {
+            key(svg, class, route.name(), (76.0 + 90.0 * f64::from(nth), BOTTOM + 44.0));
         }
     })
-}
-
-fn draw_panel(svg: &mut Svg, panel: &Panel, rows: &[Row]) {
-    let curve = |route: Route| {
-        let of_route = rows.iter().filter(|row| row.shape.route == route);
-        let point = |row: &Row| {
-            let (ranks, figure) = (row.shape.ranks, (panel.of)(&row.cost));
-            let said = format!("{ranks} ranks, {}: {}", route.name(), (panel.say)(figure));
-            Point { at: (f64::from(ranks), figure), said }
-        };
-        Curve { name: route.name().to_owned(), class: route.name(), points: of_route.map(point).collect() }
-    };
-    let curves = Route::ALL.map(curve);
-    let points = || curves.iter().flat_map(|curve| &curve.points);
-    let across = Scale::of(points().map(|point| point.at.0), panel.ends, f64::log2);
-    let up = Scale::of(points().map(|point| point.at.1), (BOTTOM, TOP), f64::log10);
-    svg.label("", panel.ends.0, TOP - 12.0, panel.name);
-    for power in across.powers(10) {
-        let x = across.at(2f64.powi(power));
-        svg.line("line", (x, TOP), (x, BOTTOM));
-        svg.label("quiet middle", x, BOTTOM + 16.0, &(1u64 << power).to_string());
-    }
-    for power in up.powers(6) {
-        let y = up.at(10f64.powi(power));
-        svg.line("line", (panel.ends.0, y), (panel.ends.1, y));
-        svg.label("quiet end", panel.ends.0 - 6.0, y + 4.0, &(panel.say)(10f64.powi(power)));
-    }
-    curves.iter().for_each(|curve| curve.draw(svg, &across, &up));
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use report::{Conditions, Report};
+use report::Report;
 use serde::Serialize;
 use sidelane::error::GateError;
 use sidelane::gate::{Capacity, Choices, Keep, Pattern, Routing, Rule, place};
@@ -27,9 +27,8 @@ use sidelane::topology::NodeMap;
 
 use crate::command::{self, Command};
 use crate::error::CliError;
-use crate::launch::node_labels;
 use crate::options::{NodeArgs, RouterArgs};
-use crate::routing::{Routed, Share, Source};
+use crate::routing::{Decided, Source};
 
 impl Command for RouteArgs {
     const NAME: &'static str = "route";
@@ -40,7 +39,7 @@ impl Command for RouteArgs {
         let report = Report::new(&task)?;
         if self.svg.is_some() {
             let curves = task.curves()?;
-            command::draw(&self.svg, || report::draw(&report, &task.map, &curves))?;
+            command::draw(&self.svg, || report::draw(&report, &task.decided.map, &curves))?;
         }
         command::finish(&report, &self.json)
     }
@@ -81,32 +80,18 @@ pub struct RouteArgs {
 /// Where the curves of the picture begin, end, and by how much they step.
 const CURVES: (u32, u32, f64) = (4, 64, 1.0 / 16.0);
 
-/// Decisions, and who has them.
+/// Decisions, and the factors that are looked at.
 pub struct Task {
-    pub conditions: Conditions,
-    pub map: ExpertMap,
-    pub nodes: NodeMap,
-    pub routings: Vec<Routing<'static>>,
+    pub decided: Decided,
     factors: Vec<f64>,
 }
 
 impl Task {
     /// From the command line and what the recording or the routing file says.
     pub fn resolve(args: &RouteArgs) -> Result<Self, CliError> {
-        let ranks_per_node = args.nodes.sizes()?;
         let zipf = args.random.then_some(Source::Pattern(Pattern::Zipf(1.0)));
-        let (Routed { source, router, .. }, share) = args.router.resolve(&zipf.or(args.routing.clone()))?;
-        let nodes = NodeMap::from_labels(&node_labels(&ranks_per_node));
-        let Share { experts, top_k, tokens, seed } = share;
-        let routings =
-            (0..nodes.ranks()).map(|rank| router.routing(share, rank)).collect::<Result<_, _>>()?;
-        Ok(Task {
-            map: ExpertMap::contiguous(experts, nodes.ranks())?,
-            conditions: Conditions { routing: source, experts, top_k, ranks_per_node, tokens, seed },
-            nodes,
-            routings,
-            factors: args.factors.clone(),
-        })
+        let decided = args.router.decide(args.nodes.sizes()?, &zipf.or(args.routing.clone()))?;
+        Ok(Task { decided, factors: args.factors.clone() })
     }
 
     /// What the factors of the table would cost.
@@ -121,7 +106,7 @@ impl Task {
     }
 
     fn dropped(&self, factor: f64) -> Result<Dropped, CliError> {
-        Ok(Dropped::at(factor, self.conditions.experts, &self.routings)?)
+        Ok(Dropped::at(factor, self.decided.conditions.experts, &self.decided.routings)?)
     }
 }
 

@@ -29,23 +29,12 @@ use serde::Serialize;
 use sidelane::plan::ExpertMap;
 
 use super::{Dropped, Load, Loads, Spread, Task};
+use crate::chart::{curve, key, rect};
 use crate::error::CliError;
 use crate::launch::shape_words;
-use crate::routing::Source;
-use crate::svg::{self, Attribute, Style, Svg, round};
+use crate::routing::{Conditions, Decided};
+use crate::svg::{self, Style, Svg, round};
 use crate::{command, table};
-
-/// What was looked at.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Conditions {
-    pub routing: Source,
-    pub experts: u32,
-    pub top_k: u32,
-    pub ranks_per_node: Vec<u32>,
-    /// Of each rank.
-    pub tokens: u32,
-    pub seed: u64,
-}
 
 /// Everything that is known.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -58,9 +47,10 @@ pub struct Report {
 impl Report {
     /// Counts.
     pub fn new(task: &Task) -> Result<Self, CliError> {
+        let Decided { conditions, map, nodes, routings } = &task.decided;
         Ok(Report {
-            config: task.conditions.clone(),
-            load: Loads::new(&task.map, &task.nodes, &task.routings),
+            config: conditions.clone(),
+            load: Loads::new(map, nodes, routings),
             capacity: task.table()?,
         })
     }
@@ -226,11 +216,8 @@ fn bars(svg: &mut Svg, report: &Report, map: &ExpertMap) {
         let (x, tall) = (LEFT + step * expert as f64, height(load as f64 / mean));
         let rank = map.rank_of(map.slot_for(0, expert as u32));
         let class = if rank.is_multiple_of(2) { "even" } else { "odd" };
-        let (x, y, wide, tall) = (round(x), round(bottom - tall), round(step * 0.86), round(tall));
-        let place: [Attribute<'_>; 5] =
-            [("class", &class), ("x", &x), ("y", &y), ("width", &wide), ("height", &tall)];
         let said = format!("expert {expert}: {load} choices, {:.2} of the mean", load as f64 / mean);
-        svg.element("rect", &place, |svg| svg.element("title", &[], |svg| svg.text(said)));
+        rect(svg, class, (x, round(bottom - tall), step * 0.86, round(tall)), &said);
     }
     svg.line("mean", (LEFT, bottom - height(1.0)), (RIGHT, bottom - height(1.0)));
     for (over_mean, y) in [(most, top), (1.0, bottom - height(1.0))] {
@@ -284,15 +271,9 @@ fn lines(svg: &mut Svg, curves: &[Dropped]) {
     let names = curves[0].lost.iter().map(|lost| format!("weight: {}", lost.keep.replace('_', " ")));
     for (n, name) in ["choices".to_owned()].into_iter().chain(names).enumerate() {
         let share = |dropped: &Dropped| if n == 0 { dropped.choices } else { dropped.lost[n - 1].weight };
-        let point = |dropped: &Dropped| {
-            let (x, y) = place(curves, dropped.factor, share(dropped));
-            format!("{},{}", round(x), round(y))
-        };
-        let class = format!("curve c{n}");
-        let points = curves.iter().map(point).collect::<Vec<_>>().join(" ");
-        svg.element("polyline", &[("class", &class), ("points", &points)], |_| {});
-        svg.line(&class, (x, CURVES.1 + 44.0), (x + 22.0, CURVES.1 + 44.0));
-        svg.label("quiet", x + 28.0, CURVES.1 + 48.0, &name);
+        let class = format!("c{n}");
+        curve(svg, &class, curves.iter().map(|dropped| place(curves, dropped.factor, share(dropped))));
+        key(svg, &class, &name, (x, CURVES.1 + 44.0));
         x += 42.0 + 5.9 * name.len() as f64;
     }
     svg.label("quiet end", RIGHT, CURVES.0 - 10.0, "share dropped, by capacity factor");
@@ -371,7 +352,7 @@ pub mod tests {
             let task = resolve(words).unwrap();
             let report = Report::new(&task).unwrap();
             let curves = task.curves().unwrap();
-            let tags = elements(&draw(&report, &task.map, &curves));
+            let tags = elements(&draw(&report, &task.decided.map, &curves));
             let of = |name: &str| tags.iter().filter(|tag| tag.starts_with(name)).collect::<Vec<_>>();
             assert_eq!(of("rect").len(), 1 + report.config.experts as usize, "the paper and the bars");
             assert_eq!(of("polyline").len(), 1 + curves[0].lost.len());
