@@ -31,7 +31,9 @@ fn part(part: &str, variables: &[(&str, &str)]) -> Vec<Value> {
         "part": part, "device": 0, "quick": true, "size": 128, "case_seconds": CASE_SECONDS
     });
     let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    command.arg("gpu-check-part").arg(task.to_string()).env("SIDELANE_CUDA", directory.join("libcuda.so.1"));
+    command
+        .args(["rank", "gpu-check", &task.to_string()])
+        .env("SIDELANE_CUDA", directory.join("libcuda.so.1"));
     command.env("SIDELANE_STAND_IN_KERNELS", kernels).env("SIDELANE_STAND_IN_DEVICES", "1");
     command.env("CUDA_MODULE_LOADING", "EAGER").env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
     command.env("SIDELANE_STAND_IN_DRIVER", WHOLE.1);

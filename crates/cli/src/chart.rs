@@ -1,6 +1,6 @@
 //! Curves between logarithmic axes: what all pictures of figures by size have in common.
 
-use crate::svg::{self, Svg, round};
+use crate::svg::{Attribute, Style, Svg, round};
 
 /// A line of a picture.
 pub struct Curve {
@@ -16,24 +16,87 @@ pub struct Point {
     pub said: String,
 }
 
-impl Curve {
-    pub fn draw(&self, svg: &mut Svg, across: &Scale, up: &Scale) {
-        let places: Vec<(f64, f64)> =
-            self.points.iter().map(|point| (across.at(point.at.0), up.at(point.at.1))).collect();
-        let path: Vec<String> = places.iter().map(|(x, y)| format!("{},{}", round(*x), round(*y))).collect();
-        let class = format!("curve {}", self.class);
-        svg.element("polyline", &[("class", &class), ("points", &path.join(" "))], |_| {});
-        for ((x, y), point) in places.into_iter().zip(&self.points) {
-            let class = format!("dot {}", self.class);
-            let place: [svg::Attribute<'_>; 4] =
-                [("class", &class), ("cx", &round(x)), ("cy", &round(y)), ("r", &2.5)];
-            svg.element("circle", &place, |svg| svg.element("title", &[], |svg| svg.text(&point.said)));
+/// A colour for each curve; dashed from the seventh on.
+pub const CLASSES: [&str; 12] = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l"];
+pub const CURVES: Style = Style {
+    light: "\
+.curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
+.a { stroke: #2166c2; } .dot.a { fill: #2166c2; }
+.b { stroke: #0f8a86; } .dot.b { fill: #0f8a86; }
+.c { stroke: #b3541e; } .dot.c { fill: #b3541e; }
+.d { stroke: #8250df; } .dot.d { fill: #8250df; }
+.e { stroke: #c2185b; } .dot.e { fill: #c2185b; }
+.f { stroke: #6b7a00; } .dot.f { fill: #6b7a00; }
+.g { stroke: #2166c2; stroke-dasharray: 5 3; } .dot.g { fill: #2166c2; }
+.h { stroke: #0f8a86; stroke-dasharray: 5 3; } .dot.h { fill: #0f8a86; }
+.i { stroke: #b3541e; stroke-dasharray: 5 3; } .dot.i { fill: #b3541e; }
+.j { stroke: #8250df; stroke-dasharray: 5 3; } .dot.j { fill: #8250df; }
+.k { stroke: #c2185b; stroke-dasharray: 5 3; } .dot.k { fill: #c2185b; }
+.l { stroke: #6b7a00; stroke-dasharray: 5 3; } .dot.l { fill: #6b7a00; }
+circle.dot { stroke: none; }",
+    dark: "",
+};
+
+/// Curves between logarithmic axes: powers of 2 across, powers of 10 up.
+pub struct Panel<'a> {
+    pub title: &'a str,
+    /// Left and right end, bottom and top.
+    pub across: (f64, f64),
+    pub up: (f64, f64),
+    /// How many marks an axis has at most.
+    pub marks: (i32, i32),
+    /// How marks of each are said.
+    pub numbers: fn(u64) -> String,
+    pub figures: &'a dyn Fn(f64) -> String,
+}
+
+impl Panel<'_> {
+    /// Draws curves; the points of `all` decide where the axes begin and end.
+    pub fn draw<'c>(&self, svg: &mut Svg, curves: &[Curve], all: impl Iterator<Item = &'c Curve> + Clone) {
+        let points = all.flat_map(|curve| &curve.points);
+        let (left, right, bottom, top) = (self.across.0, self.across.1, self.up.0, self.up.1);
+        let across = Scale::of(points.clone().map(|point| point.at.0), self.across, f64::log2);
+        let up = Scale::of(points.map(|point| point.at.1), self.up, f64::log10);
+        svg.label("", left, top - 12.0, self.title);
+        for power in across.powers(self.marks.0) {
+            let x = across.at(2f64.powi(power));
+            svg.line("line", (x, top), (x, bottom));
+            svg.label("quiet middle", x, bottom + 16.0, &(self.numbers)(1 << power));
+        }
+        for power in up.powers(self.marks.1) {
+            let y = up.at(10f64.powi(power));
+            svg.line("line", (left, y), (right, y));
+            svg.label("quiet end", left - 6.0, y + 4.0, &(self.figures)(10f64.powi(power)));
+        }
+        for Curve { class, points, .. } in curves {
+            let places: Vec<_> =
+                points.iter().map(|Point { at: (x, y), said }| (across.at(*x), up.at(*y), said)).collect();
+            curve(svg, class, places.iter().map(|&(x, y, _)| (x, y)));
+            for (x, y, said) in places {
+                let class = format!("dot {class}");
+                let place: [Attribute<'_>; 4] =
+                    [("class", &class), ("cx", &round(x)), ("cy", &round(y)), ("r", &2.5)];
+                svg.element("circle", &place, |svg| svg.element("title", &[], |svg| svg.text(said)));
+            }
         }
     }
 }
 
+/// A line through places.
+pub fn curve(svg: &mut Svg, class: &str, places: impl Iterator<Item = (f64, f64)>) {
+    let path: Vec<String> = places.map(|(x, y)| format!("{},{}", round(x), round(y))).collect();
+    let class = format!("curve {class}");
+    svg.element("polyline", &[("class", &class), ("points", &path.join(" "))], |_| {});
+}
+
+/// What a colour stands for.
+pub fn key(svg: &mut Svg, class: &str, name: &str, (x, y): (f64, f64)) {
+    svg.line(&format!("curve {class}"), (x, y), (x + 22.0, y));
+    svg.label("quiet", x + 28.0, y + 4.0, name);
+}
+
 /// Which number lies where: logarithms between powers of a base.
-pub struct Scale {
+struct Scale {
     log: fn(f64) -> f64,
     /// The powers at the ends.
     powers: (i32, i32),
@@ -42,7 +105,7 @@ pub struct Scale {
 
 impl Scale {
     /// With room for all of these positive numbers; one power at least.
-    pub fn of(numbers: impl Iterator<Item = f64>, ends: (f64, f64), log: fn(f64) -> f64) -> Self {
+    fn of(numbers: impl Iterator<Item = f64>, ends: (f64, f64), log: fn(f64) -> f64) -> Self {
         let (least, most) = numbers.fold((f64::MAX, f64::MIN_POSITIVE), |(least, most), number| {
             (least.min(number.max(f64::MIN_POSITIVE)), most.max(number))
         });
@@ -50,22 +113,96 @@ impl Scale {
         Scale { log, powers: (from, to.max(from + 1)), ends }
     }
 
-    pub fn at(&self, number: f64) -> f64 {
+    fn at(&self, number: f64) -> f64 {
         let (from, to) = (f64::from(self.powers.0), f64::from(self.powers.1));
         let share = ((self.log)(number.max(f64::MIN_POSITIVE)) - from) / (to - from);
         self.ends.0 + share * (self.ends.1 - self.ends.0)
     }
 
     /// The powers that are marked: equally far from each other, and at most so many.
-    pub fn powers(&self, most: i32) -> impl Iterator<Item = i32> + use<> {
+    fn powers(&self, most: i32) -> impl Iterator<Item = i32> + use<> {
         let (from, to) = self.powers;
         let step = ((to - from) / most + 1) as usize;
         (from..=to).step_by(step)
     }
 }
 
+pub const WIDTH: f64 = 900.0;
+/// Where time begins and ends.
+pub const LEFT: f64 = 112.0;
+pub const RIGHT: f64 = 884.0;
+/// Boxes are drawn at least as wide as this.
+pub const NARROW: f64 = 0.7;
+
+/// Which time lies where.
+pub struct Times {
+    begin_ns: u64,
+    span_ns: u64,
+}
+
+impl Times {
+    /// From the first begin to the last end of what began and lasted so many nanoseconds.
+    pub fn of(lasting: impl Iterator<Item = (u64, u64)> + Clone) -> Self {
+        let begin_ns = lasting.clone().map(|(start_ns, _)| start_ns).min().unwrap_or(0);
+        let end_ns = lasting.map(|(start_ns, nanos)| start_ns + nanos).max().unwrap_or(0);
+        Times { begin_ns, span_ns: (end_ns - begin_ns).max(1) }
+    }
+
+    pub fn x(&self, ns: u64) -> f64 {
+        LEFT + ns.saturating_sub(self.begin_ns) as f64 / self.span_ns as f64 * (RIGHT - LEFT)
+    }
+
+    /// Distance of marks: 1, 2 or 5 times a power of ten, so that there are between four and ten.
+    fn step_ns(&self) -> u64 {
+        let power = 10u64.pow((self.span_ns / 4).max(1).ilog10());
+        let steps = [5, 2, 1].map(|digit| digit * power);
+        steps.into_iter().find(|step| self.span_ns / step >= 4).unwrap_or(power)
+    }
+
+    /// Marks of time, behind what lies between top and bottom.
+    pub fn axis(&self, svg: &mut Svg, (top, bottom): (f64, f64)) {
+        let step = self.step_ns();
+        for mark in 0..=self.span_ns / step {
+            let x = self.x(self.begin_ns + mark * step);
+            svg.line("line", (x, top - 4.0), (x, bottom + 4.0));
+            svg.label("quiet middle", x, bottom + 18.0, &mark_text(mark * step, step));
+        }
+    }
+}
+
+/// As few digits as tell marks apart.
+fn mark_text(ns: u64, step: u64) -> String {
+    if ns == 0 {
+        return "0".into();
+    }
+    let (unit, name) = if step >= 100_000 { (1_000_000, "ms") } else { (1000, "us") };
+    let digits = usize::from(!step.is_multiple_of(unit));
+    format!("{:.digits$} {name}", ns as f64 / unit as f64)
+}
+
+/// A rectangle (x, y, width, height) that says what it is when the mouse is over it.
+pub fn rect(svg: &mut Svg, class: &str, (x, y, width, height): (f64, f64, f64, f64), said: &str) {
+    let (x, width) = (round(x), round(width));
+    let place: [Attribute<'_>; 5] =
+        [("class", &class), ("x", &x), ("y", &y), ("width", &width), ("height", &height)];
+    svg.element("rect", &place, |svg| svg.element("title", &[], |svg| svg.text(said)));
+}
+
+/// Kinds of boxes, by class and in words, beside each other.
+pub fn legend<'a>(svg: &mut Svg, y: f64, kinds: impl Iterator<Item = (String, &'a str)>) {
+    const SIDE: f64 = 11.0;
+    let mut x = LEFT;
+    for (class, said) in kinds {
+        rect(svg, &class, (x, y - 9.0, SIDE, SIDE), said);
+        svg.label("quiet", x + 16.0, y, said);
+        x += 38.0 + 6.0 * said.len() as f64;
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
@@ -75,5 +212,23 @@ mod tests {
         assert_eq!((scale.at(8.0), scale.at(4_194_304.0), scale.at(16.0)), (0.0, 190.0, 10.0));
         let one = Scale::of([1000.0].into_iter(), (0.0, 1.0), f64::log10);
         assert_eq!(one.powers, (3, 4));
+    }
+
+    proptest! {
+        #[test]
+        fn there_are_four_to_ten_marks_on_any_axis(span_ns in 40..u64::MAX / 4) {
+            let scale = Times { begin_ns: 0, span_ns };
+            prop_assert!((4..=10).contains(&(span_ns / scale.step_ns())));
+        }
+    }
+
+    #[test]
+    fn marks_have_as_few_digits_as_tell_them_apart() {
+        let cases =
+            [(0, 500, "0"), (1500, 500, "1.5 us"), (40_000, 20_000, "40 us"), (2_500_000, 500_000, "2.5 ms")];
+        for (ns, step, text) in cases {
+            assert_eq!(mark_text(ns, step), text);
+        }
+        assert_eq!(mark_text(4_000_000, 2_000_000), "4 ms");
     }
 }

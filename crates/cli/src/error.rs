@@ -1,142 +1,93 @@
-//! What can go wrong in the program itself. Each variant carries what a reader needs to act.
+//! How the program fails, and the exit status that says so.
 
 use std::ffi::OsString;
 use std::io;
-use std::path::PathBuf;
 use std::process::ExitCode;
 
-use crate::bench::ConfigError;
-use crate::collectives::CollectivesError;
-use crate::engines::EnginesError;
-use crate::launch::ShapeError;
-use crate::layer::LayerError;
-use crate::peers::PeerError;
-use crate::perf::PerfError;
-use crate::planning::PlanningError;
-use crate::route::RouteError;
-use crate::routing::RoutingError;
-use crate::simulate::SimulateError;
+use sidelane::error::{DeviceError, GateError, PlanError};
 
-/// Any error that ends the program.
+/// Any error that ends the program. A command says what is wrong in its own words, by `usage!`,
+/// `wrong!` and `failed!`, so that a new command adds nothing here.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
-    /// The shape on the command line is none.
-    #[error(transparent)]
-    Shape(#[from] ShapeError),
+    /// Options or conditions that cannot be met: status 2, as clap has it.
+    #[error("{0}")]
+    Usage(String),
 
-    /// The conditions of a measurement cannot be met.
-    #[error(transparent)]
-    Config(Box<ConfigError>),
+    /// A result that is not what it must be: status 1.
+    #[error("{0}")]
+    Wrong(String),
 
-    /// Machines without a secret in common would let in anybody.
-    #[error(
-        "ranks of other machines join at {master}: set the same SIDELANE_SECRET or SIDELANE_SECRET_FILE on each machine (or SIDELANE_INSECURE=1 on a trusted network)"
-    )]
-    NoSecret { master: String },
+    /// Something that the program needs did not work: status 1.
+    #[error("{0}")]
+    Failed(String),
 
-    /// The machines of a job were not given the same options.
-    #[error("rank {rank} was started under other conditions than rank 0: {differences}")]
-    Conditions { rank: u32, differences: String },
-
-    /// The routing cannot be had.
-    #[error(transparent)]
-    Routing(#[from] RoutingError),
-
-    /// What `route` is asked for cannot be shown.
-    #[error(transparent)]
-    Route(#[from] RouteError),
-
-    /// What `engines` is asked for cannot be counted.
-    #[error(transparent)]
-    Engines(#[from] EnginesError),
-
-    /// What `simulate` is asked for cannot be timed.
-    #[error(transparent)]
-    Simulate(#[from] SimulateError),
-
-    /// What `planning` is asked for cannot be planned.
-    #[error(transparent)]
-    Planning(#[from] PlanningError),
-
-    /// What `layer` is asked for is no layer.
-    #[error(transparent)]
-    Layer(#[from] LayerError),
-
-    /// The ranks or sizes of `perf` are none.
-    #[error(transparent)]
-    Perf(#[from] PerfError),
-
-    /// The sizes of `collectives` are none.
-    #[error(transparent)]
-    Collectives(#[from] CollectivesError),
-
-    /// What this program hands to its ranks did not arrive whole.
-    #[error("the task of a rank is not what `sidelane` writes: {0}")]
-    Task(#[source] serde_json::Error),
-
-    /// What a rank recorded or found did not arrive whole.
-    #[error("what a rank tells is not what `sidelane` writes: {0}")]
-    Told(#[source] serde_json::Error),
-
-    /// A peer that was beside us is not there any more.
-    #[error(transparent)]
-    Peer(#[from] PeerError),
-
-    /// The library reports an error.
+    /// The library reports an error: status 1.
     #[error(transparent)]
     Library(#[from] sidelane::Error),
 
-    /// Real and floor were not measured in the same memory.
-    #[error(
-        "rank {rank}: a timed call did not land where its floor writes: its share of the floor would mean nothing"
-    )]
-    Moved { rank: u32 },
-
-    /// A result could not be written.
-    #[error("cannot write {path:?}: {source}")]
-    Write { path: PathBuf, source: io::Error },
-
-    /// The machine refused what a job needs before any rank could start.
-    #[error("cannot {what}: {source}")]
-    Prepare { what: &'static str, source: io::Error },
-
-    /// A rank could not be started; those already running were killed.
+    /// A rank could not be started; those already running were killed. Status 127 for a command
+    /// that does not exist and 126 for one that cannot be run, as shells have it.
     #[error("cannot start rank {rank}: {program:?}: {source}")]
     Spawn { rank: u32, program: OsString, source: io::Error },
-
-    /// The report could not be written.
-    #[error("cannot write to standard output: {0}")]
-    Output(#[source] io::Error),
 }
 
+/// A [`CliError::Usage`] with a formatted message.
+macro_rules! usage {
+    ($($message:tt)*) => { $crate::error::CliError::Usage(format!($($message)*)) };
+}
+
+/// A [`CliError::Wrong`] with a formatted message.
+macro_rules! wrong {
+    ($($message:tt)*) => { $crate::error::CliError::Wrong(format!($($message)*)) };
+}
+
+/// A [`CliError::Failed`] with a formatted message.
+macro_rules! failed {
+    ($($message:tt)*) => { $crate::error::CliError::Failed(format!($($message)*)) };
+}
+
+pub(crate) use {failed, usage, wrong};
+
 impl CliError {
-    /// 2 for a wrong command line, as clap has it; 127 for a command that does not exist and 126 for one that
-    /// cannot be run, as shells have it; 1 for everything else.
+    /// The status with which the program ends.
     pub fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
-            CliError::Simulate(SimulateError::Noise) => 1,
-            CliError::Shape(_)
-            | CliError::Config(_)
-            | CliError::Routing(_)
-            | CliError::Route(_)
-            | CliError::Engines(_)
-            | CliError::Layer(_)
-            | CliError::Perf(_)
-            | CliError::Collectives(_)
-            | CliError::Simulate(_)
-            | CliError::Planning(_)
-            | CliError::NoSecret { .. }
-            | CliError::Conditions { .. }
-            | CliError::Task(_) => 2,
+            CliError::Usage(_) => 2,
             CliError::Spawn { source, .. } if source.kind() == io::ErrorKind::NotFound => 127,
             CliError::Spawn { .. } => 126,
-            _ => 1,
+            CliError::Wrong(_) | CliError::Failed(_) | CliError::Library(_) => 1,
         })
+    }
+
+    /// What to make of an error of the system while doing this.
+    pub fn prepare(what: &str) -> impl Fn(io::Error) -> CliError {
+        move |source| failed!("cannot {what}: {source}")
+    }
+
+    /// What a process of this program wrote is not what it should write.
+    pub fn told(source: serde_json::Error) -> CliError {
+        failed!("what a rank tells is not what `sidelane` writes: {source}")
     }
 }
 
-impl From<ConfigError> for CliError {
-    fn from(error: ConfigError) -> Self {
-        CliError::Config(Box::new(error))
+/// Sizes that options name and that cannot be planned.
+impl From<PlanError> for CliError {
+    fn from(error: PlanError) -> Self {
+        CliError::Usage(error.to_string())
+    }
+}
+
+/// A gate or a capacity that options name and that cannot be.
+impl From<GateError> for CliError {
+    fn from(error: GateError) -> Self {
+        CliError::Usage(error.to_string())
+    }
+}
+
+/// What the driver of a GPU refuses is the library's to say.
+impl From<DeviceError> for CliError {
+    fn from(error: DeviceError) -> Self {
+        CliError::Library(error.into())
     }
 }

@@ -1,7 +1,7 @@
-//! On which machines the ranks of a job are, and what the clocks of these say.
+//! On which machines the ranks of a job are, what joins them, and what their clocks say.
 
 use sidelane::bootstrap::Location;
-use sidelane::{Error, Group};
+use sidelane::{Error, Group, World};
 
 /// For each rank of a group the number of its machine. Rank 0's is number 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -81,6 +81,16 @@ impl Machines {
     }
 }
 
+/// Cores of this machine that this process may use.
+pub fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// The lane between the nodes of a world, and why it is that one; none where there is only one node.
+pub fn rail(world: &World) -> Option<(String, String)> {
+    world.rail().map(|rail| (rail.lane.to_string(), rail.why.to_string()))
+}
+
 /// How many machines, and what is to be said of that of rank 0.
 pub fn with_host(count: usize, host: &str) -> String {
     match count {
@@ -104,8 +114,6 @@ impl From<Vec<u32>> for Machines {
 #[cfg(test)]
 mod tests {
     use std::time::Instant;
-
-    use sidelane::World;
 
     use super::*;
 

@@ -1,46 +1,22 @@
 //! Others that are measured beside us: what can go wrong with them, and what is said of one that cannot run.
 
-use std::io;
-use std::path::PathBuf;
-use std::process::{Child, Command, ExitStatus};
+use std::fs;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
+use crate::stats::{ratio_of_medians, summary};
+use crate::table::time;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
+use sidelane::Group;
+use tempfile::TempDir;
 
-/// A peer that does not do what it should.
-#[derive(Debug, thiserror::Error)]
-pub enum PeerError {
-    /// Its software is not there.
-    #[error("there is no {program}")]
-    Missing { program: String },
-
-    /// A program that should start it or make it could not run.
-    #[error("cannot run {program}: {source}")]
-    Run { program: String, source: io::Error },
-
-    /// It ended before it was told to.
-    #[error("{program} ended with {status}: {last}")]
-    Ended { program: String, status: ExitStatus, last: String },
-
-    /// Not all of its processes have come.
-    #[error("{came} of {ranks} processes of {program} have come after {seconds} s")]
-    Late { program: String, came: usize, ranks: usize, seconds: u64 },
-
-    /// It has not ended.
-    #[error("{program} has not ended after {seconds} s")]
-    Slow { program: String, seconds: u64 },
-
-    /// What one of its processes says is not what it should say.
-    #[error("process {rank} of {program} does not answer as it should: {source}; its last words: {last}")]
-    Answer { program: String, rank: usize, source: io::Error, last: String },
-
-    /// What it prints is not what it used to print.
-    #[error("{program} printed {printed:?}, where figures should be")]
-    Figures { program: String, printed: String },
-
-    /// The folder by which it is told what to do.
-    #[error("cannot {what} {path:?}: {source}")]
-    Folder { what: &'static str, path: PathBuf, source: io::Error },
-}
+use crate::error::{CliError, failed};
+use crate::ranks;
 
 /// One that could not run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,7 +28,7 @@ pub struct Unavailable {
 
 impl Unavailable {
     /// The peer of this name, which could be had in this way.
-    pub fn new(name: &str, why: &PeerError, install: &str) -> Self {
+    pub fn new(name: &str, why: &CliError, install: &str) -> Self {
         Unavailable { name: name.into(), why: why.to_string(), install: install.into() }
     }
 
@@ -64,10 +40,483 @@ impl Unavailable {
 }
 
 /// Starts a program; a missing one is told apart.
-pub fn start(command: &mut Command) -> Result<Child, PeerError> {
+pub fn start(command: &mut Command) -> Result<Child, CliError> {
     let program = command.get_program().to_string_lossy().into_owned();
     command.spawn().map_err(|source| match source.kind() {
-        io::ErrorKind::NotFound => PeerError::Missing { program },
-        _ => PeerError::Run { program, source },
+        io::ErrorKind::NotFound => failed!("there is no {program}"),
+        _ => failed!("cannot run {program}: {source}"),
     })
+}
+
+/// The longest time in which all processes of a peer come: interpreters that load much, more of them than cores.
+const ARRIVAL: Duration = Duration::from_secs(180);
+/// The longest time of a call.
+const CALL: Duration = Duration::from_secs(60);
+/// The longest time for processes to end once they were told.
+const PARTING: Duration = Duration::from_secs(10);
+/// Between two looks at processes that have not come or not gone.
+const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+
+/// All processes of one peer.
+pub struct Contender {
+    pub way: Way,
+    /// What it says that it is.
+    pub version: String,
+    children: Vec<Child>,
+    listener: UnixListener,
+    socket: PathBuf,
+    log: PathBuf,
+    since: Instant,
+    /// By rank.
+    lines: Vec<Option<UnixStream>>,
+}
+
+impl Contender {
+    /// Starts the processes. They come later.
+    pub fn start(way: Way, programs: &Programs, folder: &Folder, ranks: u32) -> Result<Self, CliError> {
+        let (socket, log) = (folder.path().join("socket"), folder.path().join(way.log(folder)));
+        let failed = |source| failed!("cannot listen at {path:?}: {source}", path = socket.clone());
+        let listener = UnixListener::bind(&socket).map_err(failed)?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        let mut contender = Contender {
+            way,
+            version: String::new(),
+            children: Vec::new(),
+            listener,
+            socket: socket.clone(),
+            log,
+            since: Instant::now(),
+            lines: (0..ranks).map(|_| None).collect(),
+        };
+        way.spawn(programs, folder, ranks, &mut contender.children)?;
+        Ok(contender)
+    }
+
+    /// Waits a moment; whether all have come.
+    ///
+    /// # Errors
+    /// One that has ended, with its last words; one that is late.
+    pub fn come(&mut self, moment: Duration) -> Result<bool, CliError> {
+        let until = Instant::now() + moment;
+        loop {
+            let came = self.lines.iter().flatten().count();
+            if came == self.lines.len() {
+                // The next peer is met at the same place.
+                let _ = std::fs::remove_file(&self.socket);
+                return Ok(true);
+            }
+            match self.listener.accept() {
+                Ok((line, _)) => {
+                    self.greet(line).map_err(|source| self.answer(came, source))?;
+                    continue;
+                }
+                Err(error) if error.kind() != io::ErrorKind::WouldBlock => {
+                    return Err(self.answer(came, error));
+                }
+                Err(_) => {}
+            }
+            let ended = self.children.iter_mut().find_map(|child| child.try_wait().ok().flatten());
+            if let Some(status) = ended {
+                return Err(failed!(
+                    "{program} ended with {status}: {last}",
+                    program = self.program(),
+                    last = self.way.complaint(&self.log)
+                ));
+            }
+            if self.since.elapsed() >= ARRIVAL {
+                let (ranks, seconds) = (self.lines.len(), ARRIVAL.as_secs());
+                return Err(failed!(
+                    "{came} of {ranks} processes of {program} have come after {seconds} s",
+                    program = self.program()
+                ));
+            }
+            if Instant::now() >= until {
+                return Ok(false);
+            }
+            let mut waiting = [PollFd::new(&self.listener, PollFlags::IN)];
+            // Cut short or not, it is looked again.
+            let _ = poll(&mut waiting, Some(&LOOK));
+        }
+    }
+
+    fn greet(&mut self, mut line: UnixStream) -> io::Result<()> {
+        const MOST: u32 = 1 << 10;
+        line.set_nonblocking(false)?;
+        line.set_read_timeout(Some(CALL))?;
+        let mut word = [0; 4];
+        let mut read = |line: &mut UnixStream| line.read_exact(&mut word).map(|()| u32::from_ne_bytes(word));
+        let (rank, length) = (read(&mut line)?, read(&mut line)?);
+        let mut version = vec![0; length.min(MOST) as usize];
+        line.read_exact(&mut version)?;
+        let place = self.lines.get_mut(rank as usize).filter(|place| place.is_none());
+        *place.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))? = Some(line);
+        self.version = String::from_utf8_lossy(&version).into_owned();
+        Ok(())
+    }
+
+    /// A round: run twice and timed the second time, as ours are, in microseconds.
+    pub fn lap(&mut self, command: u8) -> Result<f64, CliError> {
+        self.call(command)?;
+        self.call(command)
+    }
+
+    /// From the first one's begin to the last one's end, in microseconds.
+    pub fn call(&mut self, command: u8) -> Result<f64, CliError> {
+        for rank in 0..self.lines.len() {
+            self.say(rank, command).map_err(|source| self.answer(rank, source))?;
+        }
+        let mut span = [u64::MAX, 0];
+        for rank in 0..self.lines.len() {
+            let [begin, end] = self.hear(rank).map_err(|source| self.answer(rank, source))?;
+            span = [span[0].min(begin), span[1].max(end)];
+        }
+        Ok(span[1].saturating_sub(span[0]) as f64 / 1e3)
+    }
+
+    fn say(&mut self, rank: usize, command: u8) -> io::Result<()> {
+        self.line(rank)?.write_all(&[command])
+    }
+
+    fn hear(&mut self, rank: usize) -> io::Result<[u64; 2]> {
+        let mut lap = [0; 16];
+        self.line(rank)?.read_exact(&mut lap)?;
+        Ok(bytemuck::cast(lap))
+    }
+
+    fn line(&mut self, rank: usize) -> io::Result<&mut UnixStream> {
+        self.lines[rank].as_mut().ok_or_else(|| io::ErrorKind::NotConnected.into())
+    }
+
+    fn answer(&self, rank: usize, source: io::Error) -> CliError {
+        failed!(
+            "process {rank} of {program} does not answer as it should: {source}; its last words: {last}",
+            program = self.program(),
+            last = self.way.complaint(&self.log)
+        )
+    }
+
+    fn program(&self) -> String {
+        self.way.name().to_owned()
+    }
+}
+
+impl Drop for Contender {
+    /// They end as their sockets do; who does not is ended.
+    fn drop(&mut self) {
+        self.lines.clear();
+        let until = Instant::now() + PARTING;
+        for child in &mut self.children {
+            while Instant::now() < until && matches!(child.try_wait(), Ok(None)) {
+                let _ = poll(&mut [], Some(&LOOK));
+            }
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        let _ = std::fs::remove_file(&self.socket);
+    }
+}
+
+/// What the processes run: names and texts.
+#[derive(Clone, Copy)]
+pub struct Programs {
+    /// Over MPI.
+    pub c: (&'static str, &'static str),
+    /// Over torch.
+    pub python: (&'static str, &'static str),
+}
+
+/// What the programs over MPI include.
+const SHARED: (&str, &str) =
+    ("line.h", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/peers/line.h")));
+
+/// A usual way to do it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    Mpi,
+    Gloo,
+}
+
+impl Way {
+    pub const ALL: [Way; 2] = [Way::Mpi, Way::Gloo];
+
+    /// The word for it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Way::Mpi => "mpi",
+            Way::Gloo => "gloo",
+        }
+    }
+
+    /// How to get it.
+    pub fn install(self) -> &'static str {
+        match self {
+            Way::Mpi => "apt install openmpi-bin libopenmpi-dev",
+            Way::Gloo => "pip install torch (SIDELANE_PYTHON names another python3)",
+        }
+    }
+
+    /// Where its processes write what they have to say.
+    pub fn log(self, folder: &Folder) -> PathBuf {
+        folder.path().join(format!("{}.log", self.name()))
+    }
+
+    /// What it complains of there: mpirun says much after the complaint of a process, Python much before it.
+    pub fn complaint(self, log: &Path) -> String {
+        let text = std::fs::read(log).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text);
+        let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+        let line = match self {
+            Way::Mpi => lines.next(),
+            Way::Gloo => lines.next_back(),
+        };
+        line.unwrap_or("nothing was said").to_owned()
+    }
+
+    /// Starts its processes. Those that run are among the children even if not all could be started.
+    pub fn spawn(
+        self,
+        programs: &Programs,
+        folder: &Folder,
+        ranks: u32,
+        children: &mut Vec<Child>,
+    ) -> Result<(), CliError> {
+        match self {
+            Way::Mpi => {
+                let program = compile(programs.c, folder)?;
+                let mut command = Command::new("mpirun");
+                command.args(["-n", &ranks.to_string()]).arg(program).arg(folder.path());
+                // More ranks than cores, and as whoever we are: Open MPI wants to be told, by names of old and new.
+                command.envs([
+                    ("OMPI_MCA_rmaps_base_oversubscribe", "1"),
+                    ("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"),
+                    ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
+                    ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
+                ]);
+                children.push(run(command, self.output(folder)?)?);
+            }
+            Way::Gloo => {
+                let (name, text) = programs.python;
+                folder.put(name, text.as_bytes())?;
+                let python = std::env::var_os("SIDELANE_PYTHON").unwrap_or_else(|| "python3".into());
+                for rank in 0..ranks {
+                    let mut command = Command::new(&python);
+                    command.arg(folder.path().join(name)).arg(folder.path()).arg(rank.to_string());
+                    children.push(run(command, self.output(folder)?)?);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// All processes add to one file.
+    fn output(self, folder: &Folder) -> Result<File, CliError> {
+        let path = self.log(folder);
+        let file = File::options().create(true).append(true).open(&path);
+        file.map_err(|source| failed!("cannot write {path:?}: {source}"))
+    }
+}
+
+/// Makes the program over MPI, with all that this processor can do: so are those who would use it.
+fn compile((name, text): (&str, &str), folder: &Folder) -> Result<PathBuf, CliError> {
+    for (name, text) in [(name, text), SHARED] {
+        folder.put(name, text.as_bytes())?;
+    }
+    let source = folder.path().join(name);
+    let program = source.with_extension("");
+    let mut command = Command::new("mpicc");
+    command.args(["-O3", "-march=native", "-o"]).arg(&program).arg(&source);
+    let status = run(command, Way::Mpi.output(folder)?)?
+        .wait()
+        .map_err(|source| failed!("cannot run mpicc: {source}"))?;
+    match status.success() {
+        true => Ok(program),
+        false => Err(failed!("mpicc ended with {status}: {}", Way::Mpi.complaint(&Way::Mpi.log(folder)))),
+    }
+}
+
+fn run(mut command: Command, log: File) -> Result<Child, CliError> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let errors = log.try_clone().map_err(|source| failed!("cannot run {program}: {source}"))?;
+    start(command.stdin(Stdio::null()).stdout(log).stderr(errors))
+}
+
+/// One folder for all ranks. The program that starts them makes it and has it removed, however they end.
+pub struct Folder {
+    path: PathBuf,
+}
+
+impl Folder {
+    /// Makes one, for as long as it is held.
+    pub fn make() -> Result<TempDir, CliError> {
+        let failed =
+            |source| failed!("cannot make a folder in {path:?}: {source}", path = std::env::temp_dir());
+        tempfile::Builder::new().prefix("sidelane-peers-").tempdir().map_err(failed)
+    }
+
+    /// The one that was made.
+    pub fn at(path: &Path) -> Self {
+        Folder { path: path.to_owned() }
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn put(&self, name: &str, bytes: &[u8]) -> Result<(), CliError> {
+        let path = self.path.join(name);
+        fs::write(&path, bytes).map_err(|source| failed!("cannot write {path:?}: {source}"))
+    }
+
+    /// Whether what all peers have written under these names is this. Collective.
+    pub fn all_same(&self, group: &Group, results: &[(&str, &[u8])]) -> Result<bool, CliError> {
+        let same = self.same(group.rank(), results)?;
+        Ok(ranks::all_say(group, same)?)
+    }
+
+    /// Whether what this rank's peer has written under these names is this. Takes it away, so that the next one's cannot be
+    /// taken for it.
+    fn same(&self, rank: u32, results: &[(&str, &[u8])]) -> Result<bool, CliError> {
+        let mut same = true;
+        for &(name, expected) in results {
+            let path = self.path.join(format!("{name}.{rank}"));
+            let failed = |what| {
+                let path = path.clone();
+                move |source| failed!("cannot {what} {path:?}: {source}")
+            };
+            same &= fs::read(&path).map_err(failed("read"))? == *expected;
+            fs::remove_file(&path).map_err(failed("remove"))?;
+        }
+        Ok(same)
+    }
+}
+
+/// Those that came. All ranks know how many; only rank 0 has them.
+#[derive(Default)]
+pub struct Field {
+    pub running: Vec<Contender>,
+    pub count: usize,
+    pub absent: Vec<Unavailable>,
+}
+
+impl Field {
+    /// Starts whoever is there; `ready` tells each of them on rank 0, and `came` all ranks. Collective.
+    pub fn open(
+        group: &Group,
+        programs: &Programs,
+        folder: &Folder,
+        ready: impl Fn(&mut Contender) -> Result<(), CliError>,
+        mut came: impl FnMut() -> Result<(), CliError>,
+    ) -> Result<Self, CliError> {
+        group.gather(&[])?;
+        let mut field = Field::default();
+        for way in Way::ALL {
+            let mut contender = None;
+            if group.rank() == 0 {
+                match Contender::start(way, programs, folder, group.size()) {
+                    Ok(started) => contender = Some(started),
+                    Err(why) => field.absent.push(Unavailable::new(way.name(), &why, way.install())),
+                }
+            }
+            if arrival(group, way, &mut contender, &mut field.absent, &ready)? {
+                came()?;
+                field.running.extend(contender);
+                field.count += 1;
+            }
+        }
+        Ok(field)
+    }
+}
+
+/// How a result is said to compare with ours.
+pub fn compared(same: bool) -> String {
+    if same { "same bits" } else { "NOT THE SAME" }.to_owned()
+}
+
+/// Waits until a peer has come and is ready, or cannot come: then it is absent. Collective: all ranks learn which, and none
+/// waits for another for long, as who is silent is taken for lost.
+fn arrival(
+    group: &Group,
+    way: Way,
+    contender: &mut Option<Contender>,
+    absent: &mut Vec<Unavailable>,
+    ready: impl Fn(&mut Contender) -> Result<(), CliError>,
+) -> Result<bool, CliError> {
+    const MOMENT: Duration = Duration::from_secs(2);
+    loop {
+        let came = match contender {
+            Some(running) => running.come(MOMENT).and_then(|came| match came {
+                true => ready(running).map(|()| true),
+                false => Ok(false),
+            }),
+            None => Ok(false),
+        };
+        if let Err(why) = &came {
+            absent.push(Unavailable::new(way.name(), why, way.install()));
+            *contender = None;
+        }
+        let state = [u8::from(contender.is_some()), u8::from(came.unwrap_or(false))];
+        match group.gather(&state)?[0][..] {
+            [1, 0] => {}
+            [1, 1] => return Ok(true),
+            _ => return Ok(false),
+        }
+    }
+}
+
+/// What one took for one kind of call.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PeerPass {
+    pub p50_us: f64,
+    pub max_us: f64,
+    /// By what factor ours is faster: median by median.
+    pub times: f64,
+    pub times_low: f64,
+    pub times_high: f64,
+}
+
+impl PeerPass {
+    /// Of the same rounds.
+    pub fn new(theirs_us: &[f64], ours_us: &[f64]) -> Self {
+        let (seen, times) = (summary(theirs_us), ratio_of_medians(theirs_us, ours_us));
+        PeerPass {
+            p50_us: seen.p50,
+            max_us: seen.max,
+            times: times.value,
+            times_low: times.low,
+            times_high: times.high,
+        }
+    }
+
+    /// For tables: the middle, the longest, and by what factor ours is faster.
+    pub fn cells(self, digits: usize) -> [String; 3] {
+        let PeerPass { p50_us, max_us, times, times_low, times_high } = self;
+        let times = format!("{times:.digits$} ({times_low:.digits$}-{times_high:.digits$})");
+        [time(p50_us), time(max_us), times]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_single_bit_makes_the_difference_and_no_result_is_compared_twice() {
+        let made = tempfile::tempdir().unwrap();
+        let folder = Folder::at(made.path());
+        for (rows, out, same) in [([1, 2], [3], true), ([1, 3], [3], false), ([1, 2], [2], false)] {
+            folder.put("rows.4", &[1, 2]).unwrap();
+            folder.put("out.4", &[3]).unwrap();
+            let results: [(&str, &[u8]); 2] = [("rows", &rows), ("out", &out)];
+            assert_eq!(folder.same(4, &results).unwrap(), same);
+            let again = folder.same(4, &results).unwrap_err().to_string();
+            assert!(again.starts_with("cannot read"), "{again}");
+        }
+    }
+
+    #[test]
+    fn ratios_are_theirs_by_ours_of_the_same_rounds() {
+        let pass = PeerPass::new(&[30.0, 10.0, 20.0], &[6.0, 2.0, 4.0]);
+        assert_eq!((pass.p50_us, pass.max_us), (20.0, 30.0));
+        assert_eq!((pass.times_low, pass.times, pass.times_high), (5.0, 5.0, 5.0));
+    }
 }

@@ -1,8 +1,11 @@
-//! This program as the ranks of a job: what `bench`, `trace`, `perf`, `layer` and `collectives` have in common.
+//! This program as the ranks of a job, and what they have in common.
 //!
 //! ```text
-//!   command --> task (JSON) --launch--> the same program, once per rank, as a hidden subcommand --> join the others
+//!   command --> task (JSON) --launch--> the same program, once per rank: `rank COMMAND TASK` --> join the others
 //! ```
+//!
+//! Each machine reads its own command line and its own routing file. The ranks compare what came of it when they meet,
+//! before anything is measured, and name the rank and the options that differ.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -11,38 +14,35 @@ use std::time::Duration;
 use clap::Args;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use sidelane::{Error, Options, World};
+use serde_json::{Value, json};
+use sidelane::error::BootstrapError;
+use sidelane::{Error, Group, Options, World};
 
-use crate::conditions;
-use crate::error::CliError;
+use crate::error::{CliError, usage};
 use crate::launch::{Job, MachineArgs};
 
-/// Runs this program once per rank of this machine, as the given subcommand with the given task, until the last one has
-/// ended.
-pub fn start(
-    subcommand: &str,
-    ranks_per_node: &[u32],
-    machines: &MachineArgs,
-    task: &impl Serialize,
-) -> Result<ExitCode, CliError> {
-    start_with(subcommand, ranks_per_node, machines, task, Vec::new())
+/// One of the processes that a command has started.
+#[derive(Args)]
+pub struct RankArgs {
+    /// The command that has started it
+    pub command: String,
+    /// What to do, as JSON
+    pub task: String,
 }
 
-/// The same, with more variables in their environment.
-pub fn start_with(
-    subcommand: &str,
+/// Runs this program once per rank of this machine, with the given task and more variables in its environment, until the
+/// last one has ended.
+pub fn start(
+    command: &str,
     ranks_per_node: &[u32],
     machines: &MachineArgs,
     task: &impl Serialize,
     variables: Vec<(String, OsString)>,
 ) -> Result<ExitCode, CliError> {
-    let program =
-        std::env::current_exe().map_err(|source| CliError::Prepare { what: "find this program", source })?;
-    let json = serde_json::to_string(task).expect("numbers, names and paths are always JSON");
     let job = Job {
         nodes: ranks_per_node.to_vec(),
         part: machines.part(ranks_per_node)?,
-        command: vec![program.into(), subcommand.into(), json.into()],
+        command: again(command, task)?,
         env: [machines.variables(), variables].concat(),
         bind: machines.bind,
         grace: Duration::from_secs(5),
@@ -51,18 +51,17 @@ pub fn start_with(
     Ok(ExitCode::from(job.run()?.exit_code()))
 }
 
-/// One rank of a job that this program started.
-#[derive(Args)]
-pub struct RankArgs {
-    /// What to do, as JSON
-    task: String,
+/// The command line of one process of a command: this program, to be started again.
+pub fn again(command: &str, task: &impl Serialize) -> Result<Vec<OsString>, CliError> {
+    let program = std::env::current_exe().map_err(CliError::prepare("find this program"))?;
+    let json = serde_json::to_string(task).expect("numbers, names and paths are always JSON");
+    Ok(vec![program.into(), "rank".into(), command.into(), json.into()])
 }
 
-impl RankArgs {
-    /// What to do.
-    pub fn task<T: DeserializeOwned>(&self) -> Result<T, CliError> {
-        serde_json::from_str(&self.task).map_err(CliError::Task)
-    }
+/// What such a process is told to do.
+pub fn task<T: DeserializeOwned>(json: &str) -> Result<T, CliError> {
+    serde_json::from_str(json)
+        .map_err(|source| usage!("the task of a rank is not what `sidelane` writes: {source}"))
 }
 
 /// What a rank's complaint begins with, as the lines of `launch --tag` do: all ranks share one screen.
@@ -84,5 +83,58 @@ pub fn join(sizes: Sizes, conditions: String, record: usize) -> Result<World, Cl
     options.config.heap = options.config.heap.max(sizes.heap);
     options.config.symmetric = options.config.symmetric.max(sizes.symmetric);
     (options.record, options.conditions, options.forecast) = (record, conditions, true);
-    World::from_env_with(options).map_err(conditions::explain)
+    World::from_env_with(options).map_err(|error| match error {
+        Error::Bootstrap(BootstrapError::ConditionsDiffer { rank, seen, expected }) => {
+            let differences = differences(&seen, &expected);
+            usage!("rank {rank} was started under other conditions than rank 0: {differences}")
+        }
+        error => error.into(),
+    })
+}
+
+/// Whether all ranks say so. Collective.
+pub fn all_say(group: &Group, so: bool) -> Result<bool, Error> {
+    Ok(group.gather(&[u8::from(so)])?.iter().all(|said| said == &[1]))
+}
+
+/// The conditions of a command, as [`sidelane::Options::conditions`] wants them. The program itself is one: two versions
+/// may mean different things by the same words.
+pub fn conditions(command: &str, conditions: &impl Serialize) -> String {
+    let program = format!("{} ({})", env!("CARGO_PKG_VERSION"), env!("SIDELANE_COMMIT"));
+    json!({ "sidelane": program, "command": command, "conditions": conditions }).to_string()
+}
+
+/// What `seen` has otherwise than `expected`.
+fn differences(seen: &str, expected: &str) -> String {
+    let [seen, expected] = [seen, expected].map(|words| serde_json::from_str(words).unwrap_or_default());
+    let mut found = Vec::new();
+    compare("", &seen, &expected, &mut found);
+    found.join(", ")
+}
+
+/// Keys whose values differ, the innermost ones.
+fn compare(path: &str, seen: &Value, expected: &Value, found: &mut Vec<String>) {
+    if let (Some(seen), Some(expected)) = (seen.as_object(), expected.as_object()) {
+        let keys: std::collections::BTreeSet<&String> = seen.keys().chain(expected.keys()).collect();
+        for key in keys {
+            let of = |object: &serde_json::Map<String, Value>| object.get(key).cloned().unwrap_or_default();
+            compare(key, &of(seen), &of(expected), found);
+        }
+    } else if seen != expected {
+        found.push(format!("{path} {seen}, not {expected}"));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_differs_is_said() {
+        let here = conditions("bench", &json!({ "tokens": 16, "room": { "mode": "eager" }, "hidden": 64 }));
+        let there = conditions("bench", &json!({ "tokens": 32, "room": { "mode": "slots" }, "hidden": 64 }));
+        assert_eq!(differences(&there, &here), r#"mode "slots", not "eager", tokens 32, not 16"#);
+        let of = |command| conditions(command, &1);
+        assert_eq!(differences(&of("trace"), &of("bench")), r#"command "trace", not "bench""#);
+    }
 }

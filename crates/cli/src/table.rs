@@ -29,6 +29,16 @@ pub fn figures(header: impl Into<Row>) -> Table {
     table
 }
 
+/// What a report begins with: a line for each condition.
+pub fn head(lines: &[(&str, String)]) -> String {
+    lines.iter().map(|(key, value)| format!("{key:<10}{value}\n")).collect()
+}
+
+/// Why a lane is that one, in brackets.
+pub fn because(reason: &Option<String>) -> String {
+    reason.as_ref().map_or(String::new(), |reason| format!(" ({reason})"))
+}
+
 /// Three digits of a time.
 pub fn time(us: f64) -> String {
     let (value, unit) = if us < 1e3 {

@@ -2,87 +2,22 @@
 //!
 //! The program resolves once and hands the result to every rank that it starts; ranks of other machines are compared.
 
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use sidelane::dtype::{Dtype, Wire};
+use sidelane::dtype::{Dtype, RecordShape, Wire};
 use sidelane::error::PlanError;
-use sidelane::plan::{Order, RowLayout, Strategy};
+use sidelane::plan::{Mode, Order, Overflow, RowLayout, Strategy};
+use sidelane::rows::{Arithmetic, Rows, Simd};
 use sidelane::topology::{NodeMap, Route};
 
-use super::args::ConditionArgs;
-use super::room::{Room, RoomMode};
-use super::row_type::RowType;
-use crate::launch::{ShapeError, node_labels, node_sizes_or};
-use crate::routing::{Routed, RoutingError, Share, Source};
-
-/// Conditions that cannot be met.
-#[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
-    #[error(transparent)]
-    Shape(#[from] ShapeError),
-
-    /// An option that must be positive.
-    #[error("{option} must be at least 1")]
-    Zero { option: &'static str },
-
-    /// Rows move in units of 16 bytes.
-    #[error("a row of {hidden} x {dtype} has {bytes} bytes: it must be a multiple of {unit}")]
-    RowBytes { hidden: u32, dtype: Dtype, bytes: u64, unit: u64 },
-
-    /// More choices than experts.
-    #[error("--top-k is {top_k}, but there are only {experts} experts")]
-    TopK { top_k: u32, experts: u32 },
-
-    /// Partial sums in less than their rows.
-    #[error("--wire {wire} is for rows of {wire}, and these are {dtype}")]
-    Wire { wire: Wire, dtype: Dtype },
-
-    /// An option that means nothing here.
-    #[error("{option} is for --mode {mode}")]
-    OtherMode { option: &'static str, mode: &'static str },
-
-    /// Nothing is handed on, or not in one piece.
-    #[error("--spans is for --layout rank-major --route pxn")]
-    Spans,
-
-    /// What only an exchange can do.
-    #[error("{option} is for --strategy exchange")]
-    Gathered { option: &'static str },
-
-    /// What the usual way does not have.
-    #[error(
-        "{option} is not for --peers: they move bf16 rows by expert, as many as there are, and add them up by expert"
-    )]
-    Peers { option: &'static str },
-
-    /// The usual way gives every rank as many experts.
-    #[error("--peers need a number of experts that {ranks} ranks can share evenly, not {experts}")]
-    PeerExperts { experts: u32, ranks: u32 },
-
-    /// A budget that is none.
-    #[error("--budget {factor} is not a positive number")]
-    Budget { factor: f64 },
-
-    /// The routing needs more than the budget. The library would say so, on every rank.
-    #[error(
-        "--budget {factor} is {rows} rows, but rank {rank} needs {required}: --budget {enough} has room for all, or let rows be dropped with --on-overflow drop"
-    )]
-    OverBudget { factor: f64, rows: u32, rank: u32, required: u32, enough: f64 },
-
-    /// The routing needs more than there are slots. The library would say so, on every rank.
-    #[error(
-        "--slots {slots} are too few: --slots {most} has room for all, or let rows be dropped with --on-overflow drop"
-    )]
-    SlotsFull { slots: u32, most: u32 },
-
-    /// The library cannot use them.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
-
-    /// The routing cannot be had.
-    #[error(transparent)]
-    Routing(#[from] RoutingError),
-}
+use super::reference::{Number, Placement};
+use crate::error::{CliError, usage};
+use crate::launch::{MachineArgs, node_labels, shape_words};
+use crate::options::{NodeArgs, RouterArgs, at_least_one, one_of, word};
+use crate::routing::{Router, Share, Source};
 
 /// The conditions of a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -113,17 +48,17 @@ pub struct Config {
 impl Config {
     /// From the command line and what the recording or the routing file says. Without a number of rounds as many as take
     /// half a minute.
-    pub fn resolve(args: &ConditionArgs, backward: bool, rounds: Option<u32>) -> Result<Self, ConfigError> {
-        let ranks_per_node = node_sizes_or((2, 4), args.nodes, &args.ranks_per_node)?;
-        let routed = Routed::resolve(args.routing.clone(), args.experts, args.top_k)?;
+    pub fn resolve(args: &ConditionArgs, backward: bool, rounds: Option<u32>) -> Result<Self, CliError> {
+        let ranks_per_node = args.nodes.sizes()?;
+        let (routed, share) = args.router.resolve(&args.routing)?;
         let config = Config {
             nodes: ranks_per_node.len() as u32,
             ranks_per_node,
-            tokens: args.tokens,
+            tokens: share.tokens,
             hidden: args.hidden,
             dtype: args.dtype,
-            top_k: routed.top_k,
-            experts: routed.experts,
+            top_k: share.top_k,
+            experts: share.experts,
             order: args.order,
             wire: args.wire,
             layout: args.layout,
@@ -135,52 +70,55 @@ impl Config {
             backward,
             routing: routed.source.clone(),
             rounds: rounds.unwrap_or(0),
-            seed: args.seed,
+            seed: share.seed,
         };
         config.check(rounds)?;
         let rounds = rounds.unwrap_or_else(|| config.rounds_in_budget());
         let room = Room::resolve(args, &config, &routed.router)?;
         if config.strategy == Strategy::Gather && room.mode().slots().is_some() {
-            return Err(ConfigError::Gathered { option: "--mode slots" });
+            return Err(usage!("--mode slots is for --strategy exchange"));
         }
         Ok(Config { rounds, room, ..config })
     }
 
-    fn check(&self, rounds: Option<u32>) -> Result<(), ConfigError> {
+    fn check(&self, rounds: Option<u32>) -> Result<(), CliError> {
         const UNIT: u64 = 16;
-        for (option, value) in [
-            ("--tokens", self.tokens),
+        at_least_one(&[
             ("--hidden", self.hidden),
-            ("--experts", self.experts),
-            ("--top-k", self.top_k),
             ("--align", self.align),
             ("--rounds", rounds.unwrap_or(1)),
-        ] {
-            if value == 0 {
-                return Err(ConfigError::Zero { option });
-            }
-        }
+        ])?;
         let (hidden, dtype, bytes) = (self.hidden, self.dtype.element(), self.row_bytes());
         if !bytes.is_multiple_of(UNIT) {
-            return Err(ConfigError::RowBytes { hidden, dtype, bytes, unit: UNIT });
+            return Err(usage!(
+                "a row of {hidden} x {dtype} has {bytes} bytes: it must be a multiple of {unit}",
+                unit = UNIT
+            ));
         }
         if self.top_k > self.experts {
-            return Err(ConfigError::TopK { top_k: self.top_k, experts: self.experts });
+            return Err(usage!(
+                "--top-k is {top_k}, but there are only {experts} experts",
+                top_k = self.top_k,
+                experts = self.experts
+            ));
         }
         if !self.wire.carries(dtype) {
-            return Err(ConfigError::Wire { wire: self.wire, dtype });
+            return Err(usage!(
+                "--wire {wire} is for rows of {wire}, and these are {dtype}",
+                wire = self.wire
+            ));
         }
         if self.spans && (self.layout, self.route) != (RowLayout::RankMajor, Route::Pxn) {
-            return Err(ConfigError::Spans);
+            return Err(usage!("--spans is for --layout rank-major --route pxn"));
         }
         if self.spans && self.strategy == Strategy::Gather {
-            return Err(ConfigError::Gathered { option: "--spans" });
+            return Err(usage!("--spans is for --strategy exchange"));
         }
         Ok(())
     }
 
     /// Whether others can do the same.
-    pub fn check_peers(&self) -> Result<(), ConfigError> {
+    pub fn check_peers(&self) -> Result<(), CliError> {
         for (option, usual) in [
             ("--dtype", self.dtype == RowType::Bf16),
             ("--layout", self.layout == RowLayout::ExpertMajor),
@@ -189,15 +127,21 @@ impl Config {
             ("--align", self.align == 1),
         ] {
             if !usual {
-                return Err(ConfigError::Peers { option });
+                return Err(usage!(
+                    "{option} is not for --peers: they move bf16 rows by expert, as many as there are, and add them up by expert"
+                ));
             }
         }
         let (experts, ranks) = (self.experts, self.ranks());
-        if experts.is_multiple_of(ranks) { Ok(()) } else { Err(ConfigError::PeerExperts { experts, ranks }) }
+        if experts.is_multiple_of(ranks) {
+            Ok(())
+        } else {
+            Err(usage!("--peers need a number of experts that {ranks} ranks can share evenly, not {experts}"))
+        }
     }
 
     /// What all ranks must have in common: all this, and what the routing file holds.
-    pub fn conditions(&self) -> Result<Value, ConfigError> {
+    pub fn conditions(&self) -> Result<Value, CliError> {
         let mut conditions = serde_json::to_value(self).expect("strings, numbers and lists are always JSON");
         conditions["routing_file"] = self.routing.digest()?.into();
         Ok(conditions)
@@ -225,12 +169,12 @@ impl Config {
 
     /// Bytes of one row that comes back.
     pub fn row_bytes(&self) -> u64 {
-        u64::from(self.hidden) * self.dtype.element().size() as u64
+        self.dtype.bytes(self.hidden).1
     }
 
     /// Bytes of one row that is dispatched.
     pub fn sent_bytes(&self) -> u64 {
-        self.dtype.record(self.hidden).map_or(self.row_bytes(), |record| record.bytes() as u64)
+        self.dtype.bytes(self.hidden).0
     }
 
     /// As many rounds as take about half a minute on a slow laptop, at most enough for a p99, rounded down to one
@@ -246,6 +190,609 @@ impl Config {
     }
 }
 
+/// What dispatches and combines are made of.
+#[derive(Args)]
+pub struct ConditionArgs {
+    #[command(flatten)]
+    pub nodes: NodeArgs<2, 4>,
+
+    #[command(flatten)]
+    pub router: RouterArgs<512>,
+
+    /// Elements of a row
+    #[arg(long, value_name = "H", default_value_t = 2048)]
+    pub hidden: u32,
+
+    /// Type of an element
+    #[arg(long, value_enum, default_value_t = RowType::Bf16)]
+    pub dtype: RowType,
+
+    /// Order of addition in combine: by expert, or partial sums per rank or per node first, which cross in place of rows
+    #[arg(long, default_value = "expert", value_parser = one_of(Order::ALL, Order::name))]
+    pub order: Order,
+
+    /// Type of partial sums; there are none with --order expert
+    #[arg(long, default_value = "f32", value_parser = one_of(Wire::ALL, Wire::name))]
+    pub wire: Wire,
+
+    /// Order of the received rows: a row for each expert, by expert; or one for all experts of a rank, by source
+    #[arg(long, default_value = "expert-major", value_parser = one_of(RowLayout::ALL, RowLayout::name))]
+    pub layout: RowLayout,
+
+    /// How receive memory is sized
+    #[arg(long, value_enum, default_value_t)]
+    pub mode: RoomMode,
+
+    /// Rows that a rank may receive: this factor of tokens x top-k or, rank-major, of the (token, rank) rows that a rank
+    /// receives on average
+    #[arg(long, value_name = "FACTOR", required_if_eq("mode", "budget"), allow_negative_numbers = true)]
+    pub budget: Option<f64>,
+
+    /// Slots of each source for each expert or, rank-major, for each rank [default: what the routing needs at most]
+    #[arg(long, value_name = "N")]
+    pub slots: Option<u32>,
+
+    /// What becomes of rows beyond budget or slots [default: error]
+    #[arg(long, value_parser = one_of(OVERFLOWS, overflow))]
+    pub on_overflow: Option<Overflow>,
+
+    /// Way of rows to other nodes: a row for each expert, or one for each node, which a rank there hands on
+    #[arg(long, default_value = "pxn", value_parser = one_of(Route::ALL, Route::name))]
+    pub route: Route,
+
+    /// Let relays copy spans of rows, not rows one by one, as a copy engine would: for --layout rank-major --route pxn
+    #[arg(long)]
+    pub spans: bool,
+
+    /// Way of rows to the ranks of their experts: each to those that its token chose, or every token to every rank, which
+    /// copies what is for its experts
+    #[arg(long, default_value = "exchange", value_parser = one_of(Strategy::ALL, Strategy::name))]
+    pub strategy: Strategy,
+
+    /// Start and pad the rows of each expert to a multiple of this many rows
+    #[arg(long, value_name = "ROWS", default_value_t = 1)]
+    pub align: u32,
+
+    /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a file of JSON lines
+    /// with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts or --top-k differ from it]
+    #[arg(long, value_name = "recorded|PATTERN|FILE")]
+    pub routing: Option<Source>,
+
+    #[command(flatten)]
+    pub machines: MachineArgs,
+}
+
+/// Time dispatch and combine between processes of one machine or several, verified and against a floor
+#[derive(Args)]
+pub struct BenchArgs {
+    #[command(flatten)]
+    pub conditions: ConditionArgs,
+
+    /// Time the backward passes as well
+    #[arg(long)]
+    pub backward: bool,
+
+    /// Rounds to time; from 1000 on p99 is reported [default: what fits into half a minute]
+    #[arg(long, value_name = "N")]
+    pub rounds: Option<u32>,
+
+    /// Take turns with others that do the same the usual way, over MPI and over torch's gloo, if they are installed: rows
+    /// by expert, bf16, on one machine
+    #[arg(long, conflicts_with = "master")]
+    pub peers: bool,
+
+    /// Write the report as JSON, on the machine of rank 0
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+
+    /// Write one round as a Chrome trace, on the machine of rank 0
+    #[arg(long, value_name = "FILE")]
+    pub trace_out: Option<PathBuf>,
+}
+
+/// All that can become of rows for which there is no room.
+const OVERFLOWS: [Overflow; 2] = [Overflow::Drop, Overflow::Error];
+
+fn overflow(what: Overflow) -> &'static str {
+    match what {
+        Overflow::Drop => "drop",
+        Overflow::Error => "error",
+    }
+}
+
+/// What `--mode` names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RoomMode {
+    /// As much as a call needs
+    #[default]
+    Eager,
+    /// At most --budget
+    Budget,
+    /// Fixed slots for each source, and no counts are exchanged
+    Slots,
+}
+
+/// How receive memory is sized.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Room {
+    pub mode: RoomMode,
+    /// What a rank may receive, by what it receives on average.
+    pub budget: Option<f64>,
+    /// That in rows, or the slots of each source.
+    pub rows: Option<u32>,
+    /// What becomes of more.
+    pub overflow: Option<Overflow>,
+}
+
+impl Room {
+    /// From the command line and what the routing needs.
+    ///
+    /// # Errors
+    /// Options of another mode; room that the routing overflows, unless what is too much is dropped.
+    pub fn resolve(args: &ConditionArgs, config: &Config, router: &Router) -> Result<Self, CliError> {
+        for (option, given, mode) in [
+            ("--budget", args.budget.is_some(), RoomMode::Budget),
+            ("--slots", args.slots.is_some(), RoomMode::Slots),
+        ] {
+            if given && args.mode != mode {
+                return Err(usage!("{option} is for --mode {}", word(&mode)));
+            }
+        }
+        if args.mode == RoomMode::Eager {
+            let other = usage!("--on-overflow is for --mode budget or slots");
+            return if args.on_overflow.is_some() { Err(other) } else { Ok(Room::default()) };
+        }
+        let placement = Placement::new(config, router, Mode::Eager)?;
+        let overflow = args.on_overflow.unwrap_or_default();
+        let room = match args.mode {
+            RoomMode::Slots => Self::slots(args.slots, overflow, &placement)?,
+            _ => Self::budget(args.budget.unwrap_or(1.0), overflow, config, &placement)?,
+        };
+        Ok(Room { mode: args.mode, overflow: Some(overflow), ..room })
+    }
+
+    fn slots(asked: Option<u32>, overflow: Overflow, placement: &Placement) -> Result<Self, CliError> {
+        let most = (0..placement.ranks()).map(|rank| placement.at(rank, drop).most).max().unwrap_or(0);
+        let slots = asked.unwrap_or(most.max(1));
+        at_least_one(&[("--slots", slots)])?;
+        if most > slots && overflow == Overflow::Error {
+            return Err(usage!(
+                "--slots {slots} are too few: --slots {most} has room for all, or let rows be dropped with --on-overflow drop"
+            ));
+        }
+        Ok(Room { rows: Some(slots), ..Room::default() })
+    }
+
+    fn budget(
+        factor: f64,
+        overflow: Overflow,
+        config: &Config,
+        placement: &Placement,
+    ) -> Result<Self, CliError> {
+        if !(factor.is_finite() && factor > 0.0) {
+            return Err(usage!("--budget {factor} is not a positive number"));
+        }
+        let (mut all, mut required) = (0, Vec::new());
+        for rank in 0..placement.ranks() {
+            let place = placement.at(rank, drop);
+            all += place.rows.iter().flatten().count();
+            required.push(place.required);
+        }
+        let mean = match config.layout {
+            RowLayout::ExpertMajor => f64::from(config.tokens) * f64::from(config.top_k),
+            RowLayout::RankMajor => all as f64 / f64::from(placement.ranks()),
+        };
+        let rows = (factor * mean).ceil() as u32;
+        let worst = (0..).zip(required).max_by_key(|&(_, required)| required);
+        if let (Some((rank, required)), Overflow::Error) = (worst, overflow)
+            && required > rows
+        {
+            let enough = (f64::from(required) / mean * 100.0).ceil() / 100.0;
+            return Err(usage!(
+                "--budget {factor} is {rows} rows, but rank {rank} needs {required}: --budget {enough} has room for all, or let rows be dropped with --on-overflow drop"
+            ));
+        }
+        Ok(Room { budget: Some(factor), rows: Some(rows), ..Room::default() })
+    }
+
+    /// As the library has it.
+    pub fn mode(self) -> Mode {
+        let (rows, overflow) = (self.rows.unwrap_or(0), self.overflow.unwrap_or_default());
+        match self.mode {
+            RoomMode::Eager => Mode::Eager,
+            RoomMode::Budget => Mode::Budget { rows, overflow },
+            RoomMode::Slots => Mode::Slots { rows, overflow },
+        }
+    }
+
+    /// For tables.
+    pub fn words(self) -> String {
+        let rows = self.rows.unwrap_or(0);
+        let overflow = match self.overflow {
+            Some(Overflow::Drop) => ", more is dropped",
+            _ => "",
+        };
+        match (self.mode, self.budget) {
+            (RoomMode::Eager, _) => "eager".to_owned(),
+            (RoomMode::Budget, factor) => {
+                format!("budget {} ({rows} rows per rank{overflow})", factor.unwrap_or(0.0))
+            }
+            (RoomMode::Slots, _) => format!("slots ({rows} per source and bin{overflow})"),
+        }
+    }
+}
+
+/// What `--dtype` names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RowType {
+    Bf16,
+    F16,
+    F32,
+    /// Dispatched as records of e4m3 values and their scales; what comes back is bf16
+    Fp8,
+}
+
+impl RowType {
+    /// Type of the elements that come back and are summed.
+    pub fn element(self) -> Dtype {
+        match self {
+            RowType::Bf16 | RowType::Fp8 => Dtype::Bf16,
+            RowType::F16 => Dtype::F16,
+            RowType::F32 => Dtype::F32,
+        }
+    }
+
+    /// Record of a row of `hidden` elements, if rows are dispatched as records.
+    pub fn record(self, hidden: u32) -> Option<RecordShape> {
+        (self == RowType::Fp8).then(|| RecordShape::new(hidden))
+    }
+
+    /// Bytes of a row of `hidden` elements that is dispatched, and of one that comes back.
+    pub fn bytes(self, hidden: u32) -> (u64, u64) {
+        let home = u64::from(hidden) * self.element().size() as u64;
+        (self.record(hidden).map_or(home, |record| record.bytes() as u64), home)
+    }
+
+    /// The word of the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            RowType::Fp8 => "fp8",
+            _ => self.element().name(),
+        }
+    }
+}
+
+/// What becomes of rows on their way to an expert, by the plain kernels whatever the library takes.
+pub struct Plain {
+    record: Option<RecordShape>,
+    kernels: Rows,
+}
+
+impl Plain {
+    /// Of rows of `hidden` elements.
+    pub fn new(rows: RowType, hidden: u32) -> Self {
+        let simd = Simd::named("portable").unwrap_or_else(|_| Simd::best());
+        Plain { record: rows.record(hidden), kernels: Rows::new(simd) }
+    }
+
+    /// These rows as they are dispatched.
+    pub fn sent<E: Number>(&self, rows: &[E]) -> Result<Vec<u8>, PlanError> {
+        let bytes: &[u8] = bytemuck::cast_slice(rows);
+        let Some(shape) = self.record else { return Ok(bytes.to_vec()) };
+        let mut records = vec![0; rows.len() / shape.hidden() * shape.bytes()];
+        self.kernels.quantise(Arithmetic::try_from(E::DTYPE)?, shape, bytes, &mut records)?;
+        Ok(records)
+    }
+
+    /// Rows that were dispatched, as an expert takes them.
+    pub fn seen<E: Number>(&self, sent: &[u8]) -> Result<Vec<E>, PlanError> {
+        let Some(shape) = self.record else { return Ok(bytemuck::allocation::pod_collect_to_vec(sent)) };
+        let mut rows = vec![E::of(0.0); sent.len() / shape.bytes() * shape.hidden()];
+        let bytes = bytemuck::cast_slice_mut(&mut rows);
+        self.kernels.dequantise(Arithmetic::try_from(E::DTYPE)?, shape, sent, bytes)?;
+        Ok(rows)
+    }
+}
+
+/// The same words wherever conditions are shown.
+pub struct Words {
+    /// How many, and where.
+    pub ranks: String,
+    /// What each brings.
+    pub rows: String,
+    /// Where it goes.
+    pub routing: String,
+    /// By which way, how it is added, and into how much memory.
+    pub schedule: String,
+}
+
+impl Words {
+    /// Of these conditions.
+    pub fn of(config: &Config) -> Self {
+        let (order, route) = (config.order.name(), config.route.name());
+        let (layout, wire) = (config.layout.name(), config.partials().map_or("none", Wire::name));
+        Words {
+            ranks: shape_words(&config.ranks_per_node),
+            rows: format!(
+                "{} tokens per rank, hidden {}, {}",
+                config.tokens,
+                config.hidden,
+                config.dtype.name()
+            ),
+            routing: format!(
+                "{}, {} experts, top-{}, seed {}",
+                config.routing, config.experts, config.top_k, config.seed
+            ),
+            schedule: format!(
+                "{}route {route}{}, layout {layout}, order {order}, wire {wire}, align {}, {}",
+                if config.strategy == Strategy::Gather { "all-gather, " } else { "" },
+                if config.spans { " in spans" } else { "" },
+                config.align,
+                config.room.words()
+            ),
+        }
+    }
+}
+
 #[cfg(test)]
-#[path = "config_tests.rs"]
-mod tests;
+mod tests {
+    use std::path::PathBuf;
+
+    use half::bf16;
+    use sidelane::plan::{Mode, Overflow};
+
+    use super::*;
+    use crate::command::tests::parsed;
+    use crate::error::CliError;
+    use crate::routing::Router;
+
+    #[test]
+    fn the_main_job_needs_no_options() {
+        let args = parsed::<BenchArgs>("").unwrap().conditions;
+        assert_eq!((args.nodes.nodes, args.nodes.ranks_per_node.len(), args.router.tokens), (None, 0, None));
+        assert_eq!((args.route, args.order, args.wire), (Route::Pxn, Order::Expert, Wire::F32));
+        assert_eq!((args.hidden, args.dtype, args.routing), (2048, RowType::Bf16, None));
+    }
+
+    #[test]
+    fn a_wrong_value_is_answered_with_the_valid_ones() {
+        for (words, valid) in [
+            ("--route relay", &["direct", "pxn"][..]),
+            ("--layout token-major", &["expert-major", "rank-major"]),
+            ("--mode static", &["eager", "budget", "slots"]),
+            ("--on-overflow wait", &["drop", "error"]),
+            ("--order token", &["expert", "rank", "node"]),
+            ("--wire f16", &["f32", "bf16"]),
+            ("--dtype bytes", &["bf16", "f16", "f32", "fp8"]),
+            ("--routing zipf:x", &["uniform", "incast", "zipf:S"]),
+        ] {
+            let error = parsed::<BenchArgs>(words).err().expect("a wrong value").to_string();
+            assert!(valid.iter().all(|value| error.contains(value)), "{words:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn rows_are_seen_as_they_are_unless_they_are_records() {
+        let row: Vec<bf16> = (0..32).map(|i| bf16::from_f32(i as f32 * 1.07)).collect();
+        let seen = |rows| {
+            let plain = Plain::new(rows, 32);
+            plain.seen::<bf16>(&plain.sent(&row).unwrap()).unwrap()
+        };
+        assert_eq!(seen(RowType::Bf16), row);
+        assert_ne!(seen(RowType::Fp8), row, "e4m3 has three bits of a fraction");
+        assert_eq!((seen(RowType::Fp8)[0], seen(RowType::Fp8).len()), (bf16::ZERO, 32));
+    }
+
+    fn resolve(words: &str) -> Result<Config, CliError> {
+        let args: BenchArgs = parsed(words).unwrap();
+        Config::resolve(&args.conditions, args.backward, args.rounds)
+    }
+
+    /// Why they are refused.
+    fn refused(words: &str) -> String {
+        resolve(words).unwrap_err().to_string()
+    }
+
+    /// A routing file of four experts, top-2, removed at the end.
+    struct File(PathBuf);
+
+    impl File {
+        fn new(name: &str, meta: bool) -> Self {
+            let path =
+                std::env::temp_dir().join(format!("sidelane-config-{}-{name}.jsonl", std::process::id()));
+            let meta = if meta { "{\"type\":\"meta\",\"num_experts\":4,\"top_k\":2}\n" } else { "" };
+            let token = "{\"topk_ids\":[3,0],\"topk_weights\":[0.5,0.5]}\n";
+            std::fs::write(&path, format!("{meta}{token}")).unwrap();
+            File(path)
+        }
+
+        fn resolve(&self, words: &str) -> Result<Config, CliError> {
+            resolve(&format!("--routing {} {words}", self.0.display()))
+        }
+    }
+
+    impl Drop for File {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_file(&self.0);
+        }
+    }
+
+    #[test]
+    fn the_main_job_is_two_nodes_of_four_ranks_and_recorded_routing() {
+        let config = resolve("").unwrap();
+        assert_eq!(config.routing, Source::Recorded);
+        assert_eq!((config.ranks_per_node.as_slice(), config.experts, config.top_k), (&[4, 4][..], 64, 8));
+        assert_eq!(config.row_bytes(), 4096);
+        assert_eq!(config.rounds, 300);
+    }
+
+    #[test]
+    fn spans_are_for_rank_major_rows_that_are_handed_on() {
+        assert!(resolve("--spans --layout rank-major").unwrap().spans);
+        for words in ["--spans", "--spans --layout rank-major --route direct"] {
+            assert_eq!(refused(words), "--spans is for --layout rank-major --route pxn", "{words}");
+        }
+    }
+
+    #[test]
+    fn there_are_as_many_nodes_as_said_or_listed_and_four_ranks_on_each_unless_said() {
+        for (words, sizes) in [
+            ("--nodes 3", &[4, 4, 4][..]),
+            ("--nodes 1", &[4]),
+            ("--ranks-per-node 8", &[8]),
+            ("--ranks-per-node 3,5", &[3, 5]),
+            ("--nodes 2 --ranks-per-node 8", &[8, 8]),
+        ] {
+            let config = resolve(words).unwrap();
+            assert_eq!(
+                (config.nodes as usize, config.ranks_per_node.as_slice()),
+                (sizes.len(), sizes),
+                "{words}"
+            );
+        }
+        let nodes = resolve("--ranks-per-node 1,2").unwrap().node_map();
+        assert_eq!((nodes.members(0), nodes.members(1)), (&[0][..], &[1, 2][..]));
+    }
+
+    #[test]
+    fn partial_sums_have_a_type_where_the_order_makes_some() {
+        for (words, partials) in [
+            ("--wire bf16", None),
+            ("--order rank", Some(Wire::F32)),
+            ("--order node --wire bf16", Some(Wire::Bf16)),
+        ] {
+            assert_eq!(resolve(words).unwrap().partials(), partials, "{words}");
+        }
+        let error = resolve("--order rank --wire bf16 --dtype f16").unwrap_err();
+        assert_eq!(error.to_string(), "--wire bf16 is for rows of bf16, and these are f16");
+    }
+
+    #[test]
+    fn small_shapes_run_enough_rounds_for_p99_and_large_ones_end_in_time() {
+        assert_eq!(resolve("--tokens 64").unwrap().rounds, 1000);
+        assert_eq!(resolve("--tokens 65536 --hidden 7168").unwrap().rounds, 10);
+        assert_eq!(resolve("--backward").unwrap().rounds, 100);
+        assert_eq!(resolve("--rounds 7").unwrap().rounds, 7);
+    }
+
+    #[test]
+    fn the_routing_file_decides_what_no_option_says() {
+        let file = File::new("decides", true);
+        let config = file.resolve("").unwrap();
+        assert_eq!((config.experts, config.top_k), (4, 2));
+        assert!(file.resolve("--experts 4 --top-k 2").is_ok());
+    }
+
+    #[test]
+    fn a_file_that_contradicts_the_options_is_refused() {
+        let file = File::new("contradicts", true);
+        for (words, key) in [("--experts 64", "num_experts"), ("--top-k 8", "top_k")] {
+            let error = file.resolve(words).unwrap_err();
+            assert!(error.to_string().contains(key), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_recording_named_for_another_shape_is_refused() {
+        let error = resolve("--routing recorded --experts 32").unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "routing recorded: num_experts is 64 in the recording, but 32 was asked for"
+        );
+    }
+
+    #[test]
+    fn another_shape_without_a_routing_is_drawn() {
+        for (words, experts, top_k) in [("--experts 32", 32, 8), ("--top-k 4", 64, 4)] {
+            let config = resolve(words).unwrap();
+            assert_eq!(config.routing, "zipf:1.0".parse().unwrap(), "{words}");
+            assert_eq!((config.experts, config.top_k), (experts, top_k));
+        }
+        assert_eq!(resolve("--experts 64 --top-k 8").unwrap().routing, Source::Recorded);
+    }
+
+    #[test]
+    fn a_file_without_meta_takes_the_experts_of_the_options_or_the_default() {
+        let file = File::new("plain", false);
+        assert_eq!(file.resolve("").unwrap().experts, 64);
+        assert_eq!(file.resolve("--experts 5").unwrap().experts, 5);
+        let error = file.resolve("--experts 3").unwrap_err();
+        assert!(error.to_string().contains("line 1: expert 3 is out of range"), "{error}");
+    }
+
+    #[test]
+    fn a_misspelt_pattern_is_a_missing_file_whose_error_lists_the_patterns() {
+        let error = resolve("--routing unifrom").unwrap_err();
+        for word in ["unifrom", "recorded", "uniform", "zipf:S", "incast"] {
+            assert!(error.to_string().contains(word), "{word} in {error}");
+        }
+    }
+
+    #[test]
+    fn impossible_conditions_are_refused() {
+        for (words, said) in [
+            ("--hidden 7", "a row of 7 x bf16 has 14 bytes: it must be a multiple of 16"),
+            ("--experts 4", "--top-k is 8, but there are only 4 experts"),
+            ("--nodes 3 --ranks-per-node 1,2", "--ranks-per-node lists 2 nodes, but --nodes is 3"),
+        ] {
+            assert_eq!(refused(words), said);
+        }
+        for option in ["--tokens", "--hidden", "--experts", "--top-k", "--align", "--rounds"] {
+            assert_eq!(refused(&format!("{option} 0")), format!("{option} must be at least 1"));
+        }
+    }
+
+    #[test]
+    fn a_configuration_survives_the_way_to_a_rank() {
+        let config =
+            resolve("--nodes 2 --ranks-per-node 3,5 --order node --wire bf16 --routing incast").unwrap();
+        let json = serde_json::to_string(&config).unwrap();
+        for words in
+            [r#""layout":"expert-major""#, r#""route":"pxn""#, r#""order":"node""#, r#""wire":"bf16""#]
+        {
+            assert!(json.contains(words), "{json}");
+        }
+        assert_eq!(serde_json::from_str::<Config>(&json).unwrap(), config);
+    }
+
+    #[test]
+    fn ranks_of_one_file_read_on_where_the_last_one_ended() {
+        let file = File::new("ranks", true);
+        let config = file.resolve("--tokens 3").unwrap();
+        let router = Router::open(&config.routing).unwrap();
+        let routing = router.routing(config.share(), 1).unwrap();
+        assert_eq!((routing.tokens(), routing.experts_of(2)), (3, &[3, 0][..]));
+    }
+
+    #[test]
+    fn room_is_resolved_to_rows_by_what_the_routing_needs() {
+        let room = |words: &str| resolve(&format!("--tokens 16 --routing incast {words}")).unwrap().room;
+        assert_eq!(room(""), Room::default());
+        let budget = room("--mode budget --budget 0.5 --on-overflow drop");
+        assert_eq!(
+            (budget.rows, budget.mode()),
+            (Some(64), Mode::Budget { rows: 64, overflow: Overflow::Drop })
+        );
+        // Everybody's tokens go to the eight experts of rank 0.
+        assert_eq!(room("--mode slots").mode(), Mode::Slots { rows: 16, overflow: Overflow::Error });
+        let rank_major = room("--layout rank-major --mode budget --budget 8");
+        assert_eq!(rank_major.rows, Some(8 * 16), "one row per token, an eighth of all on average");
+    }
+
+    #[test]
+    fn room_that_does_not_do_is_refused_with_what_would() {
+        let error =
+            |words: &str| resolve(&format!("--tokens 16 --routing incast {words}")).unwrap_err().to_string();
+        let budget = error("--mode budget --budget 1");
+        assert!(budget.contains("128 rows") && budget.contains("rank 0 needs 1024"), "{budget}");
+        assert!(budget.contains("--budget 8 has room"), "{budget}");
+        let slots = error("--mode slots --slots 15");
+        assert!(slots.contains("--slots 16 has room"), "{slots}");
+        for words in ["--budget 2", "--slots 2", "--on-overflow drop", "--mode slots --budget 2"] {
+            assert!(error(words).contains("is for --mode"), "{words}");
+        }
+        assert_eq!(refused("--mode budget --budget -1"), "--budget -1 is not a positive number");
+    }
+}

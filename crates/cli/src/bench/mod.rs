@@ -12,59 +12,44 @@
 //!
 //! The ranks of `sidelane trace` are started in the same way and make the same calls, on the same [`Layer`].
 
-mod args;
-mod cards;
-mod clock;
 mod config;
-mod crossing;
 mod layer;
-mod passes;
-pub mod peers;
-mod placement;
+mod peers;
 mod rank;
-mod recording;
+mod reference;
 mod report;
-mod room;
-mod row_type;
-mod table;
-mod task;
-mod tensor;
-mod verify;
-mod words;
 
-pub use args::{BenchArgs, ConditionArgs, one_of};
-pub use clock::Laps;
-pub use config::{Config, ConfigError};
-pub use layer::{Layer, Verdict};
-pub use recording::{CALLS, EVENTS, record, share, write_trace};
-pub use row_type::RowType;
-pub use task::sizes;
-pub use tensor::Number;
-pub use words::Words;
+use std::process::ExitCode;
+
+use rank::Task;
+
+use crate::command::Command;
+use crate::error::CliError;
+use crate::peers::Folder;
+use crate::ranks;
+
+pub use config::{BenchArgs, ConditionArgs, Config, RowType, Words};
+pub use layer::{CALLS, EVENTS, Layer, Verdict, record, share, write_trace};
+pub use rank::sizes;
+pub use reference::Number;
 
 #[cfg(test)]
 pub use report::tests::sample;
 
-use std::process::ExitCode;
+impl Command for BenchArgs {
+    const NAME: &'static str = "bench";
 
-use peers::Folder;
-use task::Task;
+    fn run(self) -> Result<ExitCode, CliError> {
+        let mut task = Task::resolve(&self)?;
+        let machines = &self.conditions.machines;
+        machines.claim(self.json.iter().chain(&self.trace_out))?;
+        // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
+        let folder = self.peers.then(Folder::make).transpose()?;
+        task.peers = folder.as_ref().map(|folder| folder.path().to_owned());
+        ranks::start(Self::NAME, &task.config.ranks_per_node, machines, &task, Vec::new())
+    }
 
-use crate::error::CliError;
-use crate::ranks::{self, RankArgs};
-
-/// Starts the ranks of a measurement and waits for rank 0's report.
-pub fn main(args: &BenchArgs) -> Result<ExitCode, CliError> {
-    let mut task = Task::resolve(args)?;
-    args.conditions.machines.claim(args.json.iter().chain(&args.trace_out))?;
-    // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
-    let folder = args.peers.then(Folder::make).transpose()?;
-    task.peers = folder.as_ref().map(|folder| folder.path().to_owned());
-    task.config.routing.say_if_drawn(args.conditions.routing.as_ref());
-    ranks::start("bench-rank", &task.config.ranks_per_node, &args.conditions.machines, &task)
-}
-
-/// Runs one rank.
-pub fn rank(args: &RankArgs) -> Result<ExitCode, CliError> {
-    rank::main(&args.task()?)
+    fn rank(task: &str) -> Result<ExitCode, CliError> {
+        rank::main(&ranks::task(task)?)
+    }
 }

@@ -1,27 +1,36 @@
 //! What every rank of a measurement does: check, time, check again; rank 0 reports.
+//!
+//! The timed calls, each beside its floor.
+//!
+//! Real and floor alternate round by round in the same processes, and take turns in going first, so that a busy moment
+//! of the machine or a throttled core meets both alike.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use half::{bf16, f16};
-use sidelane::Window;
+use serde::{Deserialize, Serialize};
 use sidelane::dtype::Dtype;
 use sidelane::ep::{Handle, Yardstick};
-use sidelane::rows::Stores;
+use sidelane::plan::{Bins, ExpertMap, Notes, Order, Strategy};
+use sidelane::rows::{Arithmetic, Stores};
+use sidelane::topology::{Paths, Route};
+use sidelane::world::RailCounters;
+use sidelane::{Error, ExpertParallel, Group, Window};
+use sidelane_core::schedule::Control;
 
-use super::cards::Cards;
-use super::crossing::Crossing;
-use super::layer::Layer;
-use super::passes::{Kind, Pair, Track, memcpy_gbps};
-use super::peers::{Field, Folder, Peers};
-use super::recording::{self, EVENTS, write_trace};
-use super::report::{Conditions, First, Lanes, Pass, Report, Volume};
-use super::task::Task;
-use super::tensor::Number;
-use super::{clock::Laps, table};
-use crate::error::CliError;
-use crate::output;
-use crate::progress;
-use crate::rail::Rail;
+use super::config::{BenchArgs, Config};
+use super::layer::{self, EVENTS, Layer, Tokens, write_trace};
+use super::peers::Field;
+use super::reference::{Number, Placement};
+use super::report::{Conditions, Crossing, First, Lanes, Pass, Report, Volume};
+use crate::error::{CliError, wrong};
+use crate::machines::Machines;
+use crate::peers::Folder;
+use crate::ranks::Sizes;
+use crate::routing::Router;
+use crate::stats::Laps;
+use crate::{command, machines, ranks};
 
 /// Runs this rank's part.
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {
@@ -30,13 +39,7 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
         Dtype::F16 => run::<f16>(task),
         Dtype::Bf16 | Dtype::Bytes => run::<bf16>(task),
     }?;
-    let Some(report) = report else { return Ok(ExitCode::SUCCESS) };
-    output::print(&table::text(&report))?;
-    if let Some(path) = &task.json {
-        output::write(path, &(report.json() + "\n"))?;
-    }
-    let right = report.verified && report.peers.as_ref().is_none_or(Peers::all_same);
-    Ok(if right { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    report.map_or(Ok(ExitCode::SUCCESS), |report| command::finish(&report, &task.json))
 }
 
 /// The report, on rank 0.
@@ -70,7 +73,7 @@ fn run<E: Number>(task: &Task) -> Result<Option<Report>, CliError> {
         let mut yardstick = layer.ep.yardstick(&layer.group, rows, output, &handle)?;
         passes.extend(time(&mut layer, &mut barrier, kinds, &mut yardstick, &mut field, &handle)?);
         let (Some(rows), Some(kept)) = (yardstick.lend_rows(), yardstick.lend_output()) else {
-            return Err(CliError::Moved { rank: layer.world.rank() });
+            return Err(moved(layer.world.rank()));
         };
         // The floor has written the same rows again and again: they must still be right.
         if forward {
@@ -83,7 +86,7 @@ fn run<E: Number>(task: &Task) -> Result<Option<Report>, CliError> {
     drop(output);
     layer.combine_and_check(&y, &handle)?;
     if let Some(path) = &task.trace_out {
-        let timelines = recording::record(&mut layer, &y)?;
+        let timelines = layer::record(&mut layer, &y)?;
         if layer.world.rank() == 0 {
             write_trace(path, layer.world.nodes(), &timelines)?;
         }
@@ -118,14 +121,14 @@ fn time<E: Number>(
     };
     track.choose_stores(&layer.group, kinds)?;
     let mut pairs = vec![Pair::default(); kinds.len()];
-    let bar = progress::bar(layer.world.rank(), config.rounds.into());
+    let bar = command::progress(layer.world.rank(), config.rounds.into());
     for round in 0..config.rounds {
         track.round(kinds, &mut pairs, round % 2 == 1)?;
         bar.inc(1);
     }
     bar.finish_and_clear();
     track.barrier.barrier()?;
-    if track.moved { Err(CliError::Moved { rank: layer.world.rank() }) } else { Ok(pairs) }
+    if track.moved { Err(moved(layer.world.rank())) } else { Ok(pairs) }
 }
 
 /// Whether this rank has moved in a dispatch what it had planned; if not, says so.
@@ -142,6 +145,13 @@ fn moved_as_planned(rank: u32, report: &sidelane::ep::Report) -> bool {
         eprintln!("sidelane: rank {rank} handed rows on in {copies} copies, not {planned_copies}");
     }
     seen == planned && copies == planned_copies
+}
+
+/// Real and floor were not measured in the same memory.
+fn moved(rank: u32) -> CliError {
+    wrong!(
+        "rank {rank}: a timed call did not land where its floor writes: its share of the floor would mean nothing"
+    )
 }
 
 fn report<E: Number>(
@@ -177,14 +187,12 @@ fn report<E: Number>(
             },
             rail_logical: crossing.expert_rows * row_bytes,
         };
-        let real = Laps::rounds_us(&layer.group.gather(pair.real.to_bytes())?, &layer.machines);
-        let floor = Laps::rounds_us(&layer.group.gather(pair.floor.to_bytes())?, &layer.machines);
+        let real = pair.real.rounds(&layer.group, &layer.machines)?;
+        let floor = pair.floor.rounds(&layer.group, &layer.machines)?;
         passes.push(Pass::of_rounds(&real, &floor, volume));
         rounds.push(real);
     }
-    let first = |laps: &Laps| -> Result<f64, CliError> {
-        Ok(Laps::rounds_us(&layer.group.gather(laps.to_bytes())?, &layer.machines)[0])
-    };
+    let first = |laps: &Laps| -> Result<f64, CliError> { Ok(laps.rounds(&layer.group, &layer.machines)?[0]) };
     let first = First { dispatch_us: first(&layer.dispatches)?, combine_us: first(&layer.combines)? };
     let cards = Cards::of(layer)?;
     if layer.world.rank() != 0 {
@@ -194,10 +202,10 @@ fn report<E: Number>(
         eprintln!("sidelane: a combine moved {returned} bytes over rails, not {came_home}");
     }
     let local = layer.ep.lanes().iter().any(|used| used.lane == "shm").then(|| "shm".to_owned());
-    let (rail, rail_reason) = Rail::of(&layer.world).map(|rail| (rail.lane, rail.reason)).unzip();
+    let (rail, rail_reason) = machines::rail(&layer.world).unzip();
     let exact = cards.as_ref().is_none_or(|cards| cards.exact);
     let machines = layer.machines.count();
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let cores = machines::cores();
     let huge_pages_granted = layer.world.pages().huge.is_some_and(|bytes| bytes > 0);
     Ok(Some(Report {
         config: Conditions { config: config.clone(), machines, cores, huge_pages_granted },
@@ -216,4 +224,300 @@ fn report<E: Number>(
         combine_backward: passes.get(3).copied(),
         peers: field.report([&rounds[0], &rounds[1]]),
     }))
+}
+
+/// One kind of call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Dispatch,
+    Combine,
+    DispatchBackward,
+    CombineBackward,
+}
+
+impl Kind {
+    /// What is timed, in phases: the calls of one share a place for rows, which may be of another type in the next.
+    pub fn phases(backward: bool) -> &'static [[Kind; 2]] {
+        const ALL: [[Kind; 2]; 2] =
+            [[Kind::Dispatch, Kind::Combine], [Kind::DispatchBackward, Kind::CombineBackward]];
+        if backward { &ALL } else { &ALL[..1] }
+    }
+
+    /// Whether rows are summed; otherwise they are scattered.
+    pub fn sums(self) -> bool {
+        matches!(self, Kind::Combine | Kind::DispatchBackward)
+    }
+}
+
+/// Laps of one kind of call.
+#[derive(Clone, Debug, Default)]
+pub struct Pair {
+    pub real: Laps,
+    pub floor: Laps,
+}
+
+/// What all rounds use.
+pub struct Track<'a, E> {
+    pub ep: &'a mut ExpertParallel,
+    pub barrier: &'a mut Window,
+    pub machines: &'a Machines,
+    pub config: &'a Config,
+    pub routing: &'a sidelane::gate::Routing<'static>,
+    pub tokens: &'a Tokens<E>,
+    pub out: &'a mut [E],
+    pub yardstick: &'a mut Yardstick,
+    /// Others, who take turns with us.
+    pub field: &'a mut Field,
+    /// Faster stores of the floor, for scattered rows and for sums.
+    pub stores: [Stores; 2],
+    /// Handle of a dispatch that stays alive: combines and backward calls follow it.
+    pub handle: &'a Handle,
+    /// Whether a real call did not get the yardstick's memory: then its floor has not been measured.
+    pub moved: bool,
+}
+
+impl<E: Number> Track<'_, E> {
+    /// One round of all kinds: ours and the floor, then the others.
+    pub fn round(&mut self, kinds: &[Kind], pairs: &mut [Pair], floor_first: bool) -> Result<(), CliError> {
+        kinds.iter().zip(pairs).try_for_each(|(&kind, pair)| {
+            self.lap(kind, pair, floor_first)?;
+            // Who is done must not start others while we are at work: they would take a core from us.
+            self.barrier.barrier()?;
+            self.field.lap(kind)
+        })
+    }
+
+    /// One round of one kind: real and floor, in this order or the other. Each is run twice and timed the second time, so
+    /// that it finds the caches as it left them itself, not as the other did.
+    fn lap(&mut self, kind: Kind, pair: &mut Pair, floor_first: bool) -> Result<(), Error> {
+        for floor in [floor_first, !floor_first] {
+            if floor {
+                self.floor(kind, &mut Laps::default())?;
+                self.floor(kind, &mut pair.floor)?;
+            } else {
+                self.real(kind, &mut Laps::default())?;
+                self.real(kind, &mut pair.real)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The real call, in the yardstick's memory.
+    fn real(&mut self, kind: Kind, laps: &mut Laps) -> Result<(), Error> {
+        match kind {
+            Kind::Dispatch => {
+                drop(self.yardstick.lend_rows());
+                self.barrier.barrier()?;
+                let (rows, _) = laps.time(|| self.tokens.dispatch(self.ep, self.routing))?;
+                self.moved |= self.yardstick.keep_rows(rows).is_err();
+            }
+            Kind::CombineBackward => {
+                drop(self.yardstick.lend_rows());
+                self.barrier.barrier()?;
+                let x = self.tokens.x()?;
+                let (rows, _) = laps.time(|| self.ep.combine_backward(x, self.handle))?;
+                self.moved |= self.yardstick.keep_rows(rows).is_err();
+            }
+            Kind::Combine | Kind::DispatchBackward => {
+                let y = self.yardstick.lend_output().map_or_else(|| self.handle.output(), Ok)?;
+                self.barrier.barrier()?;
+                match kind {
+                    Kind::Combine => laps.time(|| self.ep.combine_into(y, self.handle, &mut *self.out))?,
+                    _ => laps.time(|| {
+                        self.ep.dispatch_backward_into(y, None, self.handle, &mut *self.out, &mut [])
+                    })?,
+                }
+                // Once all are here, all have read it, and it is free again.
+                self.barrier.barrier()?;
+                self.moved |= self.yardstick.keep_output(self.handle.output()?).is_err();
+            }
+        }
+        Ok(())
+    }
+
+    fn floor(&mut self, kind: Kind, laps: &mut Laps) -> Result<(), Error> {
+        self.barrier.barrier()?;
+        let [scatter, sum] = self.stores;
+        let (floor, dtype) = (&mut *self.yardstick, Arithmetic::try_from(self.config.dtype.element())?);
+        let input = match kind {
+            Kind::CombineBackward => bytemuck::cast_slice(self.tokens.x()?),
+            _ => self.tokens.sent()?,
+        };
+        if kind.sums() {
+            let out = bytemuck::cast_slice_mut(self.out);
+            laps.time(|| floor.combine(dtype, out, sum));
+        } else {
+            laps.time(|| floor.dispatch(input, scatter));
+        }
+        Ok(())
+    }
+
+    /// Finds the faster stores for the floor: a few rounds of each, as they will be timed, decided alike on all ranks.
+    pub fn choose_stores(&mut self, group: &Group, kinds: &[Kind]) -> Result<[Stores; 2], Error> {
+        const MOST: usize = 15;
+        // Where rounds are few they are slow, and choosing must not take longer than they do.
+        let count = MOST.min(self.config.rounds as usize).max(1);
+        for &kind in kinds {
+            let at = usize::from(kind.sums());
+            let mut best = f64::INFINITY;
+            for stores in [Stores::Streaming, Stores::Cached] {
+                let mut pair = Pair::default();
+                let before = std::mem::replace(&mut self.stores[at], stores);
+                for _ in 0..count {
+                    self.lap(kind, &mut pair, false)?;
+                }
+                let mut rounds = pair.floor.rounds(group, self.machines)?;
+                rounds.sort_unstable_by(f64::total_cmp);
+                if rounds[count / 2] < best {
+                    best = rounds[count / 2];
+                } else {
+                    self.stores[at] = before;
+                }
+            }
+        }
+        Ok(self.stores)
+    }
+}
+
+/// Speed of memcpy, all ranks at once, from private memory to where rows land, as much as the cache does not hold: 10^9
+/// bytes per second.
+pub fn memcpy_gbps<E>(layer: &Layer<'_, E>, barrier: &mut Window) -> Result<f64, Error> {
+    const MOST: u64 = 32 << 20;
+    const ROUNDS: usize = 7;
+    let Layer { world, group, .. } = layer;
+    let bytes = world.pool().report().largest_free.min(MOST);
+    let mut extent = world.pool().take(bytes)?;
+    let to = extent.slice_mut::<u8>(0, bytes as usize)?;
+    let from = vec![1u8; to.len()];
+    let mut laps = Laps::default();
+    for _ in 0..ROUNDS {
+        barrier.barrier()?;
+        laps.time(|| std::hint::black_box(&mut *to).copy_from_slice(std::hint::black_box(&from)));
+    }
+    let mut rounds = laps.rounds(group, &layer.machines)?;
+    rounds.sort_unstable_by(f64::total_cmp);
+    let sizes = group.gather(&bytes.to_le_bytes())?;
+    let total: u64 =
+        sizes.iter().map(|blob| bytemuck::try_pod_read_unaligned::<u64>(blob).unwrap_or(0)).sum();
+    Ok(total as f64 / rounds[ROUNDS / 2] / 1e3)
+}
+
+/// Everything a rank of a measurement needs to know, and every rank the same.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Task {
+    pub config: Config,
+    pub json: Option<PathBuf>,
+    pub trace_out: Option<PathBuf>,
+    /// The folder of others that take turns with us.
+    pub peers: Option<PathBuf>,
+    pub sizes: Sizes,
+}
+
+impl Task {
+    /// From the command line. Who starts the ranks makes the folder of others.
+    pub fn resolve(args: &BenchArgs) -> Result<Self, CliError> {
+        let config = Config::resolve(&args.conditions, args.backward, args.rounds)?;
+        if args.peers {
+            config.check_peers()?;
+        }
+        let sizes = sizes(&config)?;
+        let (json, trace_out) = (args.json.clone(), args.trace_out.clone());
+        Ok(Task { config, json, trace_out, peers: None, sizes })
+    }
+
+    /// What all ranks must have in common. Only rank 0 writes files, but all record what it writes.
+    pub fn conditions(&self) -> Result<String, CliError> {
+        let mut conditions = self.config.conditions()?;
+        conditions["trace_out"] = self.trace_out.is_some().into();
+        conditions["peers"] = self.peers.is_some().into();
+        Ok(ranks::conditions("bench", &conditions))
+    }
+}
+
+/// Room for the calls of a round beside a dispatch that stays alive, for the busiest rank.
+pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
+    let router = Router::open(&config.routing)?;
+    let placement = Placement::new(config, &router, config.room.mode())?;
+    let rows = (0..config.ranks()).map(|rank| placement.at(rank, drop).rows.len() as u64);
+    let busiest = rows.max().unwrap_or(0);
+    let (nodes, tokens) = (config.node_map(), u64::from(config.tokens));
+    let paths = Paths::new(&nodes, config.route, 0);
+    let relayed = match config.route {
+        Route::Pxn => {
+            (0..config.ranks()).map(|rank| paths.of(rank).sources().count() as u64).max().unwrap_or(0)
+        }
+        Route::Direct => 0,
+    };
+    let own = tokens * u64::from(config.top_k);
+    let notes = Notes::of(config.layout, config.room.mode(), config.spans);
+    let note_bytes = u64::from(notes.words(config.top_k)) * size_of::<u32>() as u64;
+    // Rows of a chunk have words behind them; rows alone have not. Alive together at most: rows and output of the
+    // first dispatch, rows and output of the round, the tokens, own rows that come home and, of each rank that is relayed, the
+    // rows that wait to be handed on or the sums that wait to be brought home.
+    let partial = u64::from(config.hidden) * config.wire.size() as u64;
+    let row = config.row_bytes().max(config.sent_bytes()).max(partial) + note_bytes;
+    // An all-gather has a control window of its own, and all tokens lie beside the rows.
+    let (ranks, gathers) = (u64::from(config.ranks()), config.strategy == Strategy::Gather);
+    let words = u64::from(Notes::Gathered.words(config.top_k));
+    let (gathered, gathering) = match gathers {
+        true => (
+            ranks * tokens * (row + 4 * words),
+            Control::new(&paths, &gather_bins(config)?, ranks * tokens, 4 * words).bytes(),
+        ),
+        false => (0, 0),
+    };
+    let pool = (5 * busiest + 3 * own + tokens + relayed * (tokens + own)) * row + gathered + (16 << 20);
+    let bins = Bins::of_layout(config.layout, &placement.map, config.order, &nodes);
+    let symmetric = Control::new(&paths, &bins, own, note_bytes).bytes() + gathering + (4 << 20);
+    Ok(Sizes { heap: (pool + symmetric).next_multiple_of(2 << 20), symmetric })
+}
+
+/// The bins of an all-gather: a rank is one.
+fn gather_bins(config: &Config) -> Result<Bins, CliError> {
+    let map = ExpertMap::contiguous(config.ranks(), config.ranks())?;
+    Ok(Bins::experts(&map, Order::Expert, &config.node_map()))
+}
+
+/// Counted by the lane, and forecast from its calls; a node's ranks together.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cards {
+    /// Per node: what was done.
+    pub done: Vec<RailCounters>,
+    /// Per node: what was to be done.
+    pub forecast: Vec<RailCounters>,
+    /// Whether requests, packets and bytes are as forecast. Doorbells are more where a queue was full.
+    pub exact: bool,
+}
+
+impl Cards {
+    /// Of all ranks; none where the rails are no cards. Collective: all that was sent has landed.
+    pub fn of<E: Number>(layer: &Layer<'_, E>) -> Result<Option<Self>, Error> {
+        let world = &layer.world;
+        let own = [world.rail_counters(), world.rail_forecast()];
+        let blob = serde_json::to_vec(&own).expect("numbers are always JSON");
+        let count = world.nodes().nodes() as usize;
+        let [mut done, mut forecast] =
+            [vec![RailCounters::default(); count], vec![RailCounters::default(); count]];
+        for (blob, rank) in layer.group.gather(&blob)?.iter().zip(0..) {
+            let [of_rank, told] = serde_json::from_slice::<[RailCounters; 2]>(blob).unwrap_or_default();
+            let node = world.nodes().node_of(rank) as usize;
+            done[node] = [done[node], of_rank].into_iter().sum();
+            forecast[node] = [forecast[node], told].into_iter().sum();
+        }
+        let same = |(done, told): (&RailCounters, &RailCounters)| {
+            let exact = |c: &RailCounters| (c.requests, c.packets, c.bytes, c.copied);
+            exact(done) == exact(told) && done.doorbells == done.completions
+        };
+        let exact = done.iter().zip(&forecast).all(same);
+        let any = done.iter().any(|done| done.requests > 0);
+        Ok(any.then_some(Cards { done, forecast, exact }))
+    }
+
+    /// For the table.
+    pub fn text(&self) -> String {
+        let sum: RailCounters = self.done.iter().copied().sum();
+        let verdict = if self.exact { "as forecast" } else { "NOT AS FORECAST" };
+        let RailCounters { requests, doorbells, packets, .. } = sum;
+        format!("{requests} work requests, {doorbells} doorbells, {packets} packets, {verdict}")
+    }
 }

@@ -1,12 +1,19 @@
 //! The result of a measurement, and its JSON. Keys are described in `docs/bench-json.md`.
 
-use serde::{Deserialize, Serialize};
+use std::fmt::Write;
 
-use super::cards::Cards;
-use super::config::Config;
-use super::crossing::Crossing;
+use comfy_table::CellAlignment;
+use serde::{Deserialize, Serialize};
+use sidelane::dtype::Wire;
+use sidelane::plan::{Hops, Order, RowLayout, Traffic};
+use sidelane::topology::Route;
+
+use super::config::{Config, RoomMode, Words};
 use super::peers::Peers;
+use super::rank::Cards;
 use crate::stats::{ratio_of_medians, summary};
+use crate::table::{self, time, volume};
+use crate::{command, machines};
 
 /// Everything that is known after a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -129,13 +136,437 @@ impl Report {
             [("dispatch_backward", self.dispatch_backward), ("combine_backward", self.combine_backward)];
         always.into_iter().chain(backward).filter_map(|(name, pass)| Some((name, pass?))).collect()
     }
+}
 
-    /// As it is written to `--json`.
-    pub fn json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("strings, numbers and lists are always JSON")
+impl command::Report for Report {
+    /// Conditions, verdict, figures, and the speed of memcpy beside them.
+    fn text(&self) -> String {
+        let report = self;
+        let verdict = match (report.verified, report.rows_verified) {
+            (true, rows) => format!("verified: {rows} rows bit-exact"),
+            (false, rows) => format!("NOT VERIFIED: only {rows} rows are bit-exact"),
+        };
+        let room = match report.config.config.room.mode {
+            RoomMode::Eager => String::new(),
+            _ => format!(
+                ", {} choices dropped, {} rows needed at most by a rank",
+                report.dropped_choices, report.required_rows
+            ),
+        };
+        let place =
+            if report.config.machines == 1 { "on the same machine" } else { "on all machines together" };
+        let First { dispatch_us, combine_us } = report.first;
+        let first = format!("first calls: dispatch {}, combine {}", time(dispatch_us), time(combine_us));
+        let memcpy = format!("memcpy: {:.1} GB/s {place}; {first}", report.memcpy_gbps);
+        let crossing =
+            report.crossing.text(&report.config.config).map_or(String::new(), |text| text + "\n\n");
+        let peers = report.peers.as_ref().map_or(String::new(), |peers| peers.text() + "\n");
+        format!("{}\n{verdict}{room}\n\n{}\n\n{peers}{crossing}{memcpy}", conditions(report), figures(report))
+    }
+
+    fn is_right(&self) -> bool {
+        self.verified && self.peers.as_ref().is_none_or(Peers::all_same)
+    }
+}
+
+fn conditions(report: &Report) -> String {
+    let conditions = &report.config;
+    let Words { ranks, rows, routing, schedule } = Words::of(&conditions.config);
+    let huge =
+        if conditions.huge_pages_granted { "huge pages" } else { "small pages (huge ones not granted)" };
+    let host = machines::with_host(conditions.machines, &format!("{} cores, {huge}", conditions.cores));
+    let lanes = &report.lanes;
+    let lane = |lane: &Option<String>| lane.clone().unwrap_or_else(|| "none".into());
+    let mut lines = vec![
+        ("ranks", format!("{ranks}, {host}")),
+        ("rows", rows),
+        ("routing", routing),
+        ("schedule", schedule),
+        (
+            "lanes",
+            format!(
+                "local {}, rail {}{}",
+                lane(&lanes.local),
+                lane(&lanes.rail),
+                table::because(&lanes.rail_reason)
+            ),
+        ),
+        ("rounds", conditions.config.rounds.to_string()),
+    ];
+    lines.extend(report.cards.as_ref().map(|cards| ("cards", cards.text())));
+    table::head(&lines)
+}
+
+fn figures(report: &Report) -> String {
+    let mut table = table::figures([
+        "",
+        "p50",
+        if report.dispatch.p99_us.is_some() { "p99" } else { "max" },
+        "landed",
+        "rail",
+        "GB/s",
+        "floor",
+        "floor GB/s",
+        "of floor (95%)",
+    ]);
+    for (name, pass) in report.passes() {
+        let Pass { share_of_floor, share_low, share_high, .. } = pass;
+        table.add_row([
+            name.replace('_', " "),
+            time(pass.p50_us),
+            time(pass.p99_us.unwrap_or(pass.max_us)),
+            volume(pass.bytes_landed),
+            volume(pass.bytes_rail),
+            format!("{:.1}", pass.gbps),
+            time(pass.floor_us),
+            format!("{:.1}", pass.floor_gbps()),
+            format!("{share_of_floor:.2} ({share_low:.2}-{share_high:.2})"),
+        ]);
+    }
+    table.trim_fmt()
+}
+
+/// Rows of all ranks in one dispatch.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Crossing {
+    /// What crosses, zeros included.
+    pub rows: u64,
+    /// What would cross with a row for each (token, expert), or for each (token, rank).
+    pub expert_rows: u64,
+    pub rank_rows: u64,
+    /// Rows that relays hand on, zeros included, and the copies in which they do.
+    pub relay_rows: u64,
+    pub relay_copies: u64,
+    /// How many times less crosses; none if nothing does.
+    pub dedup: Option<Dedup>,
+    /// What comes home in a combine, for every order and wire that these rows can have.
+    pub combine: Vec<Home>,
+}
+
+/// By how much sharing saves.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Dedup {
+    /// Against a row for each (token, expert).
+    pub expert: f64,
+    /// Against a row for each (token, rank).
+    pub rank: f64,
+}
+
+/// What one kind of combine moves over rails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Home {
+    pub order: Order,
+    /// Type of partial sums; none where there are none.
+    pub wire: Option<Wire>,
+    pub bytes: u64,
+}
+
+impl Crossing {
+    /// What one rank says to the others; `choices` of its tokens are on other nodes.
+    pub fn words(traffic: &Traffic, choices: u64) -> [u64; 7] {
+        let Traffic { put, wanted, remote_ranks, remote_nodes, handed_on, copies, .. } = *traffic;
+        [put.rail, wanted.rail, remote_ranks, remote_nodes, choices, handed_on, copies]
+    }
+
+    /// From the sums of what all said.
+    pub fn new(config: &Config, words: [u64; 7]) -> Self {
+        let [rows, wanted, rank_rows, remote_nodes, expert_rows, relay_rows, relay_copies] = words;
+        let all = Traffic {
+            put: Hops { rail: rows, ..Hops::default() },
+            wanted: Hops { rail: wanted, ..Hops::default() },
+            remote_ranks: rank_rows,
+            remote_nodes,
+            home_row_bytes: config.row_bytes(),
+            route: config.route,
+            ..Traffic::default()
+        };
+        let saving = |without: u64| without as f64 / rows as f64;
+        let dedup = Dedup { expert: saving(expert_rows), rank: saving(rank_rows) };
+        let wires = Wire::ALL.into_iter().filter(|wire| wire.carries(config.dtype.element()));
+        let home = |order, wire: Option<Wire>| {
+            let partial_bytes = u64::from(config.hidden) * wire.map_or(0, |wire| wire.size() as u64);
+            Home { order, wire, bytes: all.home_bytes(order, partial_bytes) }
+        };
+        let combine = Order::ALL.into_iter().flat_map(|order| match order {
+            Order::Expert => vec![home(order, None)],
+            Order::Rank | Order::Node => wires.clone().map(|wire| home(order, Some(wire))).collect(),
+        });
+        Crossing {
+            rows,
+            expert_rows,
+            rank_rows,
+            relay_rows,
+            relay_copies,
+            dedup: (rows > 0).then_some(dedup),
+            combine: combine.collect(),
+        }
+    }
+
+    /// What the combine of these conditions moves.
+    pub fn combine_bytes(&self, config: &Config) -> u64 {
+        let measured = self.combine.iter().find(|home| home.is_of(config));
+        measured.map_or(0, |home| home.bytes)
+    }
+
+    /// The rows and what they save, and the combine of every order; nothing if nothing crosses.
+    pub fn text(&self, config: &Config) -> Option<String> {
+        let Crossing { rows, expert_rows, rank_rows, .. } = self;
+        let Dedup { expert, rank } = self.dedup?;
+        let mut text = format!(
+            "between nodes: {rows} rows, for {expert_rows} (token, expert) and {rank_rows} (token, rank)\n"
+        );
+        let _ = writeln!(
+            text,
+            "dedup {expert:.1}x against a row per (token, expert), {rank:.1}x against one per (token, rank)"
+        );
+        if config.route == Route::Pxn {
+            let (relayed, copies) = (self.relay_rows, self.relay_copies);
+            let how = if config.spans { "spans" } else { "row by row" };
+            let _ = writeln!(text, "relays hand on {relayed} rows in {copies} copies ({how})");
+        }
+        if config.route == Route::Direct {
+            let of = match config.layout {
+                RowLayout::ExpertMajor => "expert",
+                RowLayout::RankMajor => "rank",
+            };
+            let _ = write!(text, "combine brings a row home for each (token, {of}), in every order");
+            return Some(text);
+        }
+        let mut table = table::new(["combine", "wire", "rail", ""]);
+        text.push('\n');
+        for home in &self.combine {
+            table.add_row([
+                home.order.name(),
+                home.wire.map_or("-", Wire::name),
+                &volume(home.bytes),
+                if home.is_of(config) { "measured" } else { "" },
+            ]);
+        }
+        for column in table.column_iter_mut().skip(2).take(1) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+        Some(text + &table.trim_fmt())
+    }
+}
+
+impl Home {
+    fn is_of(&self, config: &Config) -> bool {
+        (self.order, self.wire) == (config.order, config.partials())
     }
 }
 
 #[cfg(test)]
-#[path = "report_tests.rs"]
-pub mod tests;
+pub mod tests {
+    use sidelane::dtype::Wire;
+    use sidelane::plan::{Order, Overflow, RowLayout};
+    use sidelane::topology::Route;
+    use sidelane::world::RailCounters;
+
+    use super::*;
+    use crate::bench::config::{Room, RoomMode, RowType};
+    use crate::bench::peers::PeerReport;
+    use crate::command::Report as _;
+    use crate::command::tests::assert_page;
+    use crate::peers::{PeerPass, Unavailable};
+
+    #[test]
+    fn the_text_holds_conditions_verdict_figures_and_memcpy() {
+        let text = sample().text();
+        for words in [
+            "8 on 2 nodes (4 + 4), 1 machine, 2 cores, small pages",
+            "zipf:1.0, 64 experts, top-8, seed 0",
+            "route pxn, layout expert-major, order node, wire bf16, align 1",
+            "local shm, rail loop (all nodes are on one machine)",
+            "verified: 32768 rows bit-exact",
+            "6.20 ms",
+            "6.40 ms",
+            "134.2 MB",
+            "33.6 MB",
+            "21.6",
+            "5.58 ms",
+            "0.90 (0.90-0.90)",
+            "combine backward",
+            "dedup 2.0x",
+            "memcpy: 9.1 GB/s on the same machine; first calls: dispatch 7.30 ms, combine 7.40 ms",
+        ] {
+            assert!(text.contains(words), "{words:?} in\n{text}");
+        }
+    }
+
+    #[test]
+    fn a_failed_verification_cannot_be_overlooked() {
+        let text = Report { verified: false, rows_verified: 12, ..sample() }.text();
+        assert!(text.contains("NOT VERIFIED: only 12 rows"), "{text}");
+    }
+
+    #[test]
+    fn an_order_without_partial_sums_has_no_wire() {
+        let mut report = sample();
+        report.config.config.order = Order::Expert;
+        assert!(report.text().contains("order expert, wire none"));
+    }
+
+    #[test]
+    fn p99_takes_the_place_of_the_maximum_when_there_is_one() {
+        let mut report = sample();
+        assert!(report.text().contains(" max ") && !report.text().contains("p99"));
+        report.dispatch.p99_us = Some(6300.0);
+        assert!(report.text().contains("p99") && report.text().contains("6.30 ms"));
+    }
+
+    fn config(route: Route, order: Order, dtype: RowType) -> Config {
+        Config { route, order, dtype, hidden: 1000, ..sample().config.config }
+    }
+
+    #[test]
+    fn every_order_and_wire_has_its_bytes() {
+        let crossing =
+            Crossing::new(&config(Route::Pxn, Order::Node, RowType::Bf16), [20, 80, 50, 20, 80, 90, 90]);
+        let bytes: Vec<u64> = crossing.combine.iter().map(|home| home.bytes / 1000).collect();
+        assert_eq!(bytes, [80 * 2, 50 * 4, 50 * 2, 20 * 4, 20 * 2]);
+        assert_eq!(crossing.dedup, Some(Dedup { expert: 4.0, rank: 2.5 }));
+    }
+
+    #[test]
+    fn rows_of_other_types_have_partials_in_f32_alone() {
+        let crossing =
+            Crossing::new(&config(Route::Pxn, Order::Node, RowType::F16), [20, 80, 50, 20, 80, 90, 90]);
+        let wires: Vec<_> = crossing.combine.iter().map(|home| home.wire).collect();
+        assert_eq!(wires, [None, Some(Wire::F32), Some(Wire::F32)]);
+    }
+
+    #[test]
+    fn the_text_marks_what_was_measured() {
+        let config = config(Route::Pxn, Order::Node, RowType::Bf16);
+        let text = Crossing::new(&config, [20, 80, 50, 20, 80, 90, 90]).text(&config).unwrap();
+        assert!(text.contains("20 rows, for 80 (token, expert) and 50 (token, rank)"), "{text}");
+        assert!(text.contains("dedup 4.0x against a row per (token, expert), 2.5x against one"), "{text}");
+        assert!(text.contains("relays hand on 90 rows in 90 copies (row by row)"), "{text}");
+        let marked: Vec<&str> = text.lines().filter(|line| line.ends_with("measured")).collect();
+        assert_eq!(marked.len(), 1, "{text}");
+        assert!(["node", "bf16", "40.0 kB"].iter().all(|word| marked[0].contains(word)), "{text}");
+    }
+
+    #[test]
+    fn rows_that_go_straight_save_nothing_and_come_home_as_they_are() {
+        let config = config(Route::Direct, Order::Node, RowType::Bf16);
+        let crossing = Crossing::new(&config, [80, 80, 50, 20, 80, 0, 0]);
+        assert!(crossing.combine.iter().all(|home| home.bytes == 80 * 2000));
+        let text = crossing.text(&config).unwrap();
+        assert!(text.contains("dedup 1.0x against a row per (token, expert), 0.6x against one"), "{text}");
+        assert!(text.ends_with("a row home for each (token, expert), in every order"), "{text}");
+    }
+
+    #[test]
+    fn where_nothing_crosses_nothing_is_said() {
+        let config = config(Route::Direct, Order::Expert, RowType::Bf16);
+        let crossing = Crossing::new(&config, [0; 7]);
+        assert_eq!((crossing.dedup, crossing.text(&config)), (None, None));
+    }
+
+    const DOCUMENT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/bench-json.md"));
+
+    /// A report in which every key is present.
+    pub fn sample() -> Report {
+        let pass = Pass::of_rounds(
+            &[6200.0, 6000.0, 6400.0],
+            &[5580.0, 5400.0, 5760.0],
+            Volume { landed: 134_217_728, rail: 33_554_432, rail_logical: 67_108_864 },
+        );
+        let config = Config {
+            nodes: 2,
+            ranks_per_node: vec![4, 4],
+            tokens: 512,
+            hidden: 2048,
+            dtype: RowType::Bf16,
+            top_k: 8,
+            experts: 64,
+            order: Order::Node,
+            wire: Wire::Bf16,
+            layout: RowLayout::ExpertMajor,
+            room: Room {
+                mode: RoomMode::Budget,
+                budget: Some(1.25),
+                rows: Some(5120),
+                overflow: Some(Overflow::Drop),
+            },
+            route: Route::Pxn,
+            spans: false,
+            strategy: sidelane::plan::Strategy::Exchange,
+            align: 1,
+            backward: true,
+            routing: "zipf:1.0".parse().unwrap(),
+            rounds: 3,
+            seed: 0,
+        };
+        Report {
+            crossing: Crossing::new(&config, [8192, 16384, 12288, 8192, 16384, 16384, 16384]),
+            config: Conditions { config, machines: 1, cores: 2, huge_pages_granted: false },
+            verified: true,
+            rows_verified: 32768,
+            required_rows: 6000,
+            dropped_choices: 880,
+            memcpy_gbps: 9.1,
+            first: First { dispatch_us: 7300.0, combine_us: 7400.0 },
+            lanes: Lanes {
+                local: Some("shm".into()),
+                rail: Some("loop".into()),
+                rail_reason: Some("all nodes are on one machine".into()),
+            },
+            cards: Some(Cards {
+                done: vec![RailCounters {
+                    requests: 12,
+                    doorbells: 3,
+                    packets: 40,
+                    ..RailCounters::default()
+                }],
+                forecast: vec![RailCounters::default()],
+                exact: true,
+            }),
+            dispatch: pass,
+            combine: pass,
+            dispatch_backward: Some(pass),
+            combine_backward: Some(pass),
+            peers: Some(peers()),
+        }
+    }
+
+    /// Somebody who ran, and somebody who did not.
+    fn peers() -> Peers {
+        let pass = PeerPass::new(&[34_000.0, 30_000.0, 36_000.0], &[6200.0, 6000.0, 6400.0]);
+        let (name, version) = ("mpi".to_owned(), "Open MPI v4".to_owned());
+        let ran = vec![PeerReport { name, version, same: true, dispatch: pass, combine: pass }];
+        let [name, why, install] = ["gloo", "there is no python3", "pip install torch"].map(str::to_owned);
+        Peers { ran, absent: vec![Unavailable { name, why, install }] }
+    }
+
+    #[test]
+    fn the_document_names_exactly_the_keys_of_the_json() {
+        const PASSES: [&str; 4] = ["dispatch", "combine", "dispatch_backward", "combine_backward"];
+        assert_page(DOCUMENT, &[sample()], |key| {
+            Some(match key.split_once('.') {
+                Some((pass, below)) if PASSES.contains(&pass) => format!("PASS.{below}"),
+                _ => key.to_owned(),
+            })
+        });
+    }
+
+    #[test]
+    fn without_backward_its_keys_are_absent() {
+        let report = Report { dispatch_backward: None, combine_backward: None, ..sample() };
+        assert!(!report.json().contains("_backward\":"));
+        assert_eq!(
+            report.passes().iter().map(|(name, _)| *name).collect::<Vec<_>>(),
+            ["dispatch", "combine"]
+        );
+    }
+
+    #[test]
+    fn speed_and_share_follow_from_times_and_bytes() {
+        let pass =
+            Pass::of_rounds(&[200.0; 5], &[100.0; 5], Volume { landed: 2_000_000, rail: 0, rail_logical: 0 });
+        assert_eq!((pass.gbps, pass.floor_gbps()), (10.0, 20.0));
+        assert_eq!((pass.share_low, pass.share_of_floor, pass.share_high), (0.5, 0.5, 0.5));
+        assert_eq!(pass.p99_us, None);
+    }
+}

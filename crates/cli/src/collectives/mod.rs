@@ -7,35 +7,372 @@
 //!   for each size and operation:  check ours | w: theirs, compared by each rank | rounds: ours, MPI's, gloo's, ours, ...
 //! ```
 
-mod args;
 mod operation;
-mod rank;
-mod report;
-mod rivals;
-mod task;
 
-pub use args::CollectivesArgs;
-pub use task::CollectivesError;
-
+use std::path::PathBuf;
 use std::process::ExitCode;
 
-use task::Task;
+use clap::{Args, ValueEnum};
+use operation::{Operation, Test};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use sidelane::{Group, Window};
 
-use crate::bench::peers::Folder;
-use crate::error::CliError;
-use crate::ranks::{self, RankArgs};
+use crate::command::{self, Command};
+use crate::error::{CliError, usage};
+use crate::launch::MachineArgs;
+use crate::machines::{self, Machines};
+use crate::options::{NodeArgs, at_least_one};
+use crate::peers::{Field, Folder, PeerPass, Programs, Unavailable, compared};
+use crate::perf::{Bytes, Sizes};
+use crate::ranks;
+use crate::stats::Laps;
+use crate::stats::summary;
+use crate::table;
 
-/// Starts the ranks and waits for what rank 0 reports.
-pub fn main(args: &CollectivesArgs) -> Result<ExitCode, CliError> {
-    let mut task = Task::resolve(args)?;
-    args.machines.claim(&args.json)?;
-    // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
-    let folder = args.peers.then(Folder::make).transpose()?;
-    task.peers = folder.as_ref().map(|folder| folder.path().to_owned());
-    ranks::start("collectives-rank", &task.ranks_per_node, &args.machines, &task)
+impl Command for CollectivesArgs {
+    const NAME: &'static str = "collectives";
+
+    fn run(self) -> Result<ExitCode, CliError> {
+        let mut task = Task::resolve(&self)?;
+        self.machines.claim(&self.json)?;
+        // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
+        let folder = self.peers.then(Folder::make).transpose()?;
+        task.peers = folder.as_ref().map(|folder| folder.path().to_owned());
+        ranks::start(Self::NAME, &task.ranks_per_node, &self.machines, &task, Vec::new())
+    }
+
+    fn rank(task: &str) -> Result<ExitCode, CliError> {
+        main(&ranks::task(task)?)
+    }
 }
 
-/// Runs one rank.
-pub fn rank(args: &RankArgs) -> Result<ExitCode, CliError> {
-    rank::main(&args.task()?)
+/// Time all-reduce, broadcast, all-to-all, all-gather and reduce-scatter between processes, verified
+#[derive(Args)]
+pub struct CollectivesArgs {
+    /// What to measure: a list [default: all]
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "OPERATION,..")]
+    pub operations: Vec<Operation>,
+
+    /// Bytes of the larger tensor of a rank: a list, or all powers of two in a range; suffixes K, M, G [default: 4K,16M]
+    #[arg(long, value_name = "SIZE,..|FROM..TO")]
+    pub sizes: Option<Sizes>,
+
+    #[command(flatten)]
+    pub nodes: NodeArgs<1, 8>,
+
+    /// Rounds to time [default: by size, 15 to 200]
+    #[arg(long, value_name = "N")]
+    pub rounds: Option<u32>,
+
+    /// Take turns with Open MPI and torch's gloo, if they are installed, on one machine
+    #[arg(long, conflicts_with = "master")]
+    pub peers: bool,
+
+    /// Write the report as JSON, on the machine of rank 0
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub machines: MachineArgs,
+}
+
+/// Runs that others can be told apart.
+pub const MOST_BESIDE: usize = 128;
+
+/// Everything a rank needs to know, and every rank the same.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Task {
+    pub ranks_per_node: Vec<u32>,
+    pub runs: Vec<Run>,
+    /// The folder by which others are told what to do.
+    pub peers: Option<PathBuf>,
+    pub json: Option<PathBuf>,
+}
+
+/// One operation and size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Run {
+    pub operation: Operation,
+    pub bytes: u64,
+    pub rounds: u32,
+}
+
+impl Task {
+    /// From the command line.
+    pub fn resolve(args: &CollectivesArgs) -> Result<Self, CliError> {
+        let ranks_per_node = args.nodes.sizes()?;
+        let ranks: u32 = ranks_per_node.iter().sum();
+        let sizes = args.sizes.as_ref().map_or(vec![4 << 10, 16 << 20], |sizes| sizes.0.clone());
+        if let Some(&bytes) = sizes.iter().find(|&&bytes| !bytes.is_multiple_of(16 * u64::from(ranks))) {
+            return Err(usage!(
+                "--sizes: {bytes} bytes do not make equal parts of whole 16 bytes for {ranks} ranks"
+            ));
+        }
+        at_least_one(&[("--rounds", args.rounds.unwrap_or(1))])?;
+        let operations =
+            if args.operations.is_empty() { Operation::value_variants() } else { &args.operations };
+        let rounds = |bytes: u64| args.rounds.unwrap_or((64 << 20 >> bytes.ilog2()).clamp(15, 200));
+        let runs = sizes.iter().flat_map(|&bytes| {
+            operations.iter().map(move |&operation| Run { operation, bytes, rounds: rounds(bytes) })
+        });
+        let runs: Vec<Run> = runs.collect();
+        if args.peers && runs.len() > MOST_BESIDE {
+            return Err(usage!(
+                "--peers: {runs} operations and sizes are more than the {most} that others can be told",
+                runs = runs.len(),
+                most = MOST_BESIDE
+            ));
+        }
+        Ok(Task { runs, peers: None, json: args.json.clone(), ranks_per_node })
+    }
+
+    /// What all ranks must have in common. Only rank 0 writes files.
+    pub fn conditions(&self) -> String {
+        let conditions = json!({ "ranks_per_node": self.ranks_per_node, "runs": self.runs });
+        ranks::conditions("collectives", &conditions)
+    }
+
+    /// Room for what is gathered or given to be summed, twice, for the windows, and for what lands in one and in that of the run before.
+    pub fn sizes(&self) -> ranks::Sizes {
+        let most = self.runs.iter().map(|run| run.bytes).max().unwrap_or(0);
+        let symmetric = ((32 << 20) + 2 * most).next_multiple_of(2 << 20);
+        ranks::Sizes { heap: (symmetric + 3 * most + (16 << 20)).next_multiple_of(2 << 20), symmetric }
+    }
+}
+
+/// Runs this rank's part.
+fn main(task: &Task) -> Result<ExitCode, CliError> {
+    let world = ranks::join(task.sizes(), task.conditions(), 0)?;
+    let group = world.all()?;
+    let machines = Machines::of(&group)?;
+    let folder = task.peers.as_deref().map(Folder::at);
+    let mut others =
+        folder.as_ref().map(|folder| others(&group, task, folder)).transpose()?.unwrap_or_default();
+    let mut barrier = group.window(0)?;
+    let bar = command::progress(world.rank(), task.runs.len() as u64);
+    let (mut verified, mut runs) = (true, Vec::new());
+    for (nth, &run) in (0u8..).zip(&task.runs) {
+        let mut test = Test::new(run.operation, (run.bytes / 4) as usize, &group)?;
+        test.check()?;
+        verified &= ranks::all_say(&group, test.is_right())?;
+        let mut same = Vec::new();
+        for other in 0..others.count {
+            if let Some(contender) = others.running.get_mut(other) {
+                contender.call(WRITE | nth)?;
+            }
+            group.gather(&[])?;
+            let out = [("out", bytemuck::cast_slice(test.output()))];
+            same.push(folder.as_ref().map_or(Ok(false), |folder| folder.all_same(&group, &out))?);
+        }
+        let mut laps_us = vec![Vec::new(); others.running.len()];
+        let laps = time(&mut test, &mut barrier, (nth, run), &mut others, &mut laps_us)?;
+        test.check()?;
+        verified &= ranks::all_say(&group, test.is_right())?;
+        let ours = laps.rounds(&group, &machines)?;
+        let beside = others.running.iter().zip(same).zip(&laps_us).map(|((contender, same), theirs)| {
+            let (name, version) = (contender.way.name().to_owned(), contender.version.clone());
+            Beside { name, version, same, times: PeerPass::new(theirs, &ours) }
+        });
+        runs.push(RunReport::new(run, &ours, beside.collect()));
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    if world.rank() != 0 {
+        return Ok(ExitCode::SUCCESS);
+    }
+    let ranks_per_node = task.ranks_per_node.clone();
+    let config = Conditions { ranks_per_node, machines: machines.count(), cores: machines::cores() };
+    command::finish(&Report { config, verified, runs, absent: others.absent.clone() }, &task.json)
+}
+
+/// Times rounds of ours and of others, in turn.
+fn time(
+    test: &mut Test,
+    barrier: &mut Window,
+    (nth, run): (u8, Run),
+    others: &mut Field,
+    laps_us: &mut [Vec<f64>],
+) -> Result<Laps, CliError> {
+    let mut laps = Laps::default();
+    for _ in 0..run.rounds {
+        test.reset();
+        test.call()?;
+        test.reset();
+        barrier.barrier()?;
+        laps.time(|| test.call())?;
+        // Who is done must not take a core from who is not: others sleep then too.
+        barrier.barrier()?;
+        for (contender, laps) in others.running.iter_mut().zip(&mut *laps_us) {
+            laps.push(contender.lap(nth)?);
+        }
+    }
+    Ok(laps)
+}
+
+const PROGRAMS: Programs = Programs {
+    c: (
+        "collectives.c",
+        include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/peers/collectives.c")),
+    ),
+    python: (
+        "collectives.py",
+        include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/peers/collectives.py")),
+    ),
+};
+
+/// Added to the number of a run: write what comes out.
+const WRITE: u8 = MOST_BESIDE as u8;
+
+/// Others that do the same, in turn with us. They are told by the protocol of `benches/peers`; see its README. Collective.
+fn others(group: &Group, task: &Task, folder: &Folder) -> Result<Field, CliError> {
+    if group.rank() == 0 {
+        let words = task.runs.iter().flat_map(|run| [run.operation.number(), run.bytes as u32]);
+        let shape: Vec<u32> = [group.size(), task.runs.len() as u32].into_iter().chain(words).collect();
+        folder.put("shape", bytemuck::cast_slice(&shape))?;
+    }
+    Field::open(group, &PROGRAMS, folder, |_| Ok(()), || Ok(()))
+}
+
+/// All that was found.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    pub config: Conditions,
+    /// Whether all results were right.
+    pub verified: bool,
+    pub runs: Vec<RunReport>,
+    pub absent: Vec<Unavailable>,
+}
+
+/// Under what.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Conditions {
+    pub ranks_per_node: Vec<u32>,
+    pub machines: usize,
+    pub cores: usize,
+}
+
+/// One operation and size.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RunReport {
+    pub operation: Operation,
+    /// Of the larger tensor of a rank.
+    pub bytes: u64,
+    pub rounds: usize,
+    pub p50_us: f64,
+    pub max_us: f64,
+    pub peers: Vec<Beside>,
+}
+
+/// Another, in the same rounds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Beside {
+    pub name: String,
+    /// What it says that it is.
+    pub version: String,
+    /// Whether its result is ours, bit by bit.
+    pub same: bool,
+    pub times: PeerPass,
+}
+
+impl RunReport {
+    /// Of these rounds.
+    pub fn new(run: Run, rounds_us: &[f64], peers: Vec<Beside>) -> Self {
+        let seen = summary(rounds_us);
+        let Run { operation, bytes, .. } = run;
+        RunReport { operation, bytes, rounds: rounds_us.len(), p50_us: seen.p50, max_us: seen.max, peers }
+    }
+}
+
+impl Report {}
+
+impl command::Report for Report {
+    /// As people read it.
+    fn text(&self) -> String {
+        let Conditions { ranks_per_node, machines, cores } = &self.config;
+        let ranks: u32 = ranks_per_node.iter().sum();
+        let verified = if self.verified { "results verified" } else { "RESULTS ARE WRONG" };
+        let of = ranks_per_node.iter().map(u32::to_string).collect::<Vec<_>>().join("+");
+        let machines = machines::words(*machines);
+        let mut text =
+            format!("{ranks} ranks ({of} by node), f32, {machines} with {cores} cores; {verified}\n\n");
+        let mut table = table::figures([
+            "operation",
+            "size",
+            "p50",
+            "max",
+            "peer",
+            "p50",
+            "max",
+            "x ours (95%)",
+            "result",
+        ]);
+        for run in &self.runs {
+            let ours = [
+                run.operation.name(),
+                Bytes(run.bytes).to_string(),
+                table::time(run.p50_us),
+                table::time(run.max_us),
+            ];
+            if run.peers.is_empty() {
+                table.add_row(ours.to_vec());
+            }
+            for peer in &run.peers {
+                let theirs =
+                    [vec![peer.version.clone()], peer.times.cells(2).to_vec(), vec![compared(peer.same)]];
+                table.add_row([ours.to_vec(), theirs.concat()].concat());
+            }
+        }
+        text += &(table.trim_fmt() + "\n");
+        self.absent.iter().fold(text, |text, peer| text + &peer.text() + "\n")
+    }
+
+    fn is_right(&self) -> bool {
+        self.verified && self.runs.iter().flat_map(|run| &run.peers).all(|peer| peer.same)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::command::Report as _;
+    use crate::command::tests::assert_page;
+    use crate::error::failed;
+
+    fn sample() -> Report {
+        let run = Run { operation: Operation::AllReduce, bytes: 4096, rounds: 3 };
+        let times = PeerPass::new(&[30.0, 10.0, 20.0], &[6.0, 2.0, 4.0]);
+        let beside = Beside { name: "mpi".into(), version: "Open MPI v4".into(), same: true, times };
+        Report {
+            config: Conditions { ranks_per_node: vec![2, 1], machines: 1, cores: 2 },
+            verified: true,
+            runs: vec![RunReport::new(run, &[6.0, 2.0, 4.0], vec![beside])],
+            absent: vec![Unavailable::new("gloo", &failed!("there is no python3"), "pip install torch")],
+        }
+    }
+
+    #[test]
+    fn the_page_names_exactly_the_keys_that_are_written() {
+        let page = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/collectives-json.md"));
+        assert_page(page, &[sample()], |key| Some(key.to_owned()));
+    }
+
+    #[test]
+    fn the_text_says_who_ran_beside_and_who_did_not() {
+        let text = sample().text();
+        for words in [
+            "3 ranks (2+1 by node)",
+            "all-reduce",
+            "4K",
+            "4.00 us",
+            "5.00 (5.00-5.00)",
+            "same bits",
+            "no python3",
+        ] {
+            assert!(text.contains(words), "{words:?} in\n{text}");
+        }
+        let mut wrong = sample();
+        wrong.runs[0].peers[0].same = false;
+        assert!(sample().is_right() && !wrong.is_right() && wrong.text().contains("NOT THE SAME"));
+    }
 }

@@ -6,6 +6,8 @@ use sidelane::collective::Communicator;
 use sidelane::ep::{Collective, Shares};
 use sidelane::{Dtype, Error, Group};
 
+use crate::options::word;
+
 /// A collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -25,25 +27,11 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// All of them.
-    pub const ALL: [Operation; 6] = [
-        Operation::AllReduce,
-        Operation::Broadcast,
-        Operation::AllToAll,
-        Operation::AllToAllLanded,
-        Operation::AllGather,
-        Operation::ReduceScatter,
-    ];
-
     /// As tables have it.
-    pub fn name(self) -> &'static str {
+    pub fn name(self) -> String {
         match self {
-            Operation::AllReduce => "all-reduce",
-            Operation::Broadcast => "broadcast",
-            Operation::AllToAll => "all-to-all",
-            Operation::AllToAllLanded => "all-to-all, landed",
-            Operation::AllGather => "all-gather",
-            Operation::ReduceScatter => "reduce-scatter",
+            Operation::AllToAllLanded => "all-to-all, landed".to_owned(),
+            other => word(&other),
         }
     }
 

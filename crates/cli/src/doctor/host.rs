@@ -1,8 +1,6 @@
 //! Kernel, cores, vector units, memory, NUMA nodes.
 
-use super::facts::Facts;
-use super::finding::{Finding, bytes};
-use super::root::Root;
+use super::{Facts, Finding, Root, bytes, find_library};
 
 pub fn kernel(root: &Root) -> Finding {
     const WHAT: &str = "kernel";
@@ -109,9 +107,190 @@ fn count_ranges(list: &str) -> Option<usize> {
         .sum()
 }
 
+/// What shared segments get. A setting is a promise: fragmented memory may refuse it, so a segment is asked for.
+pub fn huge_pages(root: &Root, facts: &Facts) -> Finding {
+    const WHAT: &str = "huge pages (shared)";
+    const SETTING: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+    let setting = root.read(SETTING).as_deref().and_then(chosen).unwrap_or("absent".into());
+    let reserved = meminfo(root, "HugePages_Total").unwrap_or(0);
+    let grant = match facts.huge_pages {
+        Some(true) => "granted",
+        Some(false) => "not granted",
+        None => "grant unknown",
+    };
+    let found = format!("{grant}; shmem_enabled = {setting}, {reserved} reserved");
+    match (facts.huge_pages, setting.as_str()) {
+        (Some(true), _) => Finding::ok(WHAT, found, "A segment asked for huge pages and got them."),
+        (_, "absent") => Finding::note(
+            WHAT,
+            found,
+            "This kernel has no huge pages for shared memory: rows cost more TLB misses.",
+            "Boot a kernel with CONFIG_TRANSPARENT_HUGEPAGE.",
+        ),
+        (_, "always" | "force" | "within_size" | "advise") => Finding::note(
+            WHAT,
+            found,
+            "The setting allows them, but a segment that asked got none: memory may be fragmented.",
+            "As root: echo 1 > /proc/sys/vm/compact_memory, then try again.",
+        ),
+        _ => Finding::note(
+            WHAT,
+            found,
+            "Segments lie in small pages: first touches are slow, rows cost more TLB misses.",
+            "As root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+        ),
+    }
+}
+
+/// `always [never] force` chooses `never`.
+fn chosen(setting: &str) -> Option<String> {
+    let (_, rest) = setting.split_once('[')?;
+    Some(rest.split_once(']')?.0.to_owned())
+}
+
+pub fn dev_shm(root: &Root) -> Finding {
+    const WHAT: &str = "/dev/shm";
+    const ENOUGH: u64 = 1 << 30;
+    match rustix::fs::statvfs(root.join("/dev/shm")) {
+        Ok(space) if space.f_blocks * space.f_frsize >= ENOUGH => Finding::ok(
+            WHAT,
+            format!("{} free", bytes(space.f_bavail * space.f_frsize)),
+            "Sidelane's own segments are anonymous and do not lie here; NCCL and PyTorch use it.",
+        ),
+        Ok(space) => Finding::note(
+            WHAT,
+            bytes(space.f_blocks * space.f_frsize),
+            "Sidelane's own segments do not lie here, but NCCL and PyTorch fail when it is full.",
+            "In a container: --shm-size=8g, or --ipc=host.",
+        ),
+        Err(_) => Finding::note(
+            WHAT,
+            "absent",
+            "Sidelane's own segments do not lie here, but NCCL and PyTorch need it.",
+            "Mount a tmpfs at /dev/shm.",
+        ),
+    }
+}
+
+pub fn open_files(facts: &Facts) -> Finding {
+    const WHAT: &str = "open files";
+    const ENOUGH: u64 = 4096;
+    let found = facts.open_files.map_or("unlimited".to_owned(), |limit| limit.to_string());
+    if facts.open_files.is_none_or(|limit| limit >= ENOUGH) {
+        Finding::ok(WHAT, found, "Enough for the sockets and segments of a large job.")
+    } else {
+        Finding::note(
+            WHAT,
+            found,
+            "A rank holds a few descriptors per peer: large jobs run out.",
+            "ulimit -n 65536 before the job starts, or raise nofile in limits.conf.",
+        )
+    }
+}
+
+pub fn locked_memory(facts: &Facts, has_cards: bool) -> Finding {
+    const WHAT: &str = "locked memory";
+    match facts.locked_memory {
+        None => Finding::ok(WHAT, "unlimited", "Cards can register any heap."),
+        Some(limit) if has_cards => Finding::warn(
+            WHAT,
+            bytes(limit),
+            "Registering memory with a card locks it: a heap larger than this fails.",
+            "ulimit -l unlimited, memlock in limits.conf, or --ulimit memlock=-1 for a container.",
+        ),
+        Some(limit) => {
+            Finding::ok(WHAT, bytes(limit), "Matters only to cards, which lock what they register.")
+        }
+    }
+}
+
+const CLASS: &str = "/sys/class/infiniband";
+
+/// One port of a card, as the kernel describes it.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Port {
+    card: String,
+    port: String,
+    state: String,
+    link_layer: String,
+    rate: String,
+}
+
+/// All ports of all cards.
+pub fn ports(root: &Root) -> Vec<Port> {
+    let cards = root.list(CLASS).into_iter();
+    cards
+        .flat_map(|card| {
+            let dir = format!("{CLASS}/{card}/ports");
+            root.list(&dir).into_iter().map(move |port| {
+                let value =
+                    |name| root.read(format!("{dir}/{port}/{name}")).unwrap_or_else(|| "unknown".into());
+                // "4: ACTIVE"
+                let state = value("state");
+                let state = state.rsplit_once(": ").map_or(state.as_str(), |(_, name)| name).to_owned();
+                let (link_layer, rate) = (value("link_layer"), value("rate"));
+                Port { card: card.clone(), port, state, link_layer, rate }
+            })
+        })
+        .collect()
+}
+
+pub fn cards(root: &Root, facts: &Facts, ports: &[Port]) -> Vec<Finding> {
+    let mut findings = vec![library(root, facts, !ports.is_empty())];
+    if ports.is_empty() {
+        findings.push(Finding::note(
+            "network cards",
+            "none",
+            "No card of RDMA kind. Jobs on one machine need none.",
+            "If there should be one: lspci, then the driver (mlx5_ib, rdma_rxe for a soft one).",
+        ));
+    } else if root.numbered("/dev/infiniband", "uverbs") == 0 {
+        findings.push(Finding::warn(
+            "/dev/infiniband",
+            "no uverbs device",
+            "The kernel has cards, but this process cannot open them.",
+            "modprobe ib_uverbs; in a container pass --device=/dev/infiniband.",
+        ));
+    }
+    findings.extend(ports.iter().map(describe));
+    findings
+}
+
+fn library(root: &Root, facts: &Facts, has_cards: bool) -> Finding {
+    const WHAT: &str = "libibverbs";
+    const ADVICE: &str = "Install libibverbs1 and ibverbs-providers (Debian), rdma-core elsewhere.";
+    match find_library(root, facts, &["libibverbs.so.1"]) {
+        Some(path) => Finding::ok(WHAT, path.display().to_string(), "Cards can be driven."),
+        None if has_cards => Finding::warn(
+            WHAT,
+            "not found",
+            "There are cards, but the library that drives them is missing.",
+            ADVICE,
+        ),
+        None => Finding::note(WHAT, "not found", "Needed only to drive network cards.", ADVICE),
+    }
+}
+
+fn describe(port: &Port) -> Finding {
+    let Port { card, port, state, link_layer, rate } = port;
+    let (what, found) = (format!("card {card}, port {port}"), format!("{state}, {link_layer}, {rate}"));
+    match (state.as_str(), link_layer.as_str()) {
+        ("ACTIVE", "Ethernet") => {
+            Finding::ok(what, found, "RoCE: loss is rare only with flow control on the switch.")
+        }
+        ("ACTIVE", _) => Finding::ok(what, found, "Ready."),
+        _ => Finding::warn(
+            what,
+            found,
+            "The port carries no traffic.",
+            "Check the cable, the switch and, for InfiniBand, that a subnet manager runs.",
+        ),
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::count_ranges;
+    use super::*;
 
     #[test]
     fn ranges_of_cores_are_counted() {

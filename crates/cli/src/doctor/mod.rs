@@ -4,28 +4,24 @@
 //! one, since nobody else knows what it can do; it makes no context and takes no memory of a GPU. Detection reads files
 //! below a [`Root`] and facts about the process ([`Facts`]), so that tests can lay out a machine of their own.
 
-mod cards;
 mod cuda;
-mod facts;
-mod finding;
 mod host;
-mod loader;
-mod root;
-mod shared;
-mod table;
 
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
+use comfy_table::{ColumnConstraint, Width};
+use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
+use sidelane::device::{Driver, Probe};
+use sidelane::error::DeviceError;
 
+use crate::command::{self, Command, Report};
 use crate::error::CliError;
-use crate::output;
+use crate::table;
+
 pub use cuda::of_probe as cuda_findings;
-use facts::Facts;
-use finding::Finding;
-pub use finding::Level;
-use root::Root;
 
 /// Say what this machine offers, what that means, and what to do
 #[derive(Args)]
@@ -44,42 +40,246 @@ struct Diagnosis {
     findings: Vec<Finding>,
 }
 
-/// Prints the report. It is a report: whatever it finds, it succeeds.
-pub fn main(args: &DoctorArgs) -> Result<ExitCode, CliError> {
-    let diagnosis = Diagnosis {
-        version: env!("CARGO_PKG_VERSION"),
-        commit: env!("SIDELANE_COMMIT"),
-        target: env!("SIDELANE_TARGET"),
-        findings: examine(&Root::new("/"), &Facts::of_this_process()),
-    };
-    if args.json {
-        let text = serde_json::to_string_pretty(&diagnosis).expect("strings and lists are always JSON");
-        output::print(&text)?;
-    } else {
-        let Diagnosis { version, commit, target, findings } = &diagnosis;
-        let head = format!("sidelane {version} ({commit}) for {target}\n");
-        output::print(&format!("{head}\n{}\n\n{}", table::table(findings), table::summary(findings)))?;
+impl Command for DoctorArgs {
+    const NAME: &'static str = "doctor";
+
+    /// It is a report: whatever it finds, it succeeds.
+    fn run(self) -> Result<ExitCode, CliError> {
+        let diagnosis = Diagnosis {
+            version: env!("CARGO_PKG_VERSION"),
+            commit: env!("SIDELANE_COMMIT"),
+            target: env!("SIDELANE_TARGET"),
+            findings: examine(&Root::new("/"), &Facts::of_this_process()),
+        };
+        command::print(&if self.json { diagnosis.json() } else { diagnosis.text() })?;
+        Ok(ExitCode::SUCCESS)
     }
-    Ok(ExitCode::SUCCESS)
+}
+
+impl Report for Diagnosis {
+    fn text(&self) -> String {
+        let Diagnosis { version, commit, target, findings } = self;
+        let head = format!(
+            "sidelane {version} ({commit}) for {target}
+"
+        );
+        format!(
+            "{head}
+{}
+
+{}",
+            rows(findings),
+            summary(findings)
+        )
+    }
 }
 
 /// Every finding, from what all jobs need to what few have.
 fn examine(root: &Root, facts: &Facts) -> Vec<Finding> {
-    let cards = cards::ports(root);
+    let cards = host::ports(root);
     let mut findings = vec![
         host::kernel(root),
         host::cores(root, facts),
         host::vectors(root),
         host::memory(root),
         host::numa(root),
-        shared::huge_pages(root, facts),
-        shared::dev_shm(root),
-        shared::open_files(facts),
-        shared::locked_memory(facts, !cards.is_empty()),
+        host::huge_pages(root, facts),
+        host::dev_shm(root),
+        host::open_files(facts),
+        host::locked_memory(facts, !cards.is_empty()),
     ];
-    findings.extend(cards::findings(root, facts, &cards));
+    findings.extend(host::cards(root, facts, &cards));
     findings.extend(cuda::findings(root, facts));
     findings
+}
+
+/// Facts about this process. A limit of `None` is no limit.
+pub struct Facts {
+    pub usable_cores: usize,
+    pub locked_memory: Option<u64>,
+    pub open_files: Option<u64>,
+    /// Whether a segment that asked for huge pages got them; `None` if the kernel does not tell.
+    pub huge_pages: Option<bool>,
+    /// Directories of `LD_LIBRARY_PATH`.
+    pub library_path: Vec<PathBuf>,
+    /// What the CUDA driver says, or why it does not.
+    pub cuda: Result<Probe, DeviceError>,
+}
+
+impl Facts {
+    /// Asks the kernel, the environment and the CUDA driver.
+    pub fn of_this_process() -> Self {
+        let path = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+        Facts {
+            usable_cores: crate::machines::cores(),
+            locked_memory: getrlimit(Resource::Memlock).current,
+            open_files: getrlimit(Resource::Nofile).current,
+            huge_pages: sidelane::memory::huge_pages_granted(),
+            library_path: std::env::split_paths(&path).filter(|dir| !dir.as_os_str().is_empty()).collect(),
+            cuda: Driver::open().and_then(|driver| driver.probe()),
+        }
+    }
+}
+
+/// How much a reader should care.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Level {
+    /// As it should be.
+    Ok,
+    /// Works, but slower, or without something optional.
+    Note,
+    /// Something will fail.
+    Warn,
+}
+
+impl Level {
+    /// The word in the table and in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Level::Ok => "ok",
+            Level::Note => "note",
+            Level::Warn => "warn",
+        }
+    }
+}
+
+/// What was looked at, what was found, what it means, and what to do.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Finding {
+    pub what: String,
+    pub level: Level,
+    pub found: String,
+    pub meaning: &'static str,
+    pub advice: Option<&'static str>,
+}
+
+impl Finding {
+    /// Nothing to do.
+    pub fn ok(what: impl Into<String>, found: impl Into<String>, meaning: &'static str) -> Self {
+        Finding { what: what.into(), level: Level::Ok, found: found.into(), meaning, advice: None }
+    }
+
+    /// Works without.
+    pub fn note(
+        what: impl Into<String>,
+        found: impl Into<String>,
+        meaning: &'static str,
+        advice: &'static str,
+    ) -> Self {
+        Finding { level: Level::Note, advice: Some(advice), ..Finding::ok(what, found, meaning) }
+    }
+
+    /// Will fail.
+    pub fn warn(
+        what: impl Into<String>,
+        found: impl Into<String>,
+        meaning: &'static str,
+        advice: &'static str,
+    ) -> Self {
+        Finding { level: Level::Warn, advice: Some(advice), ..Finding::ok(what, found, meaning) }
+    }
+}
+
+/// A number of bytes, in powers of 1024: `23.5 GiB`.
+pub fn bytes(count: u64) -> String {
+    const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
+    let (mut value, mut unit) = (count as f64 / 1024.0, 0);
+    while value >= 1023.95 && unit + 1 < UNITS.len() {
+        (value, unit) = (value / 1024.0, unit + 1);
+    }
+    let number = format!("{value:.1}");
+    format!("{} {}", number.strip_suffix(".0").unwrap_or(&number), UNITS[unit])
+}
+
+/// Reads small files of /sys, /proc, /etc and /dev. What is not there or not readable is simply not found.
+pub struct Root(PathBuf);
+
+impl Root {
+    /// Paths of the other methods are taken below `path`.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Root(path.into())
+    }
+
+    /// Where a path of the machine lies.
+    pub fn join(&self, path: impl AsRef<Path>) -> PathBuf {
+        let path = path.as_ref();
+        self.0.join(path.strip_prefix("/").unwrap_or(path))
+    }
+
+    /// The text of a file, without blanks around it.
+    pub fn read(&self, path: impl AsRef<Path>) -> Option<String> {
+        std::fs::read_to_string(self.join(path)).ok().map(|text| text.trim().to_owned())
+    }
+
+    /// The names in a directory, sorted.
+    pub fn list(&self, path: impl AsRef<Path>) -> Vec<String> {
+        let entries = std::fs::read_dir(self.join(path)).into_iter().flatten().flatten();
+        let mut names: Vec<String> =
+            entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+        names.sort_unstable();
+        names
+    }
+
+    /// Names in a directory that are a prefix and a number: `node0`, `uverbs1`.
+    pub fn numbered(&self, path: impl AsRef<Path>, prefix: &str) -> usize {
+        let is_number = |rest: &str| !rest.is_empty() && rest.bytes().all(|b| b.is_ascii_digit());
+        self.list(path).iter().filter(|name| name.strip_prefix(prefix).is_some_and(is_number)).count()
+    }
+
+    /// Whether a path exists.
+    pub fn has(&self, path: impl AsRef<Path>) -> bool {
+        self.join(path).exists()
+    }
+}
+
+/// Directories that loaders search when nothing is configured.
+const USUAL: [&str; 6] = ["/usr/local/lib", "/usr/local/lib64", "/lib64", "/usr/lib64", "/lib", "/usr/lib"];
+
+/// The first place where one of these names lies.
+pub fn find_library(root: &Root, facts: &Facts, names: &[&str]) -> Option<PathBuf> {
+    let paths =
+        directories(root, facts).into_iter().flat_map(|dir| names.iter().map(move |name| dir.join(name)));
+    paths.into_iter().find(|path| root.has(path))
+}
+
+/// In the loader's order: the environment, the configuration, the usual places.
+fn directories(root: &Root, facts: &Facts) -> Vec<PathBuf> {
+    const CONFIGURED: &str = "/etc/ld.so.conf.d";
+    let mut texts: Vec<String> = root.read("/etc/ld.so.conf").into_iter().collect();
+    texts.extend(root.list(CONFIGURED).iter().filter_map(|name| root.read(format!("{CONFIGURED}/{name}"))));
+    let configured = texts.iter().flat_map(|text| text.lines()).map(str::trim).filter(|l| l.starts_with('/'));
+    facts.library_path.iter().cloned().chain(configured.chain(USUAL).map(PathBuf::from)).collect()
+}
+
+/// What was found on the left, what it means on the right.
+fn rows(findings: &[Finding]) -> String {
+    let mut table = table::new(["", "what", "found", "what it means, and what to do"]);
+    for finding in findings {
+        let advice = finding.advice.map_or(String::new(), |advice| format!("\n→ {advice}"));
+        table.add_row([
+            finding.level.name(),
+            &finding.what,
+            &finding.found,
+            &format!("{}{advice}", finding.meaning),
+        ]);
+    }
+    table.set_constraints([
+        ColumnConstraint::ContentWidth,
+        ColumnConstraint::UpperBoundary(Width::Percentage(20)),
+        ColumnConstraint::UpperBoundary(Width::Percentage(25)),
+    ]);
+    table.trim_fmt()
+}
+
+/// The last line: what to look at first.
+fn summary(findings: &[Finding]) -> &'static str {
+    let any = |level| findings.iter().any(|finding| finding.level == level);
+    match (any(Level::Warn), any(Level::Note)) {
+        (false, false) => "All as it should be.",
+        (false, true) => "No warnings. Notes say what would be faster, and what is optional.",
+        (true, _) => "A warning names what fails as soon as it is used.",
+    }
 }
 
 #[cfg(test)]

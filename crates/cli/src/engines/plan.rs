@@ -9,7 +9,8 @@ use sidelane::topology::{Paths, Route};
 use sidelane_core::schedule::{Control, Setting, WindowId};
 use sidelane_model::EngineWork;
 
-use super::task::{Conditions, Task};
+use super::Task;
+use crate::routing::Decided;
 
 /// In how many parts a block goes to its relay: as everywhere in the library.
 const CHUNKS: u8 = 4;
@@ -21,8 +22,9 @@ pub fn dispatch(
     route: Route,
     spans: bool,
 ) -> Result<Vec<EngineWork>, PlanError> {
-    let Task { map, nodes, routings, row_bytes, home_bytes, .. } = task;
-    let Conditions { tokens, top_k, .. } = task.conditions;
+    let Task { decided, row_bytes, home_bytes, .. } = task;
+    let Decided { map, nodes, routings, conditions } = decided;
+    let (tokens, top_k) = (conditions.tokens, conditions.top_k);
     let bins = Bins::of_layout(layout, map, Order::Expert, nodes);
     let notes = Notes::of(layout, Mode::Eager, spans);
     let sizing = Sizing {
@@ -67,44 +69,23 @@ pub fn dispatch(
 mod tests {
     use std::collections::BTreeSet;
 
-    use sidelane::plan::ExpertMap;
-    use sidelane::topology::NodeMap;
-
     use super::*;
-    use crate::bench::RowType;
-    use crate::routing::{Router, Share, Source};
+    use crate::command::tests::parsed;
 
-    fn task(ranks_per_node: &[u32]) -> Task {
-        let nodes = NodeMap::from_labels(&crate::launch::node_labels(ranks_per_node));
-        let share = Share { experts: 24, top_k: 4, tokens: 50, seed: 3 };
-        let routing: Source = "zipf:1.0".parse().unwrap();
-        let router = Router::open(&routing).unwrap();
-        Task {
-            conditions: Conditions {
-                routing,
-                experts: share.experts,
-                top_k: share.top_k,
-                ranks_per_node: ranks_per_node.to_vec(),
-                tokens: share.tokens,
-                hidden: 16,
-                dtype: RowType::Bf16,
-                seed: share.seed,
-                per_copy: 1.0,
-                speed: 1.0,
-            },
-            map: ExpertMap::contiguous(share.experts, nodes.ranks()).unwrap(),
-            routings: (0..nodes.ranks()).map(|rank| router.routing(share, rank).unwrap()).collect(),
-            nodes,
-            row_bytes: 32,
-            home_bytes: 32,
-        }
+    fn task(ranks_per_node: &str) -> Task {
+        let line = format!(
+            "zipf:1.0 --experts 24 --top-k 4 --tokens 50 --seed 3 --hidden 16 --ranks-per-node {ranks_per_node}"
+        );
+        Task::resolve(&parsed(&line).unwrap()).unwrap()
     }
 
     /// Where the rows of a token go: a rank for each choice, or each rank once.
     fn ranks_of(task: &Task, layout: RowLayout, source: u32, token: u32) -> Vec<u32> {
-        let experts = task.routings[source as usize].experts_of(token).iter();
-        let slots = experts.map(|&expert| task.map.slot_for(source, expert as u32));
-        let rank = |slot| (0..task.nodes.ranks()).find(|&r| task.map.slots_of(r).contains(&slot)).unwrap();
+        let experts = task.decided.routings[source as usize].experts_of(token).iter();
+        let slots = experts.map(|&expert| task.decided.map.slot_for(source, expert as u32));
+        let rank = |slot| {
+            (0..task.decided.nodes.ranks()).find(|&r| task.decided.map.slots_of(r).contains(&slot)).unwrap()
+        };
         let ranks = slots.map(rank);
         match layout {
             RowLayout::ExpertMajor => ranks.collect(),
@@ -114,8 +95,8 @@ mod tests {
 
     /// Rows of the engines of a rank and of its card, counted token by token.
     fn rows(task: &Task, layout: RowLayout, route: Route, me: u32) -> [u64; 2] {
-        let (nodes, mut engines, mut cards) = (&task.nodes, 0, 0);
-        let tokens = || 0..task.conditions.tokens;
+        let (nodes, mut engines, mut cards) = (&task.decided.nodes, 0, 0);
+        let tokens = || 0..task.decided.conditions.tokens;
         for (source, token) in (0..nodes.ranks()).flat_map(|source| tokens().map(move |t| (source, t))) {
             let (near, far): (Vec<u32>, Vec<u32>) =
                 ranks_of(task, layout, source, token).iter().partition(|&&rank| nodes.same_node(rank, me));
@@ -142,9 +123,8 @@ mod tests {
             let spans = layout == RowLayout::RankMajor && route == Route::Pxn;
             [(layout, route, false), (layout, route, spans)]
         });
-        for (shape, (layout, route, spans)) in [&[4][..], &[2, 2], &[3, 1, 2]]
-            .into_iter()
-            .flat_map(|shape| ways.clone().map(move |w| (shape, w)))
+        for (shape, (layout, route, spans)) in
+            ["4", "2,2", "3,1,2"].into_iter().flat_map(|shape| ways.clone().map(move |w| (shape, w)))
         {
             let task = task(shape);
             for (me, work) in (0..).zip(dispatch(&task, layout, route, spans).unwrap()) {

@@ -7,19 +7,25 @@
 //! ```
 //!
 //! Everything is allocated before the hold and freed behind it, since calls that wait for the context would wait for the hold.
+//!
+//! A dispatch of ranks that are streams of one context, from packed to landed: the program of an exchange ([`StreamProgram`]) as the
+//! library lowers it, with its kernels left out. What it packs lies there before.
+//!
+//! Ranks share a context since of several processes the GPU would take turns: what is done to one would not touch the others.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sidelane::device::{AuditKernels, Context, Driver, Hold, PinnedMemory, Stream};
+use sidelane::device::{AuditKernels, Context, Driver, Hold, PinnedMemory, Range, Stream, Version};
+use sidelane::error::DeviceError;
+use sidelane::exec::{Lowered, PeerWindows};
+use sidelane_core::schedule::call::{Part, SlotCall};
+use sidelane_core::schedule::stream::{Slots, StreamProgram};
 
-use super::check::{About, Checks};
-use super::dispatch::{self, Dispatch, Peers, RANKS};
-use super::driver::stream;
-use super::error::{CheckError, equal};
-use super::memory::{device, finish, until, whole};
-use super::row::State;
-use super::task::Task;
+use super::Task;
+use super::device::{self, Random, allocate, content, equal, finish, same, stream, until, whole};
+use super::report::{About, Checks, State};
+use crate::error::CliError;
 
 /// Bytes of a slot: one of a small batch, and one that is hardly more than its flags.
 const SLOTS: [(u64, &str); 2] = [(921_600, "0.9 MB"), (16 << 10, "16 KiB")];
@@ -27,29 +33,27 @@ const SLOTS: [(u64, &str); 2] = [(921_600, "0.9 MB"), (16 << 10, "16 KiB")];
 /// A control that has not ended in so long needed what is held.
 const CONTROL: Duration = Duration::from_millis(500);
 
-pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let context = Driver::open()?.context(task.device)?;
     let audit = Audit::new(task, &context)?;
     let mut controls = true;
-    let about = About {
-        what: "control: a kernel of one block",
-        shows: "no multiprocessor has room for anything: it must not run while they are held",
-        open: None,
-    };
+    let about = About::new(
+        "control: a kernel of one block",
+        "no multiprocessor has room for anything: it must not run while they are held",
+    );
     controls &= audit
         .control(checks, about, |stream| Ok(audit.kernels.touch(stream, audit.word.range().word(0)?)?))?;
-    let (from, to) = (device(&context, 1 << 20)?, device(&context, 1 << 20)?);
-    let about = About {
-        what: "control: plain copy on the GPU",
-        shows: "SMs do these, and so it must not end while they are held: the audit sees what it looks for",
-        open: None,
-    };
+    let (from, to) = (allocate(&context, 1 << 20)?, allocate(&context, 1 << 20)?);
+    let about = About::new(
+        "control: plain copy on the GPU",
+        "SMs do these, and so it must not end while they are held: the audit sees what it looks for",
+    );
     controls &= audit.control(checks, about, |stream| Ok(stream.copy(whole(&to)?, whole(&from)?)?))?;
     for peers in Peers::ALL {
         for (bytes, size) in SLOTS {
             let (shows, open) = words(peers);
             let what = format!("{RANKS} ranks, {size} to {}", peers.place());
-            audit.exchange(checks, controls, About { what: &what, shows, open: Some(open) }, peers, bytes)?;
+            audit.exchange(checks, controls, About::new(&what, shows).open(open), peers, bytes)?;
         }
     }
     Ok(())
@@ -82,7 +86,7 @@ struct Audit<'a> {
 }
 
 impl<'a> Audit<'a> {
-    fn new(task: &'a Task, context: &'a Arc<Context>) -> Result<Self, CheckError> {
+    fn new(task: &'a Task, context: &'a Arc<Context>) -> Result<Self, CliError> {
         let kernels = AuditKernels::load(context)?;
         Ok(Audit {
             task,
@@ -92,12 +96,12 @@ impl<'a> Audit<'a> {
             word: PinnedMemory::new(context, 8)?,
             holder: stream(context)?,
             control: stream(context)?,
-            ranks: dispatch::streams(context)?,
+            ranks: streams(context)?,
         })
     }
 
     /// Has `work` done while every multiprocessor is held. Whatever comes of it, the hold ends.
-    fn held<T>(&self, work: impl FnOnce() -> Result<T, CheckError>) -> Result<T, CheckError> {
+    fn held<T>(&self, work: impl FnOnce() -> Result<T, CliError>) -> Result<T, CliError> {
         self.hold.take(&self.holder)?;
         let all = u64::from(self.hold.blocks());
         let running = until("blocks of the hold", self.task.patience(), || Ok(self.all_run()));
@@ -120,8 +124,8 @@ impl<'a> Audit<'a> {
         &self,
         checks: &mut Checks,
         about: About<'_>,
-        enqueue: impl FnOnce(&Stream) -> Result<(), CheckError>,
-    ) -> Result<bool, CheckError> {
+        enqueue: impl FnOnce(&Stream) -> Result<(), CliError>,
+    ) -> Result<bool, CliError> {
         let ended = self.held(|| {
             enqueue(&self.control)?;
             let start = Instant::now();
@@ -159,7 +163,7 @@ impl<'a> Audit<'a> {
         about: About<'_>,
         peers: Peers,
         bytes: u64,
-    ) -> Result<(), CheckError> {
+    ) -> Result<(), CliError> {
         if !checks.has(about, self.context.driver().version(), peers.needs())? {
             return Ok(());
         }
@@ -172,18 +176,18 @@ impl<'a> Audit<'a> {
         checks.tell(about, state, found, None)
     }
 
-    fn dispatch(&self, peers: Peers, bytes: u64) -> Result<String, CheckError> {
+    fn dispatch(&self, peers: Peers, bytes: u64) -> Result<String, CliError> {
         let mut dispatch = Dispatch::packed(self.context, &self.control, peers, bytes)?;
         let patience = self.task.patience();
         let landed = self.held(|| {
             let start = Instant::now();
             dispatch.enqueue(&self.ranks)?;
             let what = "a dispatch while every multiprocessor is held";
-            until(what, patience, || dispatch::all_done(&self.ranks))?;
+            until(what, patience, || all_done(&self.ranks))?;
             Ok(start.elapsed())
         });
         // What waited for a multiprocessor ends now, and lets go of its memory.
-        until("a dispatch that was let go", patience, || dispatch::all_done(&self.ranks))?;
+        until("a dispatch that was let go", patience, || all_done(&self.ranks))?;
         let landed = landed?;
         dispatch.check(&self.control, patience)?;
         let (copies, operations) = dispatch.counts();
@@ -193,5 +197,172 @@ impl<'a> Audit<'a> {
             self.hold.blocks(),
             self.context.facts().multiprocessors
         ))
+    }
+}
+
+pub const RANKS: u32 = 4;
+
+/// Where rows go.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Peers {
+    /// Pinned memory of the host: an engine does these by construction.
+    Host,
+    /// The same GPU, in batches that prefer engines: SMs make these copies before CUDA 13.1.
+    SameGpu,
+}
+
+impl Peers {
+    pub const ALL: [Peers; 2] = [Peers::Host, Peers::SameGpu];
+
+    pub fn place(self) -> &'static str {
+        match self {
+            Peers::Host => "pinned windows of the host",
+            Peers::SameGpu => "the same GPU, in batches",
+        }
+    }
+
+    /// What it needs of a driver, and the version that has it.
+    pub fn needs(self) -> (&'static str, Version) {
+        match self {
+            Peers::Host => ("a signal beside mapped memory", Version::MAPPED_FLAGS),
+            Peers::SameGpu => ("the overlap hint of a batch", Version::OVERLAP_HINT),
+        }
+    }
+}
+
+/// A stream for each rank. Made one after the other: on hardware queues of their own.
+pub fn streams(context: &Arc<Context>) -> Result<Vec<Stream>, DeviceError> {
+    (0..RANKS).map(|_| stream(context)).collect()
+}
+
+/// Whether all of them have come to their end.
+pub fn all_done(streams: &[Stream]) -> Result<bool, DeviceError> {
+    streams.iter().try_fold(true, |all, stream| Ok(all && stream.is_done()?))
+}
+
+/// One dispatch of all ranks, to be done once.
+pub struct Dispatch {
+    slots: Slots,
+    bytes: u64,
+    windows: Windows,
+    programs: Vec<Lowered>,
+}
+
+impl Dispatch {
+    /// Packed: slots of so many bytes are full, and nothing has moved.
+    pub fn packed(
+        context: &Arc<Context>,
+        staging: &Stream,
+        peers: Peers,
+        bytes: u64,
+    ) -> Result<Self, CliError> {
+        let slots = Slots::new(RANKS, bytes, bytes)?;
+        let windows = Windows::new(context, &slots, peers)?;
+        let mut programs = Vec::new();
+        for rank in 0..RANKS {
+            for to in (0..RANKS).filter(|&to| to != rank) {
+                let slot = windows.own[rank as usize].part(slots.send(to), bytes)?;
+                device::write(staging, &slot, &content_of(rank, to, bytes))?;
+            }
+            let program = StreamProgram::new(SlotCall::Dispatch, slots, rank)?;
+            programs.push(Lowered::lower(context, &program, rank, &windows.seen_by(rank))?);
+        }
+        Ok(Dispatch { slots, bytes, windows, programs })
+    }
+
+    /// Enqueues all of it: copies, signals, waits, words set back.
+    pub fn enqueue(&mut self, streams: &[Stream]) -> Result<(), DeviceError> {
+        for (program, stream) in self.programs.iter_mut().zip(streams) {
+            program.enqueue(Part::Start, stream)?;
+        }
+        for (program, stream) in self.programs.iter_mut().zip(streams) {
+            program.enqueue(Part::Finish, stream)?;
+        }
+        Ok(())
+    }
+
+    /// Whether everything landed, to the byte.
+    pub fn check(&self, staging: &Stream, patience: Duration) -> Result<(), CliError> {
+        for rank in 0..RANKS {
+            for from in (0..RANKS).filter(|&from| from != rank) {
+                let place = (self.slots.receive(from), self.bytes);
+                let seen = self.windows.landed(rank, place, staging, patience)?;
+                let expected = content_of(from, rank, self.bytes);
+                same(format!("the slot of rank {from} at rank {rank}"), &seen, &expected)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies and memory operations of all ranks.
+    pub fn counts(&self) -> (u64, u64) {
+        let counts = self.programs.iter().map(Lowered::counts);
+        counts.fold((0, 0), |(a, b), counts| (a + counts.copies, b + counts.memory_operations))
+    }
+}
+
+fn content_of(from: u32, to: u32, bytes: u64) -> Vec<u8> {
+    Random(u64::from(from * RANKS + to) + bytes).bytes(bytes as usize)
+}
+
+/// Windows of all ranks.
+struct Windows {
+    /// What each sends from.
+    own: Vec<Range>,
+    /// Where others write, if that is memory of the host.
+    host: Option<Vec<PinnedMemory>>,
+    words: Vec<PinnedMemory>,
+}
+impl Windows {
+    fn new(context: &Arc<Context>, slots: &Slots, peers: Peers) -> Result<Self, DeviceError> {
+        let pinned = |bytes: u64| -> Result<Vec<_>, DeviceError> {
+            (0..RANKS).map(|_| PinnedMemory::new(context, bytes as usize)).collect()
+        };
+        Ok(Windows {
+            own: (0..RANKS).map(|_| allocate(context, slots.bytes())).collect::<Result<_, _>>()?,
+            host: if peers == Peers::Host { Some(pinned(slots.bytes())?) } else { None },
+            words: pinned(slots.flag_bytes())?,
+        })
+    }
+
+    fn seen_by(&self, me: u32) -> Seen<'_> {
+        Seen { windows: self, me }
+    }
+
+    /// Bytes that a rank received.
+    fn landed(
+        &self,
+        rank: u32,
+        (offset, len): (u64, u64),
+        stream: &Stream,
+        patience: Duration,
+    ) -> Result<Vec<u8>, CliError> {
+        match &self.host {
+            None => device::read(stream, &self.own[rank as usize].part(offset, len)?, patience),
+            Some(host) => Ok(content(&host[rank as usize])?[offset as usize..][..len as usize].to_vec()),
+        }
+    }
+}
+
+/// The windows as one rank reaches them: its own on the GPU, those of the others where they are.
+struct Seen<'a> {
+    windows: &'a Windows,
+    me: u32,
+}
+
+impl PeerWindows for Seen<'_> {
+    fn slots(&self, rank: u32) -> Option<&Range> {
+        Some(match &self.windows.host {
+            Some(host) if rank != self.me => host[rank as usize].range(),
+            _ => &self.windows.own[rank as usize],
+        })
+    }
+
+    fn flags(&self, rank: u32) -> Option<&Range> {
+        Some(self.windows.words[rank as usize].range())
+    }
+
+    fn same_device(&self, _rank: u32) -> bool {
+        self.windows.host.is_none()
     }
 }

@@ -9,14 +9,11 @@ use sidelane::device::{
 use sidelane::error::DeviceError;
 use sidelane::{Dtype, Group, World};
 
-use super::check::{About, Checks};
-use super::driver::stream;
-use super::error::CheckError;
+use super::Task;
+use super::device::{Samples, Timer, allocate, stream, whole};
 use super::exchange::{Call, Case, Input, Rank, experts_copy, on_ranks};
-use super::memory::{device, whole};
-use super::row::Time;
-use super::task::Task;
-use super::timer::{Samples, Timer};
+use super::report::{About, Checks, Time};
+use crate::error::CliError;
 
 /// Bytes of copies: a slot of a small batch; sizes around which a copy costs more than its price;
 /// little more than nothing.
@@ -30,7 +27,7 @@ const TARGETS: usize = 7;
 const NVLINK: Option<&str> = Some("the same to other GPUs, over NVLink");
 const STAND_IN: &str = "nothing: the stand-in's times are not a GPU's";
 
-pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let context = Driver::open()?.context(task.device)?;
     let mut bench = Bench {
         task,
@@ -62,13 +59,13 @@ impl Bench<'_> {
         open: Option<&str>,
         samples: &Samples,
         bytes: Option<u64>,
-    ) -> Result<(), CheckError> {
+    ) -> Result<(), CliError> {
         let host = Time::of(&samples.host).p50_us;
         let rate = bytes.map(|bytes| bytes as f64 / Time::of(&samples.device).p50_us.max(1e-6) / 1e3);
         let rate = rate.map_or_else(String::new, |rate| format!(", {rate:.1} GB/s"));
         let shows = if self.stand_in { STAND_IN } else { shows };
         let found = format!("the host takes {host:.2} us to enqueue it{rate}");
-        checks.measured(About { what, shows, open }, &samples.device, found)
+        checks.measured(About::new(what, shows).open(open), &samples.device, found)
     }
 
     fn stream_takes_batches(&self) -> bool {
@@ -76,19 +73,19 @@ impl Bench<'_> {
     }
 
     /// The same, told where there are none.
-    fn has_batches(&self, checks: &mut Checks) -> Result<bool, CheckError> {
-        let about = About { what: "copies in batches", shows: "nothing", open: None };
+    fn has_batches(&self, checks: &mut Checks) -> Result<bool, CliError> {
+        let about = About::new("copies in batches", "nothing");
         let version = self.context.driver().version();
         checks.has(about, version, ("a batch of copies", Version::BATCHED_COPIES))
     }
 
     /// Copies to the host and within the GPU, singly and in batches.
-    fn copies(&mut self, checks: &mut Checks) -> Result<(), CheckError> {
+    fn copies(&mut self, checks: &mut Checks) -> Result<(), CliError> {
         let context = self.context;
         let batches = self.has_batches(checks)?;
         for (bytes, size) in SIZES {
-            let (from, room) = (device(context, bytes)?, bytes * PLACES);
-            let (host, same) = (PinnedMemory::new(context, room as usize)?, device(context, room)?);
+            let (from, room) = (allocate(context, bytes)?, bytes * PLACES);
+            let (host, same) = (PinnedMemory::new(context, room as usize)?, allocate(context, room)?);
             for (to, place) in [(host.range(), "to the host"), (&same, "on the GPU")] {
                 let stream = &self.streams[0];
                 for count in COUNTS {
@@ -127,16 +124,16 @@ impl Bench<'_> {
     }
 
     /// As many targets as a rank of eight has peers.
-    fn targets(&mut self, checks: &mut Checks) -> Result<(), CheckError> {
+    fn targets(&mut self, checks: &mut Checks) -> Result<(), CliError> {
         if !self.stream_takes_batches() {
             return Ok(());
         }
         let (bytes, size) = SIZES[0];
-        let from = device(self.context, bytes)?;
+        let from = allocate(self.context, bytes)?;
         let hosts = (0..TARGETS)
             .map(|_| PinnedMemory::new(self.context, bytes as usize))
             .collect::<Result<Vec<_>, _>>()?;
-        let same = (0..TARGETS).map(|_| device(self.context, bytes)).collect::<Result<Vec<_>, _>>()?;
+        let same = (0..TARGETS).map(|_| allocate(self.context, bytes)).collect::<Result<Vec<_>, _>>()?;
         let hosts: Vec<Range> = hosts.iter().map(|host| host.range().clone()).collect();
         for (targets, place) in [(&hosts, "of the host"), (&same, "on the GPU")] {
             let mut batch = CopyBatch::with_capacity(self.context, TARGETS);
@@ -153,9 +150,9 @@ impl Bench<'_> {
         Ok(())
     }
 
-    fn operations(&mut self, checks: &mut Checks) -> Result<(), CheckError> {
+    fn operations(&mut self, checks: &mut Checks) -> Result<(), CliError> {
         let words = PinnedMemory::new(self.context, 8)?;
-        let there = device(self.context, 8)?;
+        let there = allocate(self.context, 8)?;
         for (place, range) in [("of the host", words.range()), ("of the GPU", &there)] {
             for count in COUNTS {
                 let mut list = MemoryOperations::with_capacity(self.context, count);
@@ -183,10 +180,10 @@ impl Bench<'_> {
     }
 
     /// Two streams that wait for each other: a write, and the wait that sees it.
-    fn turns(&mut self, checks: &mut Checks) -> Result<(), CheckError> {
+    fn turns(&mut self, checks: &mut Checks) -> Result<(), CliError> {
         const TURNS: u32 = 60;
         let words = PinnedMemory::new(self.context, 256)?;
-        let there = device(self.context, 256)?;
+        let there = allocate(self.context, 256)?;
         for (place, range) in [("of the host", words.range()), ("of the GPU", &there)] {
             let mut lists = [self.list(TURNS)?, self.list(TURNS)?];
             for turn in 1..=TURNS {
@@ -223,7 +220,7 @@ impl Bench<'_> {
 }
 
 /// A layer of eight ranks as threads: each round begins when all are there, and takes as long as the slowest.
-fn layer(task: &Task, checks: &mut Checks, stand_in: bool) -> Result<(), CheckError> {
+fn layer(task: &Task, checks: &mut Checks, stand_in: bool) -> Result<(), CliError> {
     const RANKS: u32 = 8;
     let full = Case { ranks: RANKS, experts: 64, top_k: 8, hidden: 7168, max_tokens: 128 };
     let case = task.few(full, Case { hidden: 512, max_tokens: 16, ..full });
@@ -236,13 +233,13 @@ fn layer(task: &Task, checks: &mut Checks, stand_in: bool) -> Result<(), CheckEr
         (format!("combine, {size}"), combine),
         (format!("graph of a layer, {size}"), graph),
     ] {
-        checks.measured(About { what: &what, shows, open: NVLINK }, &samples, "")?;
+        checks.measured(About::new(&what, shows).open(NVLINK), &samples, "")?;
     }
     Ok(())
 }
 
 /// Microseconds of dispatch, of combine, and of a launch of a graph with both.
-fn rounds(task: &Task, case: Case, world: &World) -> Result<[Vec<f64>; 3], CheckError> {
+fn rounds(task: &Task, case: Case, world: &World) -> Result<[Vec<f64>; 3], CliError> {
     let mut rank = Rank::new(case, Dtype::Bf16, world, task.device)?;
     let me = u64::from(rank.ep.rank());
     let call = on_device(&rank, &case.input(Dtype::Bf16, me, case.max_tokens))?;
@@ -293,12 +290,12 @@ fn slowest(group: &Group, work: impl FnOnce() -> sidelane::Result<()>) -> sidela
 }
 
 /// Tensors in memory of the GPU, as a layer's are.
-fn on_device(rank: &Rank, input: &Input) -> Result<Call, CheckError> {
+fn on_device(rank: &Rank, input: &Input) -> Result<Call, CliError> {
     let mut staged = rank.tensors()?;
     staged.put(input)?;
     let staged = staged.call()?;
     let put = |from: &Range| -> Result<Range, DeviceError> {
-        let there = device(&rank.context, from.len())?;
+        let there = allocate(&rank.context, from.len())?;
         rank.stream.copy(whole(&there)?, whole(from)?)?;
         Ok(there)
     };

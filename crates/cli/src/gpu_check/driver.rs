@@ -6,30 +6,29 @@ use std::time::Instant;
 
 use sidelane::device::{
     Allocation, AuditKernels, Context, CopyBatch, Driver, Event, Graph, Kernels, MemoryOperations,
-    PinnedMemory, Priority, Reservation, Stream, Value, Version,
+    PinnedMemory, Reservation, Stream, Value, Version,
 };
 use sidelane::error::DeviceError;
 
-use super::check::{About, Checks};
-use super::error::{CheckError, equal, same};
-use super::memory::{self, Random, content, device, finish, until, whole};
-use super::row::State;
-use super::task::Task;
+use super::Task;
+use super::device::{self, Random, allocate, content, equal, finish, same, stream, until, whole};
+use super::report::{About, Checks, State};
 use crate::doctor::{self, Level};
+use crate::error::CliError;
 
 /// Bytes of one transfer.
 const BYTES: usize = 1 << 20;
 
-pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let driver = Driver::open()?;
     for finding in doctor::cuda_findings(&driver.probe()?) {
         let state = if finding.level == Level::Warn { State::Wrong } else { State::Right };
-        let about = About { what: &finding.what, shows: finding.meaning, open: None };
+        let about = About::new(&finding.what, finding.meaning);
         checks.tell(about, state, finding.found, None)?;
     }
     let context = driver.context(task.device)?;
     let bench = Bench { task, context: &context, streams: [stream(&context)?, stream(&context)?] };
-    let about = |what, shows| About { what, shows, open: None };
+    let about = |what, shows| About::new(what, shows);
     checks.check(about("modules", "the driver compiles our kernels for this GPU"), || bench.modules())?;
     checks.check(
         about("copies and flags", "a flag that the host sees comes after the copy before it"),
@@ -48,17 +47,11 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
     }
     checks
         .check(about("graphs", "copies, writes and waits are captured, and run again"), || bench.graphs())?;
-    let about = About {
-        what: "memory by descriptor",
-        shows: "what one exports another imports and maps: the same bytes",
-        open: Some("the memory of another GPU, mapped over NVLink"),
-    };
+    let about =
+        About::new("memory by descriptor", "what one exports another imports and maps: the same bytes")
+            .open("the memory of another GPU, mapped over NVLink");
     checks.check(about, || bench.descriptors())?;
     Ok(())
-}
-
-pub fn stream(context: &Arc<Context>) -> Result<Stream, DeviceError> {
-    Stream::new(context, Priority::Usual)
 }
 
 struct Bench<'a> {
@@ -72,11 +65,11 @@ impl Bench<'_> {
         PinnedMemory::new(self.context, bytes)
     }
 
-    fn finish(&self, stream: &Stream) -> Result<(), CheckError> {
+    fn finish(&self, stream: &Stream) -> Result<(), CliError> {
         finish(stream, "a stream", self.task.patience())
     }
 
-    fn modules(&self) -> Result<String, CheckError> {
+    fn modules(&self) -> Result<String, CliError> {
         let start = Instant::now();
         Kernels::load(self.context)?;
         let kernels = start.elapsed();
@@ -89,10 +82,10 @@ impl Bench<'_> {
         ))
     }
 
-    fn flags(&self) -> Result<String, CheckError> {
+    fn flags(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
         let (from, to, word) = (self.pinned(BYTES)?, self.pinned(BYTES)?, self.pinned(8)?);
-        let there = device(self.context, BYTES as u64)?;
+        let there = allocate(self.context, BYTES as u64)?;
         let rounds = self.task.few(200, 20);
         for round in 1..=rounds {
             let bytes = Random(round).bytes(BYTES);
@@ -107,10 +100,10 @@ impl Bench<'_> {
         Ok(format!("{rounds} rounds of 1 MiB to the GPU and back"))
     }
 
-    fn waits<T: Value + From<u32>>(&self) -> Result<String, CheckError> {
+    fn waits<T: Value + From<u32>>(&self) -> Result<String, CliError> {
         let [first, second] = &self.streams;
-        let (words, there) = (self.pinned(24)?, device(self.context, 64)?);
-        memory::write(first, &there, &[0; 64])?;
+        let (words, there) = (self.pinned(24)?, allocate(self.context, 64)?);
+        device::write(first, &there, &[0; 64])?;
         // Of the host.
         first.wait::<T>(words.range().word(0)?, 2.into())?;
         first.write::<T>(words.range().word(8)?, 1.into())?;
@@ -131,7 +124,7 @@ impl Bench<'_> {
         Ok("end when the word is at or past the value, and not before".to_owned())
     }
 
-    fn lists(&self) -> Result<String, CheckError> {
+    fn lists(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
         let words = self.pinned(24)?;
         let mut list = MemoryOperations::with_capacity(self.context, 600);
@@ -154,7 +147,7 @@ impl Bench<'_> {
         Ok(format!("{} in one list", list.len()))
     }
 
-    fn events(&self) -> Result<String, CheckError> {
+    fn events(&self) -> Result<String, CliError> {
         let [first, second] = &self.streams;
         let words = self.pinned(16)?;
         let event = Event::new(self.context)?;
@@ -170,10 +163,10 @@ impl Bench<'_> {
         Ok("hold up other streams, and let them go".to_owned())
     }
 
-    fn batches(&self) -> Result<String, CheckError> {
+    fn batches(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
         let (from, to, word) = (self.pinned(BYTES)?, self.pinned(BYTES)?, self.pinned(8)?);
-        let there = device(self.context, BYTES as u64)?;
+        let there = allocate(self.context, BYTES as u64)?;
         let mut random = Random(1);
         let (mut away, mut home) =
             (CopyBatch::with_capacity(self.context, 600), CopyBatch::with_capacity(self.context, 600));
@@ -198,10 +191,10 @@ impl Bench<'_> {
         Ok(format!("{rounds} rounds of {} copies of odd sizes, each way", away.len()))
     }
 
-    fn graphs(&self) -> Result<String, CheckError> {
+    fn graphs(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
         let (from, to, words) = (self.pinned(BYTES)?, self.pinned(BYTES)?, self.pinned(16)?);
-        let there = device(self.context, BYTES as u64)?;
+        let there = allocate(self.context, BYTES as u64)?;
         let graph = Graph::capture(stream, || -> Result<(), DeviceError> {
             stream.wait::<u32>(words.range().word(0)?, 1)?;
             stream.copy(whole(&there)?, whole(from.range())?)?;
@@ -224,7 +217,7 @@ impl Bench<'_> {
         Ok(format!("{rounds} launches"))
     }
 
-    fn descriptors(&self) -> Result<String, CheckError> {
+    fn descriptors(&self) -> Result<String, CliError> {
         let [stream, _] = &self.streams;
         let made = Allocation::new(self.context, BYTES as u64)?;
         let descriptor = made.export()?;
@@ -233,8 +226,8 @@ impl Bench<'_> {
         let devices = [self.task.device];
         let (one, other) = (reservation.map(0, &made, &devices)?, reservation.map(1, &imported, &devices)?);
         let bytes = Random(3).bytes(BYTES);
-        memory::write(stream, &one, &bytes)?;
-        let seen = memory::read(stream, &other.part(0, BYTES as u64)?, self.task.patience())?;
+        device::write(stream, &one, &bytes)?;
+        let seen = device::read(stream, &other.part(0, BYTES as u64)?, self.task.patience())?;
         same("what was imported", &seen, &bytes)?;
         Ok(format!("{} MiB, mapped twice", made.bytes() >> 20))
     }

@@ -15,12 +15,10 @@ use sidelane::device::{
 };
 use sidelane::error::DeviceError;
 
-use super::check::{About, Checks};
-use super::driver::stream;
-use super::error::CheckError;
-use super::memory::{self, Random, device, until, whole};
-use super::task::Task;
-use super::wheels;
+use super::Task;
+use super::device::{self, Random, allocate, stream, until, whole};
+use super::report::{About, Checks};
+use crate::error::CliError;
 
 /// Bytes of one copy, and copies of one burst.
 const COPY: u64 = 1 << 20;
@@ -45,7 +43,7 @@ struct Found {
     rate: Vec<f64>,
 }
 
-pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let context = Driver::open()?.context(task.device)?;
     let stand_in = context.driver().is_stand_in();
     let bench = Bench::new(task, &context)?;
@@ -60,7 +58,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
             }
         }
     }
-    let middle = |samples: &[f64]| super::row::Time::of(samples).p50_us;
+    let middle = |samples: &[f64]| super::report::Time::of(samples).p50_us;
     let alone = middle(&found[0].product);
     for (beside, found) in ALL.into_iter().zip(&found) {
         let (what, shows) = beside.words();
@@ -75,7 +73,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
         let shows = if stand_in { "nothing: the stand-in's times are not a GPU's" } else { shows };
         let open =
             (beside != Beside::Nothing).then_some("transfers over NVLink, which are several times faster");
-        checks.measured(About { what, shows, open }, &found.product, told)?;
+        checks.measured(About::new(what, shows).open(open), &found.product, told)?;
     }
     Ok(())
 }
@@ -113,13 +111,13 @@ struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    fn new(task: &'a Task, context: &'a Arc<Context>) -> Result<Self, CheckError> {
+    fn new(task: &'a Task, context: &'a Arc<Context>) -> Result<Self, CliError> {
         let stand_in = context.driver().is_stand_in();
-        let files = wheels::find(context.driver(), &Blas::NAMES);
+        let files = device::find_in_wheels(context.driver(), &Blas::NAMES);
         let size = task.size.map_or_else(|| largest(context), Ok)?;
         let bytes = Product::bytes(size);
         let compute = stream(context)?;
-        let matrices = [device(context, bytes)?, device(context, bytes)?, device(context, bytes)?];
+        let matrices = [allocate(context, bytes)?, allocate(context, bytes)?, allocate(context, bytes)?];
         // Any numbers below one: what multiplies zeros draws less power.
         let numbers: Vec<u8> = {
             let mut random = Random(1);
@@ -129,7 +127,7 @@ impl<'a> Bench<'a> {
         for matrix in &matrices[..2] {
             for at in (0..bytes).step_by(numbers.len()) {
                 let len = (bytes - at).min(numbers.len() as u64);
-                memory::write(&compute, &matrix.part(at, len)?, &numbers[..len as usize])?;
+                device::write(&compute, &matrix.part(at, len)?, &numbers[..len as usize])?;
             }
         }
         let event = || Event::timed(context);
@@ -140,7 +138,7 @@ impl<'a> Bench<'a> {
             size,
             products: task.few(20, 2),
             matrices,
-            from: device(context, COPY * BURST)?,
+            from: allocate(context, COPY * BURST)?,
             to: PinnedMemory::new(context, (COPY * BURST) as usize)?,
             compute,
             traffic: stream(context)?,
@@ -163,7 +161,7 @@ impl<'a> Bench<'a> {
     }
 
     /// Microseconds of a product, and GB/s that were moved meanwhile.
-    fn round(&self, beside: Beside) -> Result<(f64, f64), CheckError> {
+    fn round(&self, beside: Beside) -> Result<(f64, f64), CliError> {
         let mut bursts = 0_u64;
         if beside != Beside::Nothing {
             for event in &self.bursts {

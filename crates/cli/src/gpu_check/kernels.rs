@@ -10,13 +10,10 @@ use sidelane::device::{
 };
 use sidelane::plan::SlotShape;
 
-use super::check::{About, Checks};
-use super::driver::stream;
-use super::error::{CheckError, equal, same};
-use super::memory::{self, Random, device, finish, whole};
-use super::row::State;
-use super::task::Task;
-use super::wheels;
+use super::Task;
+use super::device::{self, Random, allocate, equal, finish, same, stream, whole};
+use super::report::{About, Checks, State};
+use crate::error::CliError;
 
 const TYPES: [(Dtype, Dtype); 5] = [
     (Dtype::F32, Dtype::F32),
@@ -49,23 +46,22 @@ const SPECIAL: [u32; 16] = [
 const RANKS: u32 = 8;
 const TOKENS: u32 = 96;
 
-pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
+pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let context = Driver::open()?.context(task.device)?;
     let (kernels, audit) = (Kernels::load(&context)?, AuditKernels::load(&context)?);
     let bench = Bench { task, context: &context, stream: stream(&context)?, kernels, audit };
     for (rows, out) in TYPES {
         let what = format!("sum {} to {}", name(rows), name(out));
-        let about =
-            About { what: &what, shows: "in f32, ranks ascending, one rounding: to the bit", open: None };
+        let about = About::new(&what, "in f32, ranks ascending, one rounding: to the bit");
         checks.check(about, || bench.sum(rows, out))?;
     }
-    let about = |what, shows| About { what, shows, open: None };
+    let about = |what, shows| About::new(what, shows);
     checks.check(about("copy by SMs", "the yardstick copies what it is told"), || bench.copy())?;
     checks.check(about("product", "our product is right: whole numbers, exactly"), || {
         bench.product("ours", |product| bench.audit.product(&bench.stream, product))
     })?;
     let about = about("product of cuBLAS", "cuBLAS is called as it must be");
-    let files = wheels::find(context.driver(), &Blas::NAMES);
+    let files = device::find_in_wheels(context.driver(), &Blas::NAMES);
     match if context.driver().is_stand_in() { Ok(None) } else { Blas::load(&context, &files) } {
         Ok(Some(blas)) => {
             checks.check(about, || {
@@ -73,7 +69,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CheckError> {
             })?;
         }
         Ok(None) => {
-            let hint = wheels::hint("SIDELANE_CUBLAS", "nvidia/cublas");
+            let hint = device::hint("SIDELANE_CUBLAS", "nvidia/cublas");
             let found = format!(
                 "libcublas.so.13, .12 and .11 are not where the loader looks: our own product is used; {hint}"
             );
@@ -95,17 +91,17 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    fn finish(&self) -> Result<(), CheckError> {
+    fn finish(&self) -> Result<(), CliError> {
         finish(&self.stream, "a kernel", self.task.patience())
     }
 
-    fn put(&self, bytes: &[u8]) -> Result<Range, CheckError> {
-        let range = device(self.context, bytes.len() as u64)?;
-        memory::write(&self.stream, &range, bytes)?;
+    fn put(&self, bytes: &[u8]) -> Result<Range, CliError> {
+        let range = allocate(self.context, bytes.len() as u64)?;
+        device::write(&self.stream, &range, bytes)?;
         Ok(range)
     }
 
-    fn sum(&self, rows: Dtype, dtype: Dtype) -> Result<String, CheckError> {
+    fn sum(&self, rows: Dtype, dtype: Dtype) -> Result<String, CliError> {
         let columns = self.task.few(7168, 520);
         let shape = SlotShape::new(TOKENS, 1, u64::from(columns) * dtype.size() as u64)?;
         let mut random = Random(rows as u64 * 16 + dtype as u64);
@@ -119,10 +115,10 @@ impl Bench<'_> {
         let there = homes.iter().map(|home| self.put(home)).collect::<Result<Vec<_>, _>>()?;
         let places_there = self.put(bytemuck::cast_slice(&places))?;
         let spans = there.iter().map(whole).collect::<Result<Vec<_>, _>>()?;
-        let table = device(self.context, u64::from(RANKS) * 8)?;
+        let table = allocate(self.context, u64::from(RANKS) * 8)?;
         let homes_at = Addresses::new(&self.stream, &table, &spans)?;
         let status = PinnedMemory::new(self.context, 8)?;
-        let out = device(self.context, u64::from(TOKENS * columns) * dtype.size() as u64)?;
+        let out = allocate(self.context, u64::from(TOKENS * columns) * dtype.size() as u64)?;
         let sum = Sum {
             shape,
             tokens: TOKENS,
@@ -135,7 +131,7 @@ impl Bench<'_> {
             out: whole(&out)?,
         };
         self.kernels.sum(&self.stream, &sum)?;
-        let seen = memory::read(&self.stream, &out, self.task.patience())?;
+        let seen = device::read(&self.stream, &out, self.task.patience())?;
         let mut expected = Vec::new();
         for token in 0..TOKENS {
             let places = &places[(token * RANKS) as usize..][..RANKS as usize];
@@ -152,11 +148,11 @@ impl Bench<'_> {
         Ok(format!("{} sums of up to {RANKS} rows, special values among them", TOKENS * columns))
     }
 
-    fn copy(&self) -> Result<String, CheckError> {
+    fn copy(&self) -> Result<String, CliError> {
         let bytes = Random(5).bytes((1 << 20) + 48);
-        let (from, to) = (self.put(&bytes)?, device(self.context, bytes.len() as u64)?);
+        let (from, to) = (self.put(&bytes)?, allocate(self.context, bytes.len() as u64)?);
         self.audit.copy(&self.stream, whole(&to)?, whole(&from)?)?;
-        same("a copy", &memory::read(&self.stream, &to, self.task.patience())?, &bytes)?;
+        same("a copy", &device::read(&self.stream, &to, self.task.patience())?, &bytes)?;
         Ok(format!("{} bytes", bytes.len()))
     }
 
@@ -165,7 +161,7 @@ impl Bench<'_> {
         &self,
         by: &str,
         enqueue: impl FnOnce(&Product<'_>) -> Result<(), sidelane::error::DeviceError>,
-    ) -> Result<String, CheckError> {
+    ) -> Result<String, CliError> {
         let size = self.task.few(512, 128);
         let mut random = Random(size.into());
         let mut matrix = || (0..size * size).map(|_| (random.next() % 17) as f32 - 8.0).collect::<Vec<f32>>();
@@ -174,7 +170,7 @@ impl Bench<'_> {
             matrix.iter().flat_map(|&value| bf16::from_f32(value).to_ne_bytes()).collect()
         };
         let (a_there, b_there) = (self.put(&bytes(&a))?, self.put(&bytes(&b))?);
-        let out = device(self.context, Product::bytes(size))?;
+        let out = allocate(self.context, Product::bytes(size))?;
         enqueue(&Product { size, a: whole(&a_there)?, b: whole(&b_there)?, out: whole(&out)? })?;
         self.finish()?;
         let n = size as usize;
@@ -184,7 +180,7 @@ impl Bench<'_> {
                 expected.push(row.iter().zip(column).map(|(a, b)| a * b).sum::<f32>());
             }
         }
-        same("a product", &memory::read(&self.stream, &out, self.task.patience())?, &bytes(&expected))?;
+        same("a product", &device::read(&self.stream, &out, self.task.patience())?, &bytes(&expected))?;
         Ok(format!("{size} x {size}, by {by}"))
     }
 }

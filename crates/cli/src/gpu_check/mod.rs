@@ -24,81 +24,76 @@
 //! everything runs and no time means anything.
 
 mod activity;
-mod args;
 mod audit;
 mod blocking;
-mod check;
 mod costs;
-mod dispatch;
+mod device;
 mod driver;
-mod error;
 mod exchange;
 mod interference;
 mod kernels;
-mod listed;
-mod memory;
-mod parts;
+mod locks;
+mod planned;
 mod planner;
+mod queues;
 mod report;
-mod row;
-mod table;
-mod task;
-mod timer;
-mod wheels;
 
-pub use args::GpuCheckArgs;
+use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
 
-use std::process::ExitCode;
-
-use check::Checks;
-use report::Report;
+use blocking::Case;
+use clap::{Args, ValueEnum};
+use report::{Checks, Report, Row, State};
+use serde::{Deserialize, Serialize};
 use sidelane::device::{Driver, Version};
 use sidelane::error::DeviceError;
-use task::{Part, Task};
 
+use crate::command::{self, Command as _};
 use crate::error::CliError;
-use crate::output;
-use crate::ranks::RankArgs;
+use crate::options::word;
+use crate::ranks;
 
-/// Runs all parts, and prints what they found.
-pub fn main(args: &GpuCheckArgs) -> Result<ExitCode, CliError> {
-    output::claim(&args.json)?;
-    let probe = probe(args.device).map_err(sidelane::Error::from)?;
-    let asked = |part: &Part| args.parts.is_empty() || args.parts.contains(part);
-    let chosen: Vec<Part> = Part::ALL.into_iter().filter(asked).collect();
-    let rows = parts::run(&Task::of(args), &chosen, args.minutes)?;
-    let report = Report::new(args, &probe, rows);
-    output::print(&table::text(&report))?;
-    if let Some(path) = &args.json {
-        output::write(path, &(report.json() + "\n"))?;
-    }
-    Ok(if report.holds { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
+impl command::Command for GpuCheckArgs {
+    const NAME: &'static str = "gpu-check";
 
-/// Runs one part, or one rank of one, and tells its rows.
-pub fn part(args: &RankArgs) -> Result<ExitCode, CliError> {
-    let task: Task = args.task()?;
-    let mut checks = Checks::new(task.part);
-    let done = match task.part {
-        Part::Driver => driver::run(&task, &mut checks),
-        Part::Kernels => kernels::run(&task, &mut checks),
-        Part::Locks => blocking::locks(&task, &mut checks),
-        Part::Queues => blocking::queues(&task, &mut checks),
-        Part::Case => blocking::case(&task),
-        Part::Exchange => exchange::threads(&task, &mut checks),
-        Part::Processes => exchange::processes(&task, &mut checks),
-        Part::Rank => exchange::rank(&task, &mut checks),
-        Part::Audit => audit::run(&task, &mut checks),
-        Part::Activity => activity::run(&task, &mut checks),
-        Part::Interference => interference::run(&task, &mut checks),
-        Part::Planner => planner::run(&task, &mut checks),
-        Part::Helper => planner::help(&task),
-        Part::Costs => costs::run(&task, &mut checks),
-    };
-    if let Err(error) = done {
-        checks.failed("to its end", &error)?;
+    /// Runs all parts.
+    fn run(self) -> Result<ExitCode, CliError> {
+        command::claim(&self.json)?;
+        let probe = probe(self.device)?;
+        let asked = |part: &Part| self.parts.is_empty() || self.parts.contains(part);
+        let chosen: Vec<Part> = Part::value_variants().iter().copied().filter(asked).collect();
+        let rows = run_parts(&Task::of(&self), &chosen, self.minutes)?;
+        command::finish(&Report::new(&self, &probe, rows), &self.json)
     }
-    Ok(if checks.all_right() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+
+    /// Runs one part, or one rank of one, and tells its rows.
+    fn rank(task: &str) -> Result<ExitCode, CliError> {
+        let task: Task = ranks::task(task)?;
+        let mut checks = Checks::new(task.part);
+        let done = match task.part {
+            Part::Driver => driver::run(&task, &mut checks),
+            Part::Kernels => kernels::run(&task, &mut checks),
+            Part::Locks => locks::run(&task, &mut checks),
+            Part::Queues => queues::run(&task, &mut checks),
+            Part::Case => blocking::case(&task),
+            Part::Exchange => exchange::threads(&task, &mut checks),
+            Part::Processes => exchange::processes(&task, &mut checks),
+            Part::Rank => exchange::rank(&task, &mut checks),
+            Part::Audit => audit::run(&task, &mut checks),
+            Part::Activity => activity::run(&task, &mut checks),
+            Part::Interference => interference::run(&task, &mut checks),
+            Part::Planner => planner::run(&task, &mut checks),
+            Part::Helper => planner::main(&task),
+            Part::Costs => costs::run(&task, &mut checks),
+        };
+        if let Err(error) = done {
+            checks.failed("to its end", &error)?;
+        }
+        Ok(if checks.all_right() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
 }
 
 /// The driver, if it is there, new enough, and has the device.
@@ -113,7 +108,248 @@ fn probe(device: u32) -> Result<sidelane::device::Probe, DeviceError> {
     driver.probe()
 }
 
-/// This program, to be started again.
-fn program() -> Result<std::path::PathBuf, CliError> {
-    std::env::current_exe().map_err(|source| CliError::Prepare { what: "find this program", source })
+const EXAMPLES: &str = "\
+Examples:
+  scp target/release/sidelane gpu-machine:                     # the program is all it takes
+  ssh gpu-machine ./sidelane gpu-check --json gpu-check.json
+  sidelane gpu-check --quick --minutes 10                      # the first ten minutes
+  sidelane gpu-check --part locks,queues                       # two parts alone";
+
+/// Check what one GPU does for Sidelane, audit that transfers need no SM, and measure what they cost
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct GpuCheckArgs {
+    /// The device, in the driver's order
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub device: u32,
+
+    /// Fewer rounds and smaller exchanges: a minute in place of several
+    #[arg(long)]
+    pub quick: bool,
+
+    /// Run these parts alone; several by commas, or by the option again [default: all, in this
+    /// order]
+    #[arg(long = "part", value_name = "NAME", value_delimiter = ',', value_enum)]
+    pub parts: Vec<Part>,
+
+    /// Begin no part behind so many minutes, and end the one that runs: what is left is skipped
+    #[arg(long, value_name = "N", value_parser = minutes)]
+    pub minutes: Option<f64>,
+
+    /// What one case of the parts locks and queues may stand still before it counts as held up, in
+    /// seconds
+    #[arg(long, value_name = "N", default_value_t = CASE_SECONDS, value_parser = clap::value_parser!(u64).range(1..=600))]
+    pub case_seconds: u64,
+
+    /// Rows and columns of the matrix products, a multiple of 128 [default: 8192, or what half of the free memory holds]
+    #[arg(long, value_name = "N", value_parser = size)]
+    pub size: Option<u32>,
+
+    /// Write the report as JSON
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+}
+
+fn minutes(text: &str) -> Result<f64, String> {
+    let minutes: f64 = text.parse().map_err(|_| "not a number".to_owned())?;
+    if minutes > 0.0 && minutes <= 1440.0 {
+        Ok(minutes)
+    } else {
+        Err("not above 0 and up to 1440".to_owned())
+    }
+}
+
+fn size(text: &str) -> Result<u32, String> {
+    let size: u32 = text.parse().map_err(|_| "not a number".to_owned())?;
+    if size == 0 || size > 1 << 16 || !size.is_multiple_of(sidelane::device::TILE) {
+        return Err("not a multiple of 128 up to 65536".to_owned());
+    }
+    Ok(size)
+}
+
+/// The parts, in their order: first what a short time on a GPU is for, and processes before threads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Part {
+    Driver,
+    Kernels,
+    Locks,
+    Queues,
+    /// A process that the two parts before start for each question.
+    #[value(skip)]
+    Case,
+    Processes,
+    /// A rank that the part before starts.
+    #[value(skip)]
+    Rank,
+    Costs,
+    Audit,
+    Activity,
+    Exchange,
+    Planner,
+    /// A process that the part before starts.
+    #[value(skip)]
+    Helper,
+    Interference,
+}
+
+/// One part, and how thorough it is.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct Task {
+    pub part: Part,
+    pub device: u32,
+    pub quick: bool,
+    /// Of the products, if it was said.
+    pub size: Option<u32>,
+    /// What one case of the lock test or the queue test may take, in seconds.
+    #[serde(default = "usual_case_seconds")]
+    pub case_seconds: u64,
+    /// The question of such a case.
+    #[serde(default)]
+    pub case: Option<Case>,
+}
+
+/// The default of [`Task::case_seconds`].
+pub const CASE_SECONDS: u64 = 10;
+
+fn usual_case_seconds() -> u64 {
+    CASE_SECONDS
+}
+
+impl Task {
+    pub fn of(args: &GpuCheckArgs) -> Task {
+        let GpuCheckArgs { device, quick, size, case_seconds, .. } = *args;
+        Task { part: Part::Driver, device, quick, size, case_seconds, case: None }
+    }
+
+    /// What stands still for so long in a case is held up.
+    pub fn case_bound(&self) -> Duration {
+        Duration::from_secs(self.case_seconds)
+    }
+
+    /// So many of something, or fewer.
+    pub fn few<T>(&self, all: T, quick: T) -> T {
+        if self.quick { quick } else { all }
+    }
+
+    /// What a transfer may take before it counts as stuck.
+    pub fn patience(&self) -> Duration {
+        Duration::from_secs(self.few(20, 10))
+    }
+}
+
+/// A part that says nothing for so long is stuck: every row has shorter deadlines of its own.
+const SILENCE: Duration = Duration::from_secs(300);
+
+/// What parts need of the driver, unless it was said: kernels that are there before a stream waits, and queues enough that
+/// ranks of one GPU do not wait behind each other.
+const VARIABLES: [(&str, &str); 2] =
+    [("CUDA_MODULE_LOADING", "EAGER"), ("CUDA_DEVICE_MAX_CONNECTIONS", "32")];
+
+/// Runs these. What does not fit into so many minutes is left out.
+fn run_parts(task: &Task, parts: &[Part], minutes: Option<f64>) -> Result<Vec<Row>, CliError> {
+    let bar = command::progress(0, parts.len() as u64);
+    let end = minutes.map(|minutes| Instant::now() + Duration::from_secs_f64(minutes * 60.0));
+    let mut rows = Vec::new();
+    for &part in parts {
+        bar.set_message(word(&part));
+        bar.tick();
+        if end.is_some_and(|end| Instant::now() >= end) {
+            rows.push(left_out(part, "all of it", "nothing of this part was run"));
+        } else {
+            rows.extend(one(&Task { part, ..*task }, end)?);
+        }
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    Ok(rows)
+}
+
+/// The rows of one part, and how it ended if not well.
+fn one(task: &Task, end: Option<Instant>) -> Result<Vec<Row>, CliError> {
+    let missing = VARIABLES.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
+    let mut process = Process::start(task, missing.map(|(name, value)| (name, value.to_owned())))?;
+    let (mut rows, mut stuck) = (Vec::new(), None);
+    loop {
+        let left = end.map(|end| end.saturating_duration_since(Instant::now()));
+        match process.lines.recv_timeout(left.map_or(SILENCE, |left| left.min(SILENCE))) {
+            Ok(line) => rows.push(serde_json::from_str::<Row>(&line).map_err(CliError::told)?),
+            Err(RecvTimeoutError::Disconnected) => break,
+            Err(RecvTimeoutError::Timeout) => {
+                let no_time = left.is_some_and(|left| left < SILENCE);
+                stuck = Some(if no_time { Ended::Time } else { Ended::Silence });
+                let _ = process.child.kill();
+                break;
+            }
+        }
+    }
+    let ended = process.child.wait().map_err(CliError::prepare("wait for a part"))?;
+    let wrong = rows.iter().any(|row| row.state == State::Wrong);
+    match stuck {
+        Some(Ended::Time) => rows.push(left_out(task.part, "to its end", UNFINISHED)),
+        Some(Ended::Silence) => {
+            let found = format!("said nothing for {} s, and was killed", SILENCE.as_secs());
+            rows.push(unfinished(task.part, found));
+        }
+        None => {
+            if !(ended.success() || wrong) {
+                rows.push(unfinished(task.part, format!("its process ended early: {ended}")));
+            }
+        }
+    }
+    Ok(rows)
+}
+
+/// Why a part was ended.
+enum Ended {
+    /// The minutes that were given are over.
+    Time,
+    /// It said nothing for too long.
+    Silence,
+}
+
+const UNFINISHED: &str = "the rest of this part was not run";
+
+/// A process of this program that does a task, and tells lines on its standard output.
+pub struct Process {
+    pub child: Child,
+    pub lines: Receiver<String>,
+}
+
+impl Process {
+    pub fn start(
+        task: &Task,
+        variables: impl Iterator<Item = (&'static str, String)>,
+    ) -> Result<Self, CliError> {
+        let mut child = spawn(task, |command| {
+            command.envs(variables).stdin(Stdio::null()).stdout(Stdio::piped());
+        })?;
+        let out = child.stdout.take().expect("standard output is a pipe");
+        let (told, lines) = mpsc::channel();
+        // Ends with the pipe.
+        std::thread::spawn(move || {
+            let all = BufReader::new(out).lines().map_while(Result::ok);
+            all.map(|line| told.send(line)).take_while(Result::is_ok).for_each(drop);
+        });
+        Ok(Process { child, lines })
+    }
+}
+
+/// Starts this program for a task.
+pub fn spawn(task: &Task, with: impl FnOnce(&mut Command)) -> Result<Child, CliError> {
+    let line = ranks::again(GpuCheckArgs::NAME, task)?;
+    let mut command = Command::new(&line[0]);
+    with(command.args(&line[1..]));
+    command.spawn().map_err(|source| CliError::Spawn { rank: 0, program: line[0].clone(), source })
+}
+
+/// A part that did not come to its end.
+fn unfinished(part: Part, found: String) -> Row {
+    Row::new(part, State::Wrong, "to its end", found, UNFINISHED)
+}
+
+/// Parts that no longer fit into the time.
+fn left_out(part: Part, what: &str, shows: &str) -> Row {
+    let found = "skipped: no time left (--minutes)".to_owned();
+    Row::new(part, State::Skipped, what, found, shows)
 }

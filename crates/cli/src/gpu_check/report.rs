@@ -1,12 +1,14 @@
 //! The whole report, and its JSON. Keys are described in `docs/gpu-check.md`.
 
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
-use sidelane::device::Probe;
+use sidelane::device::{Probe, Version};
 
-use super::args::GpuCheckArgs;
-use super::blocking;
-use super::row::{Row, State};
-use super::task::Part;
+use super::{GpuCheckArgs, Part, blocking};
+use crate::error::CliError;
+use crate::options::word;
+use crate::stats::{self, Summary};
+use crate::{command, table};
 
 /// Everything that is known afterwards.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -64,18 +66,270 @@ impl Report {
             rows,
         }
     }
+}
 
-    pub fn json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("texts and numbers are always JSON")
+/// How a row came out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// As it must be.
+    Right,
+    /// Not as it must be.
+    Wrong,
+    /// It ran, and shows nothing here: its own control does not hold.
+    Void,
+    /// A figure, which nobody judges.
+    Measured,
+    /// An answer, which nobody judges either.
+    Answered,
+    /// It was not done, for the reason given.
+    Skipped,
+}
+
+/// Whether something goes on while a stream waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Answer {
+    Passes,
+    Blocks,
+}
+
+impl State {
+    /// The word in the table and in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            State::Right => "right",
+            State::Wrong => "WRONG",
+            State::Void => "void",
+            State::Measured | State::Answered => "",
+            State::Skipped => "not done",
+        }
     }
+}
+
+/// What was asked, what was found, what it shows.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Row {
+    pub part: Part,
+    pub what: String,
+    pub state: State,
+    pub found: String,
+    pub shows: String,
+    /// What only several GPUs could show.
+    pub open: Option<String>,
+    pub time: Option<Time>,
+    /// Of the lock test and of the queue test.
+    #[serde(default)]
+    pub answer: Option<Answer>,
+}
+
+impl Row {
+    /// One without a figure.
+    pub fn new(part: Part, state: State, what: &str, found: String, shows: &str) -> Self {
+        let (what, shows) = (what.to_owned(), shows.to_owned());
+        Row { part, what, state, found, shows, open: None, time: None, answer: None }
+    }
+}
+
+/// Times of one thing, in microseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Time {
+    pub p50_us: f64,
+    pub min_us: f64,
+    pub max_us: f64,
+    pub samples: usize,
+}
+
+impl Time {
+    /// Of at least one sample.
+    pub fn of(samples: &[f64]) -> Self {
+        let Summary { min, p50, max, .. } = stats::summary(samples);
+        Time { p50_us: p50, min_us: min, max_us: max, samples: samples.len() }
+    }
+}
+
+impl command::Report for Report {
+    /// All of it.
+    fn text(&self) -> String {
+        let report = self;
+        let Report { version, commit, target, driver, library, device, name, multiprocessors, .. } = report;
+        let mut text = format!(
+            "sidelane {version} ({commit}) for {target}\ndevice {device}: {name}, {multiprocessors} SMs; driver for CUDA {driver} ({library})\n"
+        );
+        if report.stand_in {
+            text += "THE STAND-IN DRIVER: no GPU is here. Times mean nothing, and the audit shows nothing.\n";
+        }
+        for &part in Part::value_variants() {
+            let rows: Vec<&Row> = report.rows.iter().filter(|row| row.part == part).collect();
+            if !rows.is_empty() {
+                text += &format!("\n{}\n{}\n", word(&part), of(&rows));
+            }
+        }
+        if !report.conclusions.is_empty() {
+            text += &format!("\n{}\n", report.conclusions.join("\n"));
+        }
+        text + "\n" + verdict(report)
+    }
+
+    fn is_right(&self) -> bool {
+        self.holds
+    }
+}
+
+fn of(rows: &[&Row]) -> String {
+    let mut table = table::new(["", "what", "found", "what it shows"]);
+    for row in rows {
+        let time = row.time.map(|time| {
+            let [p50, min, max] = [time.p50_us, time.min_us, time.max_us].map(table::time);
+            format!("{p50} ({min} to {max}, {} samples)", time.samples)
+        });
+        let found: Vec<&str> = time
+            .iter()
+            .map(String::as_str)
+            .chain([row.found.as_str()])
+            .filter(|text| !text.is_empty())
+            .collect();
+        let open = row.open.as_ref().map_or(String::new(), |open| format!("\nopen: {open}"));
+        table.add_row([row.state.name(), &row.what, &found.join("\n"), &format!("{}{open}", row.shows)]);
+    }
+    table.trim_fmt()
+}
+
+fn verdict(report: &Report) -> &'static str {
+    match (report.correct, report.holds, report.stand_in) {
+        (false, ..) => "NOT RIGHT: see the rows that say WRONG.",
+        (true, _, true) => {
+            "All that was checked is right on the stand-in driver. No GPU was here: nothing is shown about one."
+        }
+        (true, false, false) => {
+            "All that was checked is right, but the audit does not hold: it is open whether transfers need SMs."
+        }
+        (true, true, false) if !report.audited => {
+            "All right: every check that was run. The audit was not run, or not seen."
+        }
+        (true, true, false) => "All right: every check, and transfers that complete while every SM is held.",
+    }
+}
+
+/// The rows of a part.
+pub struct Checks {
+    part: Part,
+    wrong: bool,
+}
+
+/// What a row is about.
+#[derive(Clone, Copy)]
+pub struct About<'a> {
+    what: &'a str,
+    shows: &'a str,
+    /// What only several GPUs could show.
+    open: Option<&'a str>,
+}
+
+impl<'a> About<'a> {
+    pub fn new(what: &'a str, shows: &'a str) -> Self {
+        About { what, shows, open: None }
+    }
+
+    /// What only several GPUs could show.
+    pub fn open(self, open: impl Into<Option<&'a str>>) -> Self {
+        About { open: open.into(), ..self }
+    }
+}
+
+impl Checks {
+    pub fn new(part: Part) -> Self {
+        Checks { part, wrong: false }
+    }
+
+    /// Whether nothing was wrong.
+    pub fn all_right(&self) -> bool {
+        !self.wrong
+    }
+
+    /// Runs a check, and tells what it found. What is wrong ends nothing.
+    pub fn check(
+        &mut self,
+        about: About<'_>,
+        check: impl FnOnce() -> Result<String, CliError>,
+    ) -> Result<bool, CliError> {
+        let (state, found) = match check() {
+            Ok(found) => (State::Right, found),
+            Err(error) => (State::Wrong, error.to_string()),
+        };
+        self.tell(about, state, found, None)?;
+        Ok(state == State::Right)
+    }
+
+    /// Whether the driver is for the version that a feature needs. Where it is not, that is told,
+    /// and nothing is wrong.
+    pub fn has(
+        &mut self,
+        about: About<'_>,
+        seen: Version,
+        (feature, needed): (&str, Version),
+    ) -> Result<bool, CliError> {
+        if seen >= needed {
+            return Ok(true);
+        }
+        let found = format!("skipped: {feature} needs CUDA {needed}, and the driver is for CUDA {seen}");
+        self.tell(about, State::Skipped, found, None)?;
+        Ok(false)
+    }
+
+    /// Tells an answer.
+    pub fn answered(&mut self, about: About<'_>, answer: Answer, found: String) -> Result<(), CliError> {
+        let row = Row { answer: Some(answer), ..self.row(about, State::Answered, found, None) };
+        emit(&row)
+    }
+
+    /// Tells a figure.
+    pub fn measured(
+        &mut self,
+        about: About<'_>,
+        samples: &[f64],
+        found: impl Into<String>,
+    ) -> Result<(), CliError> {
+        self.tell(about, State::Measured, found.into(), Some(Time::of(samples)))
+    }
+
+    /// Tells that something is wrong beside what is checked.
+    pub fn failed(&mut self, what: &str, error: &CliError) -> Result<(), CliError> {
+        let about = About::new(what, "the rest of this part was not run");
+        let row = self.row(about, State::Wrong, error.to_string(), None);
+        emit(&row)
+    }
+
+    /// Tells a row.
+    pub fn tell(
+        &mut self,
+        about: About<'_>,
+        state: State,
+        found: String,
+        time: Option<Time>,
+    ) -> Result<(), CliError> {
+        let row = self.row(about, state, found, time);
+        emit(&row)
+    }
+
+    fn row(&mut self, about: About<'_>, state: State, found: String, time: Option<Time>) -> Row {
+        self.wrong |= state == State::Wrong;
+        // A rank speaks for the part that started it.
+        let part = if self.part == Part::Rank { Part::Processes } else { self.part };
+        let open = about.open.map(str::to_owned);
+        Row { open, time, ..Row::new(part, state, about.what, found, about.shows) }
+    }
+}
+
+fn emit(row: &Row) -> Result<(), CliError> {
+    command::print(&serde_json::to_string(row).expect("texts and numbers are always JSON"))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::row::{Answer, Time};
-    use super::super::table;
     use super::*;
-    use crate::json_keys::{documented, written};
+    use crate::command::Report as _;
+    use crate::command::tests::assert_page;
 
     fn report() -> Report {
         let row = |part, state| Row {
@@ -112,13 +366,13 @@ mod tests {
     #[test]
     fn the_page_names_the_keys_that_are_written() {
         let page = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/gpu-check.md"));
-        assert_eq!(written(&report().json()), documented(page));
+        assert_page(page, &[report()], |key| Some(key.to_owned()));
     }
 
     #[test]
     fn the_text_holds_rows_and_a_verdict_that_cannot_be_overlooked() {
         let mut report = report();
-        let good = table::text(&report);
+        let good = report.text();
         for words in [
             "132 SMs",
             "right",
@@ -131,13 +385,13 @@ mod tests {
             assert!(good.contains(words), "{words:?} in\n{good}");
         }
         report.audited = false;
-        assert!(table::text(&report).ends_with("The audit was not run, or not seen."));
+        assert!(report.text().ends_with("The audit was not run, or not seen."));
         report.holds = false;
-        assert!(table::text(&report).contains("the audit does not hold"));
+        assert!(report.text().contains("the audit does not hold"));
         report.stand_in = true;
-        assert!(table::text(&report).contains("THE STAND-IN DRIVER"));
+        assert!(report.text().contains("THE STAND-IN DRIVER"));
         report.correct = false;
-        assert!(table::text(&report).ends_with("NOT RIGHT: see the rows that say WRONG."));
+        assert!(report.text().ends_with("NOT RIGHT: see the rows that say WRONG."));
     }
 
     /// A report of these rows, on a GPU.
@@ -161,13 +415,13 @@ mod tests {
     }
 
     fn row(part: Part, state: State, answer: Option<Answer>) -> Row {
-        let text = || "text".to_owned();
-        Row { part, what: text(), state, found: text(), shows: text(), open: None, time: None, answer }
+        Row { answer, ..Row::new(part, state, "text", "text".to_owned(), "text") }
     }
 
     #[test]
     fn report_holds_when_rows_are_only_skipped() {
-        let skipped = of(Part::ALL.map(|part| row(part, State::Skipped, None)).to_vec());
+        let skipped =
+            of(Part::value_variants().iter().map(|&part| row(part, State::Skipped, None)).collect());
         assert_eq!((skipped.correct, skipped.audited, skipped.holds), (true, false, true));
         // Those of the same GPU need CUDA 13.1.
         let audit = [State::Right, State::Skipped].map(|state| row(Part::Audit, state, None));

@@ -1,17 +1,38 @@
 //! One job from start to end: all ranks succeed, or the first failure ends it.
+//!
+//! Ranks stay near their memory: each on processors of one NUMA node.
+//!
+//! Memory lies where its first writer runs. A rank that the kernel moves to another node reads and writes its heap, and its
+//! neighbours read it, through the link between them for the rest of the job.
+//!
+//! The pipe by which ranks notice the death of their launcher.
+//!
+//! Only the launcher holds the write end, and nobody ever writes: when the launcher ends, however it ends, the
+//! kernel closes the pipe and every reader sees its end. Nothing has to be polled and no signal can be lost.
+//!
+//! Signals as a queue of events, so that the launcher has one place where it waits.
+//!
+//! SIGHUP is left alone: under `nohup` it stays ignored, and otherwise it ends the launcher, which the ranks notice.
 
 use std::ffi::OsString;
+use std::fmt;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use rustix::process::Signal;
+use clap::ValueEnum;
+use rustix::io::FdFlags;
+use rustix::pipe::{PipeFlags, pipe_with};
+use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use sidelane::memory::Numa;
+use signal_hook::consts::{SIGCHLD, SIGINT, SIGTERM};
+use signal_hook::iterator::{Handle, Signals};
 
-use super::bind::Bind;
-use super::environment::{Meeting, Place, places};
-use super::lifeline::Lifeline;
-use super::machines::Part;
-use super::ranks::{End, Ranks};
-use super::signals::{Event, Inbox};
-use super::tag::Taggers;
+use super::{Meeting, Part, Place, places};
 use crate::error::CliError;
 
 /// What to run, and how often.
@@ -55,9 +76,8 @@ impl Outcome {
 impl Job {
     /// Starts the ranks and stays until the last one has ended.
     pub fn run(&self) -> Result<Outcome, CliError> {
-        let prepare = |what| move |source| CliError::Prepare { what, source };
-        let inbox = Inbox::open().map_err(prepare("listen for signals"))?;
-        let lifeline = Lifeline::new().map_err(prepare("open a pipe to the ranks"))?;
+        let inbox = Inbox::open().map_err(CliError::prepare("listen for signals"))?;
+        let lifeline = Lifeline::new().map_err(CliError::prepare("open a pipe to the ranks"))?;
         let (meeting, places) = self.meeting(&lifeline)?;
         let taggers = self.tag.then(Taggers::new);
         let ranks = Ranks::start(&places, &meeting, self, taggers.as_ref())?;
@@ -120,6 +140,297 @@ fn list(ranks: &[u32]) -> String {
     }
 }
 
+/// A rank that has ended.
+#[derive(Clone, Copy, Debug)]
+pub struct End {
+    pub place: Place,
+    pub status: ExitStatus,
+}
+
+impl End {
+    /// What a shell would report: the exit status, or 128 and the signal.
+    pub fn code(&self) -> u8 {
+        let code = self.status.code().or(self.status.signal().map(|signal| 128 + signal));
+        code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1)
+    }
+}
+
+impl fmt::Display for End {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} (node {}) ", self.place.rank, self.place.node)?;
+        match self.status.signal().map(|number| (number, signal_hook::low_level::signal_name(number))) {
+            Some((_, Some(name))) => write!(f, "was ended by {name}"),
+            Some((number, None)) => write!(f, "was ended by signal {number}"),
+            None => write!(f, "exited with status {}", self.status.code().unwrap_or(1)),
+        }
+    }
+}
+
+/// Ranks that were started. Those still alive when this is dropped are killed.
+///
+/// Each rank leads a process group of its own: what a rank starts is signalled with it, and Ctrl-C at a terminal
+/// reaches a rank once, through the launcher.
+pub struct Ranks {
+    running: Vec<(Place, Child)>,
+}
+
+impl Ranks {
+    /// Starts all, or none.
+    pub fn start(
+        places: &[Place],
+        meeting: &Meeting,
+        Job { command, env, bind, .. }: &Job,
+        taggers: Option<&Taggers>,
+    ) -> Result<Self, CliError> {
+        let mut ranks = Ranks { running: Vec::with_capacity(places.len()) };
+        let (binder, here) = (bind.binder(), places.len() as u32);
+        for (nth, &place) in (0..).zip(places) {
+            let mut rank = Command::new(&command[0]);
+            rank.args(&command[1..])
+                .envs(meeting.variables(place))
+                .envs(env.iter().map(|(name, value)| (name, value)))
+                .stdin(Stdio::null())
+                .stdout(if taggers.is_some() { Stdio::piped() } else { Stdio::inherit() })
+                .stderr(if taggers.is_some() { Stdio::piped() } else { Stdio::inherit() })
+                .process_group(0);
+            let spawned = match &binder {
+                Some(binder) => binder.start(nth, here, || rank.spawn()),
+                None => rank.spawn(),
+            };
+            let mut child = spawned.map_err(|source| {
+                let program = command[0].clone();
+                CliError::Spawn { rank: place.rank, program, source }
+            })?;
+            if let Some(taggers) = taggers {
+                taggers.follow(place.rank, &mut child);
+            }
+            ranks.running.push((place, child));
+        }
+        Ok(ranks)
+    }
+
+    /// Number of ranks that still run.
+    pub fn running(&self) -> usize {
+        self.running.len()
+    }
+
+    /// The ranks that ended since the last look.
+    pub fn ended(&mut self) -> Vec<End> {
+        let mut ended = Vec::new();
+        self.running.retain_mut(|(place, child)| match child.try_wait() {
+            Ok(Some(status)) => {
+                ended.push(End { place: *place, status });
+                false
+            }
+            // An error would mean that somebody else reaped our child; nobody does.
+            _ => true,
+        });
+        ended
+    }
+
+    /// Sends a signal to each running rank and to what it started.
+    pub fn signal(&self, signal: Signal) {
+        for (_, child) in &self.running {
+            // Not yet reaped, so the number is still that of our child; a group that is gone is no error.
+            if let Some(leader) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
+                let _ = kill_process_group(leader, signal);
+            }
+        }
+    }
+
+    /// Kills what still runs and waits for it. Returns who it was.
+    pub fn kill(&mut self) -> Vec<Place> {
+        self.signal(Signal::KILL);
+        self.running
+            .drain(..)
+            .map(|(place, mut child)| {
+                // Fails only for a child that was reaped already.
+                let _ = child.wait();
+                place
+            })
+            .collect()
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// Which processors ranks get.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Bind {
+    /// Those of one NUMA node, in blocks of ranks; of several where there are more nodes than ranks
+    #[default]
+    Numa,
+    /// All that this program may use
+    None,
+}
+
+/// What is to be had, for ranks that are started one after another.
+pub struct Binder {
+    numa: Numa,
+    allowed: CpuSet,
+}
+
+impl Bind {
+    /// Nothing, where there is nothing to choose.
+    pub fn binder(self) -> Option<Binder> {
+        match self {
+            Bind::Numa => Some(Binder { numa: Numa::here(), allowed: sched_getaffinity(None).ok()? }),
+            Bind::None => None,
+        }
+    }
+}
+
+impl Binder {
+    /// Starts the `nth` of `ranks` on its share: a process begins with the processors of the thread that starts it. Where the kernel
+    /// refuses, it runs anywhere.
+    pub fn start<T>(&self, nth: u32, ranks: u32, start: impl FnOnce() -> T) -> T {
+        let allowed = |cpu: u32| (cpu as usize) < CpuSet::MAX_CPU && self.allowed.is_set(cpu as usize);
+        let Some(share) = self.numa.share(allowed, nth, ranks) else { return start() };
+        let mut set = CpuSet::new();
+        share.iter().for_each(|&cpu| set.set(cpu as usize));
+        let _ = sched_setaffinity(None, &set);
+        let started = start();
+        let _ = sched_setaffinity(None, &self.allowed);
+        started
+    }
+}
+
+/// Both ends, as long as the job lives.
+pub struct Lifeline {
+    read: OwnedFd,
+    _write: OwnedFd,
+}
+
+impl Lifeline {
+    /// A read end that children inherit, a write end that they do not.
+    pub fn new() -> io::Result<Self> {
+        let (read, write) = pipe_with(PipeFlags::CLOEXEC)?;
+        rustix::io::fcntl_setfd(read.as_fd(), FdFlags::empty())?;
+        Ok(Lifeline { read, _write: write })
+    }
+
+    /// The number of the read end, the same in every child.
+    pub fn number(&self) -> RawFd {
+        self.read.as_raw_fd()
+    }
+}
+
+/// What the launcher waits for.
+pub enum Event {
+    /// A child may have ended.
+    Child,
+    /// Somebody wants the job to end.
+    Stop(Signal),
+    /// Neither came in time.
+    Elapsed,
+}
+
+/// The queue. Signals that come before [`Inbox::next`] is called wait in it.
+pub struct Inbox {
+    events: Receiver<Event>,
+    handle: Handle,
+}
+
+impl Inbox {
+    /// From now on signals become events.
+    pub fn open() -> io::Result<Self> {
+        let mut signals = Signals::new([SIGCHLD, SIGINT, SIGTERM])?;
+        let handle = signals.handle();
+        let (sender, events) = channel();
+        std::thread::Builder::new().name("signals".into()).spawn(move || {
+            for number in signals.forever() {
+                let event = match number {
+                    SIGCHLD => Event::Child,
+                    SIGINT => Event::Stop(Signal::INT),
+                    _ => Event::Stop(Signal::TERM),
+                };
+                if sender.send(event).is_err() {
+                    break;
+                }
+            }
+        })?;
+        Ok(Inbox { events, handle })
+    }
+
+    /// The next event; without a deadline it waits for ever.
+    pub fn next(&self, deadline: Option<Instant>) -> Event {
+        let event = match deadline {
+            Some(at) => self.events.recv_timeout(at.saturating_duration_since(Instant::now())),
+            None => self.events.recv().map_err(|_| RecvTimeoutError::Disconnected),
+        };
+        event.unwrap_or(Event::Elapsed)
+    }
+}
+
+impl Drop for Inbox {
+    fn drop(&mut self) {
+        self.handle.close();
+    }
+}
+
+/// The threads that copy lines.
+pub struct Taggers {
+    running: Sender<()>,
+    ended: Receiver<()>,
+}
+
+impl Taggers {
+    /// None yet.
+    pub fn new() -> Self {
+        let (running, ended) = channel();
+        Taggers { running, ended }
+    }
+
+    /// Copies both outputs of a child that was spawned with pipes.
+    pub fn follow(&self, rank: u32, child: &mut Child) {
+        if let Some(out) = child.stdout.take() {
+            self.copy(rank, out, io::stdout());
+        }
+        if let Some(err) = child.stderr.take() {
+            self.copy(rank, err, io::stderr());
+        }
+    }
+
+    fn copy(&self, rank: u32, from: impl Read + Send + 'static, to: impl Write + Send + 'static) {
+        let running = self.running.clone();
+        std::thread::spawn(move || {
+            // The screen may be gone; the ranks still have to be read, or they would block.
+            let mut to = Some(to);
+            copy_lines(rank, BufReader::new(from), |line| {
+                if to.as_mut().is_some_and(|to| to.write_all(line).and_then(|()| to.flush()).is_err()) {
+                    to = None;
+                }
+            });
+            drop(running);
+        });
+    }
+
+    /// Waits until all that the ranks wrote is copied. A process that a rank left behind may keep its output open:
+    /// it is not waited for longer than `patience`.
+    pub fn finish(self, patience: Duration) {
+        drop(self.running);
+        let deadline = Instant::now() + patience;
+        while self.ended.recv_timeout(deadline.saturating_duration_since(Instant::now())).is_ok() {}
+    }
+}
+
+/// Hands on whole lines, tagged; a last line without its newline gets one.
+fn copy_lines(rank: u32, mut from: impl BufRead, mut emit: impl FnMut(&[u8])) {
+    let tag = format!("[{rank}] ").into_bytes();
+    let mut line = tag.clone();
+    while from.read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
+        if !line.ends_with(b"\n") {
+            line.push(b'\n');
+        }
+        emit(&line);
+        line.truncate(tag.len());
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -128,5 +439,41 @@ mod tests {
     fn ranks_are_listed_as_a_reader_would_say_them() {
         assert_eq!(list(&[3]), "rank 3");
         assert_eq!(list(&[0, 2, 5]), "ranks 0, 2 and 5");
+    }
+
+    fn processors() -> Vec<usize> {
+        let set = sched_getaffinity(None).unwrap();
+        (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect()
+    }
+
+    /// A machine whose nodes have one processor each, of those that this test may use.
+    fn binder() -> Binder {
+        let dir = std::env::temp_dir().join(format!("sidelane-bind-{}", std::process::id()));
+        for (node, cpu) in processors().iter().enumerate() {
+            std::fs::create_dir_all(dir.join(format!("node{node}"))).unwrap();
+            std::fs::write(dir.join(format!("node{node}/cpulist")), format!("{cpu}\n")).unwrap();
+        }
+        let binder = Binder { numa: Numa::below(&dir), ..Bind::Numa.binder().unwrap() };
+        std::fs::remove_dir_all(dir).unwrap();
+        binder
+    }
+
+    #[test]
+    fn what_is_started_has_its_share_and_what_comes_later_all() {
+        let (binder, all) = (binder(), processors());
+        let ranks = all.len() as u32;
+        for (nth, &cpu) in (0..).zip(&all) {
+            assert_eq!(binder.start(nth, ranks, processors), [cpu]);
+            assert_eq!(processors(), all);
+        }
+        assert_eq!(binder.start(0, 1, processors), all);
+        assert!(Bind::None.binder().is_none());
+    }
+
+    #[test]
+    fn each_line_is_tagged_and_the_last_one_is_closed() {
+        let mut seen = Vec::new();
+        copy_lines(3, &b"one\n\n\xfftwo"[..], |line| seen.push(line.to_vec()));
+        assert_eq!(seen, [&b"[3] one\n"[..], b"[3] \n", b"[3] \xfftwo\n"]);
     }
 }

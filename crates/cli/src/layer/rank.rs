@@ -2,24 +2,25 @@
 
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
 
 use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sidelane::config::Pace;
 use sidelane::gate::{Gate, Preset};
-use sidelane::layer::{GroupedSwiGlu, Input, MoeLayer};
+use sidelane::layer::{Chunk, Experts, Failure, GroupedSwiGlu, Input, MoeLayer, RowOrder, Saved, Segments};
 use sidelane::plan::ExpertMap;
 use sidelane::{Error, Group, World};
 
-use super::picture;
 use super::report::{Pass, Report};
-use super::task::{Shape, Task};
-use super::watched::{Watch, Watched};
-use crate::bench::{EVENTS, Laps, write_trace};
+use super::{Shape, Task, report};
+use crate::bench::{EVENTS, write_trace};
 use crate::error::CliError;
 use crate::machines::Machines;
-use crate::{output, progress, ranks};
+use crate::stats::Laps;
+use crate::{command, ranks};
 
 /// How a step is carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,17 +63,11 @@ pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     // What the wires keep may also come from the environment.
     let pace = Pace::from_env().map_err(Error::from)?;
     let report = Report::new(task, &world, pace, verified, &passes);
-    output::print(&report.text())?;
-    if let Some(path) = &task.json {
-        output::write(path, &(report.json() + "\n"))?;
-    }
     if let Some(path) = &task.trace_out {
         write_trace(path, world.nodes(), &timelines)?;
     }
-    if let Some(path) = &task.svg {
-        output::write(path, &picture::draw(&task.shape, &timelines))?;
-    }
-    Ok(if verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    command::draw(&task.svg, || report::draw(&task.shape, &timelines))?;
+    command::finish(&report, &task.json)
 }
 
 /// A rank's two layers, which differ in how they are carried out, and its tokens.
@@ -107,7 +102,7 @@ impl<'a> Rank<'a> {
             Ok::<_, Error>((out, gradients))
         };
         let same = step(&mut self.in_turn, &self.x)? == step(&mut self.overlapped, &self.x)?;
-        Ok(self.group.gather(&[u8::from(same)])?.iter().all(|said| said[..] == [1]))
+        Ok(ranks::all_say(self.group, same)?)
     }
 
     /// Forward and, where asked for, backward. Kinds take turns, so that all see the same machine.
@@ -115,7 +110,7 @@ impl<'a> Rank<'a> {
         let mut barrier = self.group.window(0)?;
         let directions = if self.task.backward { 2 } else { 1 };
         let mut taken: Vec<Taken> = (0..directions).map(|_| Taken::default()).collect();
-        let bar = progress::bar(self.world.rank(), self.task.rounds.into());
+        let bar = command::progress(self.world.rank(), self.task.rounds.into());
         for round in 0..self.task.rounds as usize {
             for turn in 0..Kind::ALL.len() {
                 let kind = Kind::ALL[(round + turn) % Kind::ALL.len()];
@@ -149,9 +144,7 @@ impl<'a> Rank<'a> {
 
     /// Of all ranks, in microseconds: the slowest counts.
     fn pass(&self, taken: &Taken) -> Result<Pass, CliError> {
-        let rounds = |laps: &Laps| {
-            Ok::<_, CliError>(Laps::rounds_us(&self.group.gather(laps.to_bytes())?, &self.machines))
-        };
+        let rounds = |laps: &Laps| Ok::<_, CliError>(laps.rounds(self.group, &self.machines)?);
         let [transfers, in_turn, overlapped] = &taken.laps;
         let (transfers, in_turn, overlapped) = (rounds(transfers)?, rounds(in_turn)?, rounds(overlapped)?);
         let all = self.group.gather(bytemuck::cast_slice(&taken.experts))?;
@@ -180,7 +173,7 @@ impl<'a> Rank<'a> {
 
 /// A layer whose weights all ranks draw alike.
 fn layer(task: &Task, group: &Group, watch: &Arc<Watch>, overlap: bool) -> Result<MoeLayer, CliError> {
-    let Shape { tokens, hidden, ffn, experts, top_k, chunks, transfers, seed, .. } = task.shape;
+    let Shape { tokens, hidden, ffn, experts, top_k, chunks, seed, .. } = task.shape;
     let map = ExpertMap::contiguous(experts, group.size()).map_err(Error::from)?;
     let (hidden, ffn, local) = (hidden as usize, ffn as usize, map.slots_of(group.rank()).len());
     let mut random = stream(seed, 0);
@@ -192,7 +185,12 @@ fn layer(task: &Task, group: &Group, watch: &Arc<Watch>, overlap: bool) -> Resul
     let gate = Preset::Qwen3.config(experts, top_k).and_then(Gate::new).map_err(Error::from)?;
     let watched = Watched::new(swiglu, Arc::clone(watch));
     let builder = MoeLayer::builder(group, gate.config().clone(), hidden, watched).router(router);
-    Ok(builder.max_tokens(tokens).chunks(chunks).transfers(transfers).overlap(overlap).build()?)
+    Ok(builder
+        .max_tokens(tokens)
+        .chunks(chunks)
+        .transfers(task.shape.transfers())
+        .overlap(overlap)
+        .build()?)
 }
 
 fn stream(seed: u64, number: u64) -> ChaCha8Rng {
@@ -203,4 +201,91 @@ fn stream(seed: u64, number: u64) -> ChaCha8Rng {
 
 fn number(random: &mut ChaCha8Rng) -> f32 {
     random.random::<f32>() * 2.0 - 1.0
+}
+
+/// What becomes of a step's experts.
+#[derive(Debug, Default)]
+pub struct Watch {
+    idle: AtomicBool,
+    ns: AtomicU64,
+}
+
+impl Watch {
+    /// From now on experts give zeros at once, or work.
+    pub fn idle(&self, idle: bool) {
+        self.idle.store(idle, Ordering::Relaxed);
+    }
+
+    /// Nanoseconds at work since this was asked last.
+    pub fn take(&self) -> u64 {
+        self.ns.swap(0, Ordering::Relaxed)
+    }
+
+    fn time<T>(&self, work: impl FnOnce() -> T) -> T {
+        let begin = Instant::now();
+        let done = work();
+        self.ns.fetch_add(begin.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        done
+    }
+}
+
+/// Experts under watch.
+pub struct Watched {
+    inner: GroupedSwiGlu,
+    watch: Arc<Watch>,
+}
+
+impl Watched {
+    /// These, by this watch.
+    pub fn new(inner: GroupedSwiGlu, watch: Arc<Watch>) -> Self {
+        Watched { inner, watch }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.watch.idle.load(Ordering::Relaxed)
+    }
+}
+
+impl Experts for Watched {
+    fn count(&self) -> usize {
+        self.inner.count()
+    }
+
+    fn hidden(&self) -> usize {
+        self.inner.hidden()
+    }
+
+    fn forward(&self, rows: Segments<'_>) -> Result<(Vec<f32>, Saved), Failure> {
+        if self.is_idle() {
+            return Ok((vec![0.0; rows.rows.len()], Box::new(())));
+        }
+        self.watch.time(|| self.inner.forward(rows))
+    }
+
+    fn rows_backward(
+        &self,
+        rows: Segments<'_>,
+        saved: &mut Saved,
+        of_outputs: Vec<f32>,
+    ) -> Result<Vec<f32>, Failure> {
+        if self.is_idle() {
+            return Ok(of_outputs);
+        }
+        self.watch.time(|| self.inner.rows_backward(rows, saved, of_outputs))
+    }
+
+    fn weights_backward(&self, chunks: &[Chunk<'_>], order: &RowOrder) -> Result<Vec<f32>, Failure> {
+        if self.is_idle() {
+            return Ok(vec![0.0; self.weights().len()]);
+        }
+        self.watch.time(|| self.inner.weights_backward(chunks, order))
+    }
+
+    fn weights(&self) -> &[f32] {
+        self.inner.weights()
+    }
+
+    fn weights_mut(&mut self) -> &mut [f32] {
+        self.inner.weights_mut()
+    }
 }

@@ -1,39 +1,40 @@
 //! What every rank does: measure where it is one of the pair, and wait for the figures where it is not.
+//!
+//! The same put over UCX: `ucx_perftest -t ucp_put_lat`, two processes of this machine, for one run at a time.
+//!
+//! It times half a round trip of a put whose last byte the other side polls; ours has a signal of its own behind the put, which
+//! may fall asleep. Runs of both take turns, so that a busy moment of the machine meets both.
 
-use std::process::ExitCode;
+use std::io::{self, Read};
+use std::net::TcpListener;
+use std::process::{Child, Command, ExitCode, Output, Stdio};
+use std::time::{Duration, Instant};
 
-use sidelane::World;
+use rustix::event::{Timespec, poll};
 use sidelane::topology::Route;
+use sidelane::{Group, World};
 
-use super::args::Test;
 use super::measure::{Found, Pair};
-use super::report::{Conditions, End, PairReport, Report, RunReport};
-use super::task::Task;
-use super::{plot, table, turns};
-use crate::error::CliError;
+use super::report::{Beside, Conditions, End, PairReport, Report, RunReport};
+use super::{Run, Task, Test, report};
+use crate::error::{CliError, failed};
 use crate::machines::Machines;
-use crate::rail::Rail;
-use crate::{output, progress, ranks};
+use crate::peers::{Unavailable, start};
+use crate::{command, machines, ranks};
 
 /// Runs this rank's part.
 pub fn main(task: &Task) -> Result<ExitCode, CliError> {
     let world = ranks::join(task.sizes(), task.conditions(), 0)?;
     let Some(report) = measure(task, &world)? else { return Ok(ExitCode::SUCCESS) };
-    output::print(&table::text(&report))?;
-    if let Some(path) = &task.json {
-        output::write(path, &(report.json() + "\n"))?;
-    }
-    if let Some(path) = &task.svg {
-        output::write(path, &plot::draw(&report))?;
-    }
-    Ok(if report.verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    command::draw(&task.svg, || report::draw(&report))?;
+    command::finish(&report, &task.json)
 }
 
 /// The report, on rank 0.
 fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
     let group = world.all()?;
     let machines = Machines::of(&group)?;
-    let bar = progress::bar(world.rank(), (task.pairs.len() * task.runs.len()) as u64);
+    let bar = command::progress(world.rank(), (task.pairs.len() * task.runs.len()) as u64);
     let (mut pairs, mut absent) = (Vec::new(), None);
     for &ends in &task.pairs {
         let mut report = describe(world, ends);
@@ -44,11 +45,11 @@ fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
             let found = pair.as_mut().map(|pair| pair.run(task.test, run, copied)).transpose()?;
             let found = found.map(|found| serde_json::to_vec(&found).expect("numbers are always JSON"));
             let all = group.gather(&found.unwrap_or_default())?;
-            let told = |rank: u32| serde_json::from_slice(&all[rank as usize]).map_err(CliError::Told);
+            let told = |rank: u32| serde_json::from_slice(&all[rank as usize]).map_err(CliError::told);
             let (first, second): (Found, Found) = (told(ends.0)?, told(ends.1)?);
             let turns = match task.peers && absent.is_none() {
-                true => turns::take(&group, pair.as_mut(), task.test, run)?,
-                false => turns::Found::default(),
+                true => take_turns(&group, pair.as_mut(), task.test, run)?,
+                false => Turns::default(),
             };
             report.runs.push(RunReport { beside: turns.beside, ..RunReport::new(run, first, &second) });
             absent = turns.absent.or(absent);
@@ -63,7 +64,7 @@ fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
         nodes: task.ranks_per_node.len(),
         ranks_per_node: task.ranks_per_node.clone(),
         machines: machines.count(),
-        cores: std::thread::available_parallelism().map_or(1, usize::from),
+        cores: machines::cores(),
         route: Route::Direct.name().to_owned(),
         matrix: task.matrix,
     };
@@ -74,7 +75,149 @@ fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
 fn describe(world: &World, (from, to): (u32, u32)) -> PairReport {
     let nodes = world.nodes();
     let end = |rank| End { rank, node: nodes.node_of(rank) };
-    let rail = if nodes.same_node(from, to) { None } else { Rail::of(world) };
-    let (lane, lane_reason) = rail.map_or(("shm".into(), None), |rail| (rail.lane, Some(rail.reason)));
+    let rail = if nodes.same_node(from, to) { None } else { machines::rail(world) };
+    let (lane, lane_reason) = rail.map_or(("shm".into(), None), |(lane, reason)| (lane, Some(reason)));
     PairReport { from: end(from), to: end(to), lane, lane_reason, runs: Vec::new() }
+}
+
+/// An odd number: its median is one of them.
+const TURNS: usize = 9;
+
+/// What is known after turns of one size.
+#[derive(Default)]
+struct Turns {
+    /// On rank 0.
+    pub beside: Option<Beside>,
+    /// Why there were none, on all ranks: nobody is asked again.
+    pub absent: Option<Unavailable>,
+}
+
+/// Runs of ours and of `ucx_perftest` in turn. Collective: who waits for the other's turn is asleep on a socket.
+fn take_turns(all: &Group, mut pair: Option<&mut Pair<'_>>, test: Test, run: Run) -> Result<Turns, CliError> {
+    let (mut ours_us, mut theirs_us) = (Vec::new(), Vec::new());
+    for _ in 0..TURNS {
+        let mut absent = None;
+        if all.rank() == 0 {
+            match put_lat(run) {
+                Ok(us) => theirs_us.push(us),
+                Err(why) => absent = Some(Unavailable::new(NAME, &why, INSTALL)),
+            }
+        }
+        let told = all.gather(&serde_json::to_vec(&absent).expect("words are always JSON"))?;
+        let absent: Option<Unavailable> = serde_json::from_slice(&told[0]).map_err(CliError::told)?;
+        if absent.is_some() {
+            return Ok(Turns { beside: None, absent });
+        }
+        if let Some(pair) = &mut pair {
+            ours_us.extend(pair.run(test, run, false)?.latency.map(|latency| latency.p50_us));
+        }
+    }
+    let beside = (all.rank() == 0).then(|| Beside::new(NAME, ours_us, theirs_us));
+    Ok(Turns { beside, absent: None })
+}
+
+/// Its name.
+pub const NAME: &str = "ucx";
+/// How to get it.
+pub const INSTALL: &str = "apt install ucx-utils";
+
+const PROGRAM: &str = "ucx_perftest";
+/// The longest time of a run.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// The longest time until the other process listens.
+const READY: Duration = Duration::from_secs(5);
+/// Between two attempts to reach it.
+const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+/// Between two looks whether a run has ended.
+const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 5_000_000 };
+
+/// Median of half a round trip, in microseconds.
+pub fn put_lat(run: Run) -> Result<f64, CliError> {
+    let failed = |source| failed!("cannot run {PROGRAM}: {source}");
+    let port = free_port().map_err(failed)?.to_string();
+    let mut silent = Command::new(PROGRAM);
+    let mut server = Ended(start(
+        silent.args(["-p", &port]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()),
+    )?);
+    let begun = Instant::now();
+    loop {
+        let mut client = Command::new(PROGRAM);
+        client.args(["-t", "ucp_put_lat", "-v", "-f", "-p", &port, "-s", &run.bytes.to_string()]);
+        client.args(["-n", &run.iterations.to_string(), "-w", &run.warmup.to_string(), "localhost"]);
+        let output = run_out(&mut client)?;
+        let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+        match (output.status.success(), median(&printed)) {
+            (true, Some(us)) => return Ok(us),
+            (true, None) => return Err(failed!("{PROGRAM} printed {printed:?}, where figures should be")),
+            (false, _) => {
+                let _ = poll(&mut [], Some(&PAUSE));
+                // A server that was reached ends with its client; one that still runs may not have listened yet.
+                if matches!(server.0.try_wait(), Ok(None)) && begun.elapsed() < READY {
+                    continue;
+                }
+                let text = String::from_utf8_lossy(&output.stderr);
+                let last = text.lines().next_back().unwrap_or("nothing was said").to_owned();
+                return Err(failed!("{PROGRAM} ended with {status}: {last}", status = output.status));
+            }
+        }
+    }
+}
+
+/// Runs a client to its end: what it prints fits into a pipe. One that goes on for too long is killed.
+fn run_out(client: &mut Command) -> Result<Output, CliError> {
+    let failed = |source| failed!("cannot run {PROGRAM}: {source}");
+    client.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let (mut running, begun) = (Ended(start(client)?), Instant::now());
+    let status = loop {
+        if let Some(status) = running.0.try_wait().map_err(failed)? {
+            break status;
+        }
+        if begun.elapsed() >= PATIENCE {
+            return Err(failed!("{PROGRAM} has not ended after {seconds} s", seconds = PATIENCE.as_secs()));
+        }
+        let _ = poll(&mut [], Some(&LOOK));
+    };
+    let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
+    let pipes = (running.0.stdout.take(), running.0.stderr.take());
+    pipes.0.map_or(Ok(0), |mut pipe| pipe.read_to_end(&mut stdout)).map_err(failed)?;
+    pipes.1.map_or(Ok(0), |mut pipe| pipe.read_to_end(&mut stderr)).map_err(failed)?;
+    Ok(Output { status, stdout, stderr })
+}
+
+/// The second of the figures below their names, as `-v` has them.
+fn median(printed: &str) -> Option<f64> {
+    let mut lines = printed.lines().skip_while(|line| !line.starts_with("iterations,"));
+    let (names, figures) = (lines.next()?, lines.next()?);
+    let at = names.split(',').position(|name| name.contains("percentile_lat"))?;
+    figures.split(',').nth(at)?.parse().ok()
+}
+
+/// One that nobody listened at a moment ago.
+fn free_port() -> io::Result<u16> {
+    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
+}
+
+/// Does not outlive its run.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_found_by_its_name() {
+        let printed = "iterations,50.0_percentile_lat,avg_lat,overall_lat\n100000,0.236,3.034,3.034\n";
+        assert_eq!(median(printed), Some(0.236));
+        assert_eq!(median(&format!("some warning\n{printed}")), Some(0.236));
+        for other in ["", "iterations,avg\n1,2\n", "iterations,50.0_percentile_lat\n"] {
+            assert_eq!(median(other), None, "{other:?}");
+        }
+    }
 }

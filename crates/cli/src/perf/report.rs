@@ -1,12 +1,29 @@
 //! The result of a measurement, and its JSON. Keys are described in `docs/perf-json.md`.
+//!
+//! Figures by size as a picture, both axes logarithmic.
+//!
+//! ```text
+//!   title, conditions
+//!   1000 us |                      .-
+//!    100 us |                 .---'        min, typical, p99; or peak, average, memcpy
+//!     10 us |----------------'
+//!           8   64   512   4K   32K  256K
+//!          legend
+//! ```
+
+use std::fmt::Write;
 
 use serde::{Deserialize, Serialize};
 
-use super::args::Test;
 use super::measure::Found;
-use super::task::Run;
+use super::{Bytes, Run, Test};
+use crate::chart::{Curve, Panel, Point, key};
+use crate::launch::shape_words;
+use crate::options::word;
 use crate::peers::Unavailable;
 use crate::stats::{ratio_of_medians, summary};
+use crate::svg::{self, Style, Svg};
+use crate::{command, machines, table};
 
 /// Everything that is known after a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -148,19 +165,231 @@ impl RunReport {
     }
 }
 
-impl Report {
-    /// As it is written to `--json`.
-    pub fn json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("strings, numbers and lists are always JSON")
+impl command::Report for Report {
+    /// Conditions, verdict, and figures: of each size, or of each pair.
+    fn text(&self) -> String {
+        let report = self;
+        let verdict =
+            if report.verified { "verified: what was received last, bit by bit" } else { "NOT VERIFIED" };
+        let wrong = report.pairs.iter().flat_map(|pair| pair.runs.iter().map(move |run| (pair, run)));
+        let wrong = wrong.filter(|(_, run)| !run.verified).fold(String::new(), |mut text, (pair, run)| {
+            let (from, to) = (pair.from.rank, pair.to.rank);
+            let _ = write!(
+                text,
+                "\n{} bytes between rank {from} and rank {to} did not arrive right",
+                run.run.bytes
+            );
+            text
+        });
+        let figures = if report.config.matrix { matrices(report) } else { figures(report) };
+        format!("{}{verdict}{wrong}\n\n{figures}{}", head(report), beside(report))
     }
+
+    fn is_right(&self) -> bool {
+        self.verified
+    }
+}
+
+/// A line for each size that another took turns in; or why it could not.
+fn beside(report: &Report) -> String {
+    let runs = report.pairs.iter().flat_map(|pair| &pair.runs);
+    let others: Vec<_> = runs.filter_map(|run| Some((run.run.bytes, run.beside.as_ref()?))).collect();
+    let mut text = String::new();
+    if !others.is_empty() {
+        let mut table =
+            table::figures(["bytes", "beside", "turns", "theirs [us]", "ours [us]", "x ours (95%)"]);
+        for (bytes, other) in others {
+            let [theirs, ours] =
+                [&other.theirs_us, &other.ours_us].map(|us| format!("{:.3}", summary(us).p50));
+            let Beside { name, times, times_low, times_high, .. } = other;
+            let ratio = format!("{times:.2} ({times_low:.2}-{times_high:.2})");
+            let turns = other.ours_us.len().to_string();
+            table.add_row([Bytes(bytes).to_string(), name.clone(), turns, theirs, ours, ratio]);
+        }
+        text = format!("\n\n{}", table.trim_fmt());
+    }
+    report.absent.iter().fold(text, |text, peer| text + "\n\n" + &peer.text())
+}
+
+fn head(report: &Report) -> String {
+    let config = &report.config;
+    let host = machines::with_host(config.machines, &format!("{} cores", config.cores));
+    let mut lines = vec![
+        ("test", format!("{}: {}", word(&config.test), config.test.title())),
+        ("ranks", format!("{}, {host}", shape_words(&config.ranks_per_node))),
+    ];
+    if let ([PairReport { from, to, .. }], false) = (report.pairs.as_slice(), config.matrix) {
+        let pair = format!("rank {} (node {}) and rank {} (node {})", from.rank, from.node, to.rank, to.node);
+        lines.push(("pair", pair));
+    }
+    if let Some(pair) = report.pairs.first() {
+        lines.push((
+            "lane",
+            format!("{}{}, route {}", pair.lane, table::because(&pair.lane_reason), config.route),
+        ));
+    }
+    table::head(&lines)
+}
+
+/// A line for each size.
+fn figures(report: &Report) -> String {
+    let latency = report.config.test.is_latency();
+    let header: &[&str] = match latency {
+        true => &["bytes", "iterations", "min [us]", "typical [us]", "average [us]", "p99 [us]", "max [us]"],
+        false => &["bytes", "puts", "peak [MiB/s]", "average [MiB/s]", "rate [Mput/s]"],
+    };
+    let runs = || report.pairs.iter().flat_map(|pair| &pair.runs);
+    let memcpy = runs().any(|run| run.bandwidth.is_some_and(|bandwidth| bandwidth.memcpy_mib_s.is_some()));
+    let beside: &[&str] = if memcpy { &["memcpy [MiB/s]", "of memcpy"] } else { &[] };
+    let mut table = table::figures([header, beside].concat());
+    for run in runs() {
+        table.add_row(
+            [vec![Bytes(run.run.bytes).to_string(), run.run.iterations.to_string()], cells(run)].concat(),
+        );
+    }
+    table.trim_fmt()
+}
+
+fn cells(run: &RunReport) -> Vec<String> {
+    let two = |number: f64| format!("{number:.2}");
+    let mut cells = Vec::new();
+    if let Some(latency) = run.latency {
+        let p99 = latency.p99_us.map_or("-".to_owned(), two);
+        cells.extend([
+            two(latency.min_us),
+            two(latency.p50_us),
+            two(latency.mean_us),
+            p99,
+            two(latency.max_us),
+        ]);
+    }
+    if let Some(bandwidth) = run.bandwidth {
+        let rate = format!("{:.4}", bandwidth.puts_per_s / 1e6);
+        cells.extend([two(bandwidth.peak_mib_s), two(bandwidth.mean_mib_s), rate]);
+        if let Some(memcpy) = bandwidth.memcpy_mib_s {
+            cells.extend([two(memcpy), format!("{:.3}", bandwidth.mean_mib_s / memcpy)]);
+        }
+    }
+    cells
+}
+
+/// A matrix of nodes for each size.
+fn matrices(report: &Report) -> String {
+    let what = if report.config.test.is_latency() { "typical, in us" } else { "average, in MiB/s" };
+    let runs = report.pairs.first().map_or(0, |pair| pair.runs.len());
+    let matrices = (0..runs).map(|nth| {
+        let bytes = report.pairs[0].runs[nth].run.bytes;
+        let size = if bytes == 0 { String::new() } else { format!(", {} bytes", Bytes(bytes)) };
+        format!("{what}{size}; rows: from, columns: to\n\n{}", matrix(report, nth))
+    });
+    matrices.collect::<Vec<_>>().join("\n\n")
+}
+
+fn matrix(report: &Report, nth: usize) -> String {
+    let nodes = 0..report.config.nodes as u32;
+    let name = |node: u32| format!("node {node}");
+    let mut table = table::figures([vec![String::new()], nodes.clone().map(name).collect()].concat());
+    for from in nodes.clone() {
+        let cell = |to: u32| {
+            let pair = report.pairs.iter().find(|pair| (pair.from.node, pair.to.node) == (from, to));
+            pair.map_or("-".to_owned(), |pair| format!("{:.2}", typical(&pair.runs[nth])))
+        };
+        table.add_row([vec![name(from)], nodes.clone().map(cell).collect()].concat());
+    }
+    table.trim_fmt()
+}
+
+fn typical(run: &RunReport) -> f64 {
+    let latency = run.latency.map(|latency| latency.p50_us);
+    latency.or(run.bandwidth.map(|bandwidth| bandwidth.mean_mib_s)).unwrap_or(0.0)
+}
+
+const WIDTH: f64 = 720.0;
+const HEIGHT: f64 = 440.0;
+/// Where the axes begin and end.
+const LEFT: f64 = 92.0;
+const RIGHT: f64 = 700.0;
+const TOP: f64 = 78.0;
+const BOTTOM: f64 = 372.0;
+
+const STYLE: Style = Style {
+    light: "\
+.curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
+circle.dot { stroke: none; }
+.main { stroke: #2166c2; } .dot.main { fill: #2166c2; }
+.best { stroke: #0f8a86; stroke-width: 1.2; } .dot.best { fill: #0f8a86; }
+.third { stroke: #8c959f; stroke-width: 1.2; stroke-dasharray: 5 3; } .dot.third { fill: #8c959f; }",
+    dark: "\
+.main { stroke: #3f83dd; } .dot.main { fill: #3f83dd; }
+.best { stroke: #1f9e99; } .dot.best { fill: #1f9e99; }",
+};
+
+/// The picture of the first pair.
+pub fn draw(report: &Report) -> String {
+    let test = report.config.test;
+    let title = format!("{}: {}", word(&test), test.title());
+    let unit = if test.is_latency() { "us" } else { "MiB/s" };
+    let curves = curves(report);
+    svg::picture((WIDTH, HEIGHT), &title, STYLE, |svg| {
+        caption(svg, report);
+        let (numbers, figures) = (|bytes| Bytes(bytes).to_string(), |figure| format!("{figure} {unit}"));
+        let (across, up, figures) = ((LEFT, RIGHT), (BOTTOM, TOP), &figures);
+        let panel = Panel { title: "", across, up, marks: (10, 8), numbers, figures };
+        panel.draw(svg, &curves, curves.iter());
+        let mut x = LEFT;
+        for Curve { class, name, .. } in &curves {
+            key(svg, class, name, (x, BOTTOM + 44.0));
+            x += 52.0 + 6.5 * name.len() as f64;
+        }
+        svg.label("quiet end", RIGHT, BOTTOM + 48.0, &format!("{unit} by bytes of a put"));
+    })
+}
+
+fn caption(svg: &mut Svg, report: &Report) {
+    let config = &report.config;
+    let host = machines::with_host(config.machines, &format!("{} cores", config.cores));
+    svg.label("quiet", 16.0, 43.0, &format!("ranks: {}, {host}", shape_words(&config.ranks_per_node)));
+    if let Some(pair) = report.pairs.first() {
+        let reason = table::because(&pair.lane_reason);
+        let (from, to) = (pair.from.rank, pair.to.rank);
+        svg.label("quiet", 16.0, 59.0, &format!("rank {from} and rank {to} · lane {}{reason}", pair.lane));
+    }
+}
+
+fn curves(report: &Report) -> Vec<Curve> {
+    let curve = |name: &str, class, figure: fn(&RunReport) -> Option<f64>| {
+        let runs = report.pairs.first().into_iter().flat_map(|pair| &pair.runs);
+        let mut points: Vec<_> = runs.filter_map(|run| Some((run.run.bytes, figure(run)?))).collect();
+        points.sort_by_key(|&(bytes, _)| bytes);
+        let said = |(bytes, figure)| Point {
+            at: (bytes as f64, figure),
+            said: format!("{} bytes: {name} {figure:.2}", Bytes(bytes)),
+        };
+        Curve { name: name.to_owned(), class, points: points.into_iter().map(said).collect() }
+    };
+    let curves = if report.config.test.is_latency() {
+        [
+            curve("min", "best", |run| Some(run.latency?.min_us)),
+            curve("typical", "main", |run| Some(run.latency?.p50_us)),
+            curve("p99", "third", |run| run.latency?.p99_us),
+        ]
+    } else {
+        [
+            curve("peak", "best", |run| Some(run.bandwidth?.peak_mib_s)),
+            curve("average", "main", |run| Some(run.bandwidth?.mean_mib_s)),
+            curve("memcpy", "third", |run| run.bandwidth?.memcpy_mib_s),
+        ]
+    };
+    curves.into_iter().filter(|curve| !curve.points.is_empty()).collect()
 }
 
 #[cfg(test)]
 pub mod tests {
-    use std::collections::BTreeSet;
-
     use super::*;
-    use crate::json_keys::{documented, written};
+    use crate::command::Report as _;
+    use crate::command::tests::assert_page;
+    use crate::perf::Test;
+    use crate::svg::tests::elements;
 
     const DOCUMENT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/perf-json.md"));
 
@@ -205,17 +434,8 @@ pub mod tests {
 
     #[test]
     fn the_document_names_exactly_the_keys_of_the_json() {
-        let written: BTreeSet<String> =
-            [Test::PutLat, Test::PutBw].iter().flat_map(|&test| written(&sample(test).json())).collect();
-        assert_eq!(documented(DOCUMENT), written);
-    }
-
-    #[test]
-    fn a_report_survives_json() {
-        for test in [Test::PutLat, Test::Exchange] {
-            let report = sample(test);
-            assert_eq!(serde_json::from_str::<Report>(&report.json()).unwrap(), report);
-        }
+        let reports = [Test::PutLat, Test::PutBw].map(sample);
+        assert_page(DOCUMENT, &reports, |key| Some(key.to_owned()));
     }
 
     #[test]
@@ -236,5 +456,93 @@ pub mod tests {
             assert!(!RunReport::new(run, first.clone(), second).verified);
         }
         assert!(RunReport::new(run, good.clone(), &good).verified);
+    }
+
+    #[test]
+    fn the_text_holds_conditions_verdict_and_figures() {
+        let latency = sample(Test::PutLat).text();
+        for words in [
+            "put-lat: half the round trip",
+            "4 on 2 nodes (2 + 2), 1 machine, 2 cores",
+            "rank 0 (node 0) and rank 2 (node 1)",
+            "loop (all nodes are on one machine), route direct",
+            "verified: ",
+            "typical [us]",
+            "5.00",
+            "9.90",
+            "1M",
+            "50050.00",
+            "0.67 (0.50-1.00)",
+            "there is no ucx_perftest; to have it: apt install ucx-utils",
+        ] {
+            assert!(latency.contains(words), "{words:?} in\n{latency}");
+        }
+        let stream = sample(Test::PutBw).text();
+        for words in ["peak [MiB/s]", "100000.00", "66666.67", "0.0667", "200000.00", "0.333"] {
+            assert!(stream.contains(words), "{words:?} in\n{stream}");
+        }
+        assert!(!stream.contains("us]"), "{stream}");
+    }
+
+    #[test]
+    fn a_failed_verification_cannot_be_overlooked() {
+        let mut report = sample(Test::PutLat);
+        (report.verified, report.pairs[0].runs[1].verified) = (false, false);
+        let text = report.text();
+        assert!(text.contains("NOT VERIFIED\n1048576 bytes between rank 0 and rank 2"), "{text}");
+    }
+
+    #[test]
+    fn a_matrix_has_a_row_and_a_column_for_each_node() {
+        let mut report = sample(Test::PutLat);
+        let back = PairReport {
+            from: End { rank: 2, node: 1 },
+            to: End { rank: 0, node: 0 },
+            ..report.pairs[0].clone()
+        };
+        report.pairs.push(back);
+        report.pairs[1].runs[0].latency.as_mut().unwrap().p50_us = 7.25;
+        report.config.matrix = true;
+        let text = report.text();
+        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        for line in [["node", "0", "-", "5.00"], ["node", "1", "7.25", "-"]] {
+            assert!(lines.iter().any(|seen| *seen == line), "{line:?} in\n{text}");
+        }
+        assert!(
+            text.contains("typical, in us, 8 bytes") && text.contains("typical, in us, 1M bytes"),
+            "{text}"
+        );
+    }
+
+    fn numbers(tag: &str, name: &str) -> Vec<f64> {
+        let value = tag.split(&format!(" {name}=\"")).nth(1).unwrap().split('"').next().unwrap();
+        value.split([' ', ',']).map(|number| number.parse().unwrap()).collect()
+    }
+
+    #[test]
+    fn every_picture_is_well_formed_and_every_point_lies_between_the_axes() {
+        for test in [Test::PutLat, Test::PutBw, Test::Exchange] {
+            for runs in 1..=2 {
+                let mut report = sample(test);
+                report.pairs[0].runs.truncate(runs);
+                let tags = elements(&draw(&report));
+                let of = |name: &str| tags.iter().filter(|tag| tag.starts_with(name)).collect::<Vec<_>>();
+                assert_eq!((of("polyline").len(), of("circle").len()), (3, 3 * runs), "{test:?}");
+                for line in of("polyline") {
+                    for point in numbers(line, "points").chunks(2) {
+                        assert!((LEFT..=RIGHT).contains(&point[0]), "{line}");
+                        assert!((TOP..=BOTTOM).contains(&point[1]), "{line}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn larger_sizes_lie_to_the_right_and_larger_figures_above() {
+        let tags = elements(&draw(&sample(Test::PutLat)));
+        let line = tags.iter().find(|tag| tag.contains("curve main")).unwrap();
+        let points = numbers(line, "points");
+        assert!(points[0] < points[2] && points[1] > points[3], "{points:?}");
     }
 }

@@ -1,22 +1,26 @@
 //! `sidelane planning`: what one rank's operands cost to make, in time and memory, by number of ranks.
 
-mod measure;
-mod picture;
-
-pub use measure::{Cost, Shape, measure};
-
+use std::hint::black_box;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use sidelane::error::PlanError;
-use sidelane::plan::RowLayout;
-use sidelane::topology::Route;
+use sidelane::gate::{Pattern, synthetic};
+use sidelane::plan::{
+    Bins, Counts, Crossing, ExpertMap, Forward, Frame, Layout, Mode, Notes, Order, RowLayout, Sizes, Sizing,
+    Sorted,
+};
+use sidelane::topology::{NodeMap, Paths, Route};
+use sidelane_core::schedule::{CallerTables, Control, RelayTables, Setting, WindowId};
 
-use crate::bench::one_of;
-use crate::error::CliError;
+use crate::chart::{self, Curve, Panel, Point, key};
+use crate::command::{self, Command};
+use crate::error::{CliError, usage};
+use crate::options::one_of;
+use crate::svg;
 use crate::table::{self, time, volume};
-use crate::{output, progress};
 
 /// Measure what a rank's own part of a dispatch costs to plan, and what its tables hold, by number of ranks
 #[derive(Args)]
@@ -51,42 +55,31 @@ pub struct PlanningArgs {
     pub svg: Option<PathBuf>,
 }
 
-/// What can make a measurement impossible.
-#[derive(Debug, thiserror::Error)]
-pub enum PlanningError {
-    /// Sizes that cannot be planned.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
-
-    /// Nodes are whole.
-    #[error("--ranks {ranks} is more than a node of {per_node}, and no multiple of it")]
-    NoNodes { ranks: u32, per_node: u32 },
-}
-
 /// One group, one route.
 struct Row {
     shape: Shape,
     cost: Cost,
 }
 
-/// Measures, and says what it cost.
-pub fn main(args: &PlanningArgs) -> Result<ExitCode, CliError> {
-    output::claim(&args.svg)?;
-    let rows = rows(args)?;
-    output::print(&text(args, &rows))?;
-    if let Some(path) = &args.svg {
-        output::write(path, &picture::draw(args, &rows))?;
+impl Command for PlanningArgs {
+    const NAME: &'static str = "planning";
+
+    fn run(self) -> Result<ExitCode, CliError> {
+        command::claim(&self.svg)?;
+        let rows = rows(&self)?;
+        command::print(&text(&self, &rows))?;
+        command::draw(&self.svg, || draw(&self, &rows))?;
+        Ok(ExitCode::SUCCESS)
     }
-    Ok(ExitCode::SUCCESS)
 }
 
-fn rows(args: &PlanningArgs) -> Result<Vec<Row>, PlanningError> {
-    let bar = progress::bar(0, 2 * args.ranks.len() as u64).with_message("groups");
+fn rows(args: &PlanningArgs) -> Result<Vec<Row>, CliError> {
+    let bar = command::progress(0, 2 * args.ranks.len() as u64).with_message("groups");
     let mut rows = Vec::new();
     for (&ranks, route) in args.ranks.iter().flat_map(|ranks| Route::ALL.map(|route| (ranks, route))) {
         let per_node = args.ranks_per_node.min(ranks);
         if !ranks.is_multiple_of(per_node) {
-            return Err(PlanningError::NoNodes { ranks, per_node });
+            return Err(usage!("--ranks {ranks} is more than a node of {per_node}, and no multiple of it"));
         }
         let &PlanningArgs { tokens, top_k, layout, rounds, .. } = args;
         // As many as DeepSeek-V3 has, and no rank without one.
@@ -126,40 +119,183 @@ fn text(args: &PlanningArgs, rows: &[Row]) -> String {
     )
 }
 
+/// A group, and what rank 0 of it plans.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Shape {
+    pub tokens: u32,
+    pub top_k: u32,
+    pub experts: u32,
+    pub ranks: u32,
+    pub per_node: u32,
+    pub route: Route,
+    pub layout: RowLayout,
+}
+
+/// Times in microseconds, the middle of all rounds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Cost {
+    /// A rank's own routing by bin.
+    pub sort: f64,
+    /// Counts of everybody added up, and the layout.
+    pub place: f64,
+    /// Operands of the rank's own program.
+    pub fill: f64,
+    /// What it hands on, if blocks of its sources are like its own: runs and operands.
+    pub relay: f64,
+    /// What all these tables hold.
+    pub bytes: u64,
+}
+
+impl Cost {
+    /// All that a rank does for itself.
+    pub fn together(&self) -> f64 {
+        self.sort + self.place + self.fill
+    }
+}
+
+const CHUNKS: u8 = 4;
+/// Of a row of 7168 bf16.
+const ROW: u64 = 14_336;
+
+/// Measures so many rounds.
+///
+/// # Errors
+/// Sizes that cannot be planned.
+pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
+    let &Shape { tokens, top_k, experts, ranks, per_node, route, layout } = shape;
+    let map = ExpertMap::contiguous(experts, ranks)?;
+    let nodes = NodeMap::from_labels(&(0..ranks).map(|rank| rank / per_node).collect::<Vec<_>>());
+    let routing = synthetic(Pattern::Uniform, experts, top_k, tokens, 0, 0)?;
+    let (bins, paths) = (Bins::of_layout(layout, &map, Order::Expert, &nodes), Paths::new(&nodes, route, 0));
+    let notes = Notes::of(layout, Mode::Eager, false);
+    let sizing = Sizing {
+        row_bytes: ROW,
+        home_bytes: ROW,
+        words_out: notes.words(top_k),
+        words_home: 1,
+        partial_bytes: None,
+    };
+    let frame = Frame { bins: &bins, paths, align: 1, chunks: CHUNKS, sizing, mode: Mode::Eager };
+    let control = Control::new(&paths, &bins, u64::from(tokens * top_k), sizing.note_bytes());
+    let (chunks, far) = (CHUNKS, WindowId::POOL);
+    let setting = Setting { paths, control: &control, sizing, chunks, parity: 0, far, fixed_rows: None };
+    let (mut sorted, mut crossing, mut words) = (Sorted::default(), Crossing::default(), Vec::new());
+    let (mut counts, mut sizes, mut layout) = (Counts::default(), Sizes::default(), Layout::default());
+    let (mut forward, mut own) = (Forward::default(), CallerTables::new(paths, CHUNKS));
+    let mut relayed = RelayTables::new(paths, CHUNKS);
+    let mut laps: [Vec<Duration>; 4] = Default::default();
+    for _ in 0..rounds {
+        let begin = Instant::now();
+        sorted.fill(&map, &bins, notes, 0, black_box(&routing))?;
+        crossing.fill(&bins, &paths, &sorted);
+        words.clone_from(&sorted.counts);
+        crossing.staged(&paths, &mut words);
+        laps[0].push(begin.elapsed());
+
+        let begin = Instant::now();
+        counts.clear(words.len() as u32);
+        // What a rank adds up: its neighbours' counts, and a message of each other node.
+        (0..per_node).for_each(|source| counts.add(0, source, &words));
+        (1..nodes.nodes()).for_each(|_| counts.add_node(&[], black_box(&words)));
+        sizes.fill(&bins, 1, &counts.total, None);
+        layout.fill(&frame, (&sorted, &crossing), top_k, &counts, &sizes);
+        laps[1].push(begin.elapsed());
+
+        let begin = Instant::now();
+        own.rows(&setting, black_box(&layout), true);
+        laps[2].push(begin.elapsed());
+
+        let blocks: Vec<_> = paths.sources().zip(layout.blocks.iter().cloned()).collect();
+        let mut blocks = blocks.into_iter();
+        let begin = Instant::now();
+        if paths.rails() {
+            forward.know(&frame, false, |_, _| blocks.next().map(|(_, block)| block).unwrap_or_default());
+            relayed.forward(&setting, black_box(&forward), true);
+        }
+        laps[3].push(begin.elapsed());
+    }
+    let [sort, place, fill, relay] = laps.map(middle);
+    let held = [sorted.held(), crossing.held(), counts.held(), layout.held(), own.held()];
+    Ok(Cost { sort, place, fill, relay, bytes: held.iter().sum::<usize>() as u64 })
+}
+
+fn middle(mut laps: Vec<Duration>) -> f64 {
+    laps.sort_unstable();
+    laps[laps.len() / 2].as_secs_f64() * 1e6
+}
+
+const SIZE: (f64, f64) = (760.0, 380.0);
+const TOP: f64 = 92.0;
+const BOTTOM: f64 = 316.0;
+
+/// What a panel shows, and how that is said.
+type Figure = fn(&Cost) -> f64;
+type Said<'a> = &'a dyn Fn(f64) -> String;
+
+/// The picture of all groups.
+fn draw(args: &PlanningArgs, rows: &[Row]) -> String {
+    let curves = |of: Figure, said: Said<'_>| {
+        Route::ALL
+            .iter()
+            .zip(chart::CLASSES)
+            .map(|(&route, class)| {
+                let point = |row: &Row| {
+                    let (ranks, figure) = (row.shape.ranks, of(&row.cost));
+                    let said = format!("{ranks} ranks, {}: {}", route.name(), said(figure));
+                    Point { at: (f64::from(ranks), figure), said }
+                };
+                let points = rows.iter().filter(|row| row.shape.route == route).map(point).collect();
+                Curve { name: route.name().to_owned(), class, points }
+            })
+            .collect::<Vec<_>>()
+    };
+    let tables = |bytes: f64| volume(bytes as u64);
+    let title = "What a rank's operands cost, by number of ranks";
+    svg::picture(SIZE, title, chart::CURVES, |svg| {
+        let PlanningArgs { tokens, top_k, layout, ranks_per_node, .. } = args;
+        let conditions =
+            format!("{tokens} tokens, top-{top_k}, {}, nodes of {ranks_per_node} ranks", layout.name());
+        svg.label("quiet", 16.0, 43.0, &conditions);
+        let panels: [(_, _, Figure, Said<'_>); 2] = [
+            ("time", (76.0, 366.0), Cost::together, &time),
+            ("memory of the tables", (452.0, 742.0), |cost| cost.bytes as f64, &tables),
+        ];
+        for (title, across, of, said) in panels {
+            let curves = curves(of, said);
+            let (up, numbers) = ((BOTTOM, TOP), |ranks: u64| ranks.to_string());
+            let panel = Panel { title, across, up, marks: (10, 6), numbers, figures: said };
+            panel.draw(svg, &curves, curves.iter());
+        }
+        for (nth, (route, class)) in (0..).zip(Route::ALL.into_iter().zip(chart::CLASSES)) {
+            key(svg, class, route.name(), (76.0 + 90.0 * f64::from(nth), BOTTOM + 44.0));
+        }
+    })
+}
+
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
+    use crate::command::tests::parsed;
     use crate::svg::tests::elements;
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: PlanningArgs,
-    }
-
-    fn args(line: &str) -> PlanningArgs {
-        Line::try_parse_from(["planning"].into_iter().chain(line.split_whitespace())).unwrap().args
-    }
 
     #[test]
     fn every_group_has_a_line_and_a_point_for_each_route() {
         for layout in RowLayout::ALL {
-            let args = args(&format!("--ranks 4,16 --tokens 64 --rounds 1 --layout {}", layout.name()));
+            let args =
+                parsed(&format!("--ranks 4,16 --tokens 64 --rounds 1 --layout {}", layout.name())).unwrap();
             let rows = rows(&args).unwrap();
             assert_eq!(rows.len(), 4);
             // What crosses through relays is held beside what goes straight, and is handed on by somebody.
             assert!(rows[3].cost.bytes > rows[2].cost.bytes && rows[3].cost.relay > 0.0);
             assert!(text(&args, &rows).contains(" pxn "), "{}", text(&args, &rows));
-            let tags = elements(&picture::draw(&args, &rows));
+            let tags = elements(&draw(&args, &rows));
             assert_eq!(tags.iter().filter(|tag| tag.starts_with("circle")).count(), 8);
         }
     }
 
     #[test]
     fn a_group_that_is_no_whole_number_of_nodes_is_refused() {
-        let refused = rows(&args("--ranks 12 --rounds 1")).err().unwrap().to_string();
+        let refused = rows(&parsed("--ranks 12 --rounds 1").unwrap()).err().unwrap().to_string();
         assert!(refused.contains("--ranks 12") && refused.contains('8'), "{refused}");
     }
 }

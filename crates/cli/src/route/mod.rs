@@ -6,37 +6,336 @@
 //!   decisions --> Loads   choices per expert, rank, node; ranks and nodes per token      bars, table
 //!            \--> Drops   what each way of dropping loses, factor by factor              table, curves
 //! ```
+//!
+//! What a capacity would drop, by each way of choosing whom.
+//!
+//! How many choices are dropped is decided by the counts alone; whom it hits is decided by the way: the highest weights
+//! lose least weight, the first tokens leave the last ones empty.
 
-mod args;
-mod bars;
-mod drops;
-mod loads;
-mod picture;
 mod report;
-mod task;
 
-pub use args::RouteArgs;
-pub use task::RouteError;
-
+use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::Args;
 use report::Report;
-use task::Task;
+use serde::Serialize;
+use sidelane::error::GateError;
+use sidelane::gate::{Capacity, Choices, Keep, Pattern, Routing, Rule, place};
+use sidelane::plan::ExpertMap;
+use sidelane::topology::NodeMap;
 
+use crate::command::{self, Command};
 use crate::error::CliError;
-use crate::output;
+use crate::options::{NodeArgs, RouterArgs};
+use crate::routing::{Decided, Source};
 
-/// Looks at the routing and says what it sees.
-pub fn main(args: &RouteArgs) -> Result<ExitCode, CliError> {
-    let task = Task::resolve(args)?;
-    output::claim(args.json.iter().chain(&args.svg))?;
-    let report = Report::new(&task)?;
-    output::print(&report.text())?;
-    if let Some(path) = &args.json {
-        output::write(path, &(report.json() + "\n"))?;
+impl Command for RouteArgs {
+    const NAME: &'static str = "route";
+
+    fn run(self) -> Result<ExitCode, CliError> {
+        let task = Task::resolve(&self)?;
+        command::claim(self.json.iter().chain(&self.svg))?;
+        let report = Report::new(&task)?;
+        if self.svg.is_some() {
+            let curves = task.curves()?;
+            command::draw(&self.svg, || report::draw(&report, &task.decided.map, &curves))?;
+        }
+        command::finish(&report, &self.json)
     }
-    if let Some(path) = &args.svg {
-        output::write(path, &picture::draw(&report, &task.map, &task.curves()?))?;
+}
+
+/// Show how a router loads experts, ranks and nodes, and what it would lose to a capacity
+#[derive(Args)]
+pub struct RouteArgs {
+    /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a file of JSON lines
+    /// with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts or --top-k differ from it]
+    #[arg(value_name = "recorded|PATTERN|FILE")]
+    pub routing: Option<Source>,
+
+    /// Draw zipf:1.0
+    #[arg(long, conflicts_with = "routing")]
+    pub random: bool,
+
+    #[command(flatten)]
+    pub nodes: NodeArgs<2, 4>,
+
+    #[command(flatten)]
+    pub router: RouterArgs<512>,
+
+    /// Capacity factors of the table; each rank's tokens have a capacity of their own
+    #[arg(long, value_name = "F[,F..]", value_delimiter = ',', default_values_t = [0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0],
+          allow_negative_numbers = true)]
+    pub factors: Vec<f64>,
+
+    /// Draw load and losses as a picture
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
+
+    /// Write the report as JSON
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+}
+
+/// Where the curves of the picture begin, end, and by how much they step.
+const CURVES: (u32, u32, f64) = (4, 64, 1.0 / 16.0);
+
+/// Decisions, and the factors that are looked at.
+pub struct Task {
+    pub decided: Decided,
+    factors: Vec<f64>,
+}
+
+impl Task {
+    /// From the command line and what the recording or the routing file says.
+    pub fn resolve(args: &RouteArgs) -> Result<Self, CliError> {
+        let zipf = args.random.then_some(Source::Pattern(Pattern::Zipf(1.0)));
+        let decided = args.router.decide(args.nodes.sizes()?, &zipf.or(args.routing.clone()))?;
+        Ok(Task { decided, factors: args.factors.clone() })
     }
-    Ok(ExitCode::SUCCESS)
+
+    /// What the factors of the table would cost.
+    pub fn table(&self) -> Result<Vec<Dropped>, CliError> {
+        self.factors.iter().map(|&factor| self.dropped(factor)).collect()
+    }
+
+    /// What the factors of the picture would cost.
+    pub fn curves(&self) -> Result<Vec<Dropped>, CliError> {
+        let (first, last, step) = CURVES;
+        (first..=last).map(|n| self.dropped(f64::from(n) * step)).collect()
+    }
+
+    fn dropped(&self, factor: f64) -> Result<Dropped, CliError> {
+        Ok(Dropped::at(factor, self.decided.conditions.experts, &self.decided.routings)?)
+    }
+}
+
+/// Choices by expert, rank or node.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Load {
+    pub choices: Vec<u64>,
+    pub max_over_mean: f64,
+    pub min_over_mean: f64,
+    /// Entropy of the shares, of that of equal ones: 1 is even, 0 is all in one place.
+    pub evenness: f64,
+}
+
+impl Load {
+    fn new(choices: Vec<u64>) -> Self {
+        let parts = choices.len() as f64;
+        let all = choices.iter().sum::<u64>() as f64;
+        let share = |choices: u64| if all > 0.0 { choices as f64 / all } else { 1.0 / parts };
+        let shares = choices.iter().map(|&choices| share(choices));
+        let bits: f64 = shares.clone().filter(|&share| share > 0.0).map(|share| -share * share.ln()).sum();
+        Load {
+            max_over_mean: shares.clone().fold(0.0, f64::max) * parts,
+            min_over_mean: shares.fold(1.0, f64::min) * parts,
+            evenness: if parts > 1.0 { bits / parts.ln() } else { 1.0 },
+            choices,
+        }
+    }
+}
+
+/// In how many places a token's experts are.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Spread {
+    pub mean: f64,
+    /// Tokens by number of places, from 0 on.
+    pub tokens: Vec<u64>,
+}
+
+impl Spread {
+    fn new(places: impl Iterator<Item = usize>) -> Self {
+        let mut tokens = Vec::new();
+        for places in places {
+            tokens.resize(tokens.len().max(places + 1), 0);
+            tokens[places] += 1;
+        }
+        let all: u64 = tokens.iter().sum();
+        let sum: u64 = (0..).zip(&tokens).map(|(places, tokens)| places * tokens).sum();
+        Spread { mean: if all > 0 { sum as f64 / all as f64 } else { 0.0 }, tokens }
+    }
+}
+
+/// Everything that is counted.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Loads {
+    pub experts: Load,
+    pub ranks: Load,
+    pub nodes: Load,
+    pub ranks_per_token: Spread,
+    pub nodes_per_token: Spread,
+}
+
+impl Loads {
+    /// Of the decisions of every rank, with experts in equal blocks.
+    pub fn new(map: &ExpertMap, nodes: &NodeMap, routings: &[Routing<'_>]) -> Self {
+        let (mut by_expert, mut by_rank) = (vec![0; map.experts() as usize], vec![0; map.ranks() as usize]);
+        let (mut ranks_of, mut nodes_of) = (Vec::new(), Vec::new());
+        let (mut ranks, mut reached) = (Vec::new(), Vec::new());
+        for (source, routing) in (0..).zip(routings) {
+            for token in 0..routing.tokens() {
+                let chosen = routing.experts_of(token).iter().filter_map(|&id| u32::try_from(id).ok());
+                ranks.clear();
+                for expert in chosen {
+                    let rank = map.rank_of(map.slot_for(source, expert));
+                    by_expert[expert as usize] += 1;
+                    by_rank[rank as usize] += 1;
+                    ranks.push(rank);
+                }
+                reached.clear();
+                reached.extend(ranks.iter().map(|&rank| nodes.node_of(rank)));
+                ranks_of.push(different(&mut ranks));
+                nodes_of.push(different(&mut reached));
+            }
+        }
+        let members = |node| nodes.members(node).iter().map(|&rank| by_rank[rank as usize]).sum();
+        Loads {
+            nodes: Load::new((0..nodes.nodes()).map(members).collect()),
+            experts: Load::new(by_expert),
+            ranks: Load::new(by_rank),
+            ranks_per_token: Spread::new(ranks_of.into_iter()),
+            nodes_per_token: Spread::new(nodes_of.into_iter()),
+        }
+    }
+}
+
+fn different(places: &mut Vec<u32>) -> usize {
+    places.sort_unstable();
+    places.dedup();
+    places.len()
+}
+
+/// Ways of choosing whom to keep, with their names in tables. `Random` keeps as much weight as `Position`, on average.
+const WAYS: [(Keep, &str); 4] = [
+    (Keep::Score, "score"),
+    (Keep::Position, "position"),
+    (Keep::FirstChoices, "first_choices"),
+    (Keep::Priority, "priority"),
+];
+
+/// What a capacity factor would cost.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Dropped {
+    pub factor: f64,
+    /// Rows of each rank for each expert.
+    pub rows: u32,
+    /// Share of the choices.
+    pub choices: f64,
+    pub lost: Vec<Lost>,
+}
+
+/// What is lost by one way of choosing whom to keep.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Lost {
+    pub keep: String,
+    /// Share of the weights.
+    pub weight: f64,
+    /// Share of the tokens that have no choice left.
+    pub tokens: f64,
+}
+
+impl Dropped {
+    /// At this capacity factor, the tokens of each rank being a local group.
+    pub fn at(factor: f64, experts: u32, routings: &[Routing<'_>]) -> Result<Self, GateError> {
+        let top_k = routings.first().map_or(1, Routing::top_k);
+        let all = |part: fn(&Routing<'_>) -> Vec<f32>| routings.iter().flat_map(part).collect::<Vec<f32>>();
+        let weights = all(|routing| routing.weights().to_vec());
+        let ids: Vec<i32> = routings.iter().flat_map(|routing| routing.experts()).copied().collect();
+        let choices = Choices { experts, top_k, ids: &ids, scores: &weights, ..Choices::default() };
+        let place = |keep| {
+            let groups = routings.len() as u32;
+            let rule = Rule::CeilF64 { factor };
+            place(&Capacity { rule, minimum: 0, align: 1, keep, groups, pad: false }, &choices)
+        };
+        let mut dropped = Dropped { factor, rows: 0, choices: 0.0, lost: Vec::with_capacity(WAYS.len()) };
+        for (keep, name) in WAYS {
+            let placed = place(keep)?;
+            dropped.rows = placed.capacity;
+            dropped.choices = share(&ids, &placed.ids, |_| 1.0);
+            dropped.lost.push(Lost {
+                keep: name.to_owned(),
+                weight: share(&ids, &placed.ids, |choice| weights[choice].into()),
+                tokens: emptied(&ids, &placed.ids, top_k as usize),
+            });
+        }
+        Ok(dropped)
+    }
+}
+
+/// The part of the choices, by what each counts, that is no longer there.
+fn share(before: &[i32], after: &[i32], worth: impl Fn(usize) -> f64) -> f64 {
+    let (mut all, mut lost) = (0.0, 0.0);
+    for choice in (0..before.len()).filter(|&choice| before[choice] >= 0) {
+        all += worth(choice);
+        if after[choice] < 0 {
+            lost += worth(choice);
+        }
+    }
+    if all > 0.0 { lost / all } else { 0.0 }
+}
+
+/// The part of the tokens that had a choice and have none left.
+fn emptied(before: &[i32], after: &[i32], top_k: usize) -> f64 {
+    let has_any = |ids: &[i32]| ids.iter().any(|&id| id >= 0);
+    let tokens = before.chunks(top_k).zip(after.chunks(top_k)).filter(|(before, _)| has_any(before));
+    let (all, lost) =
+        tokens.fold((0, 0), |(all, lost), (_, after)| (all + 1, lost + usize::from(!has_any(after))));
+    if all > 0 { lost as f64 / all as f64 } else { 0.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn choices_are_counted_where_their_experts_are() {
+        let map = ExpertMap::contiguous(4, 2).unwrap();
+        let nodes = NodeMap::from_labels(&[0, 1]);
+        let routing = |ids: &[i32]| Routing::new(2, ids.to_vec(), vec![0.5; ids.len()]).unwrap();
+        let loads = Loads::new(&map, &nodes, &[routing(&[0, 1, 0, 3]), routing(&[0, -1, -1, -1])]);
+        assert_eq!(loads.experts.choices, [3, 1, 0, 1]);
+        assert_eq!(
+            (loads.ranks.choices.as_slice(), loads.nodes.choices.as_slice()),
+            (&[4, 1][..], &[4, 1][..])
+        );
+        assert_eq!((loads.experts.max_over_mean, loads.experts.min_over_mean), (2.4, 0.0));
+        assert_eq!(loads.ranks_per_token.tokens, [1, 2, 1]);
+        assert_eq!((loads.ranks_per_token.mean, loads.nodes_per_token.mean), (1.0, 1.0));
+    }
+
+    #[test]
+    fn even_loads_have_evenness_one_and_one_place_has_none() {
+        let even = Load::new(vec![5; 16]);
+        assert!((even.evenness - 1.0).abs() < 1e-12 && even.max_over_mean == 1.0);
+        assert_eq!(Load::new(vec![0, 9, 0]).evenness, 0.0);
+        assert_eq!(Load::new(vec![7]).evenness, 1.0);
+        assert_eq!(Load::new(vec![0, 0]).evenness, 1.0);
+    }
+
+    #[test]
+    fn what_is_lost_depends_on_whom_one_keeps_and_how_much_does_not() {
+        let routing = Routing::new(2, vec![0, 1, 0, -1, 0, 1], vec![0.25, 0.75, 1.0, 0.0, 0.5, 0.5]).unwrap();
+        // Five choices of two experts; three tokens x 2 / 2 x 0.5: two rows each.
+        let dropped = Dropped::at(0.5, 2, &[routing]).unwrap();
+        assert_eq!((dropped.rows, dropped.choices), (2, 0.2));
+        let lost: Vec<_> = dropped.lost.iter().map(|lost| (lost.keep.as_str(), lost.weight)).collect();
+        assert_eq!(
+            lost,
+            [
+                ("score", 0.25 / 3.0),
+                ("position", 0.5 / 3.0),
+                ("first_choices", 0.5 / 3.0),
+                ("priority", 0.5 / 3.0)
+            ]
+        );
+        assert!(dropped.lost.iter().all(|lost| lost.tokens == 0.0));
+    }
+
+    #[test]
+    fn tokens_without_choices_are_not_lost() {
+        let routing = Routing::new(1, vec![-1, 0, 0], vec![0.0, 1.0, 1.0]).unwrap();
+        let dropped = Dropped::at(0.25, 1, &[routing]).unwrap();
+        assert_eq!((dropped.rows, dropped.choices, dropped.lost[1].tokens), (1, 0.5, 0.5));
+    }
 }

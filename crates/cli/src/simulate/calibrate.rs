@@ -21,8 +21,7 @@ use sidelane::topology::Route;
 use sidelane::{Dtype, Error, ExpertParallel, Options, World};
 use sidelane_model::time::{Card, Compute, Engines, Executor, Hardware, Host, Link};
 
-use super::SimulateError;
-use crate::error::CliError;
+use crate::error::{CliError, failed};
 use crate::planning::{Cost, Shape};
 
 /// Tokens of each rank where loops are measured, choices of each, and experts of each rank.
@@ -44,7 +43,7 @@ struct Loops {
 /// Measures.
 ///
 /// # Errors
-/// [`SimulateError::Noise`] if large rows took no longer than small ones: then no rate follows.
+/// If large rows took no longer than small ones: then no rate follows.
 pub fn measure() -> Result<Hardware, CliError> {
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
     let ranks = cores.max(2);
@@ -55,7 +54,9 @@ pub fn measure() -> Result<Hardware, CliError> {
     let per_row = |loops: &Loops| loops.copy / turns / loops.rows;
     let per_byte = (per_row(&large) - per_row(&small)) / (bytes(HIDDEN[1]) - bytes(HIDDEN[0]));
     if per_byte <= 0.0 {
-        return Err(SimulateError::Noise.into());
+        return Err(failed!(
+            "rows of 16 KiB were copied as fast as rows of 64 bytes: something else keeps this machine busy; try again"
+        ));
     }
     let price = (per_row(&small) - per_byte * bytes(HIDDEN[0])).max(0.0);
     let rate = mb_s(1.0 / per_byte);

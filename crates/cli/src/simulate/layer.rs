@@ -22,9 +22,8 @@ use sidelane::layer::{Times, backward_times, forward_times};
 use sidelane::overlap::{Place, Slices};
 use sidelane_model::time::Timing;
 
-use super::args::SimulateArgs;
-use super::task::{SimulateError, Task};
-use super::ways::Way;
+use super::{SimulateArgs, Task, Way};
+use crate::error::CliError;
 use crate::table;
 
 /// Sizes of the experts, and how fast their products are.
@@ -111,7 +110,7 @@ struct Parts {
 }
 
 impl Parts {
-    fn of(task: &Task, way: &Way, products: &Products) -> Result<Self, SimulateError> {
+    fn of(task: &Task, way: &Way, products: &Products) -> Result<Self, CliError> {
         let group = task.group(task.conditions.nodes)?;
         let placed = group.placed(way)?;
         let hidden = task.conditions.hidden;
@@ -174,7 +173,7 @@ struct Cut {
 }
 
 impl Cut {
-    fn of(task: &Task, way: &Way, products: &Products, slices: u32) -> Result<Self, SimulateError> {
+    fn of(task: &Task, way: &Way, products: &Products, slices: u32) -> Result<Self, CliError> {
         let lengths: Vec<u32> =
             Slices::new(slices).of(task.args.tokens).map(|slice| slice.len() as u32).collect();
         let mut sizes: Vec<(u32, Parts)> = Vec::new();
@@ -222,7 +221,7 @@ impl Layered {
 }
 
 /// All ways, in all numbers of slices that are asked for, both passes.
-pub fn all(task: &Task) -> Result<Vec<Layered>, SimulateError> {
+pub fn all(task: &Task) -> Result<Vec<Layered>, CliError> {
     let products = Products::of(task.args);
     let mut found = Vec::new();
     for way in Way::all(task.args, task.conditions.nodes) {
@@ -267,8 +266,8 @@ pub fn text(products: &Products, layers: &[Layered]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::report::tests::report;
     use super::*;
+    use crate::simulate::report::tests::report;
 
     const FEW: &str =
         "--nodes 2 --ranks-per-node 2 --hidden 1024 --layout rank-major --route pxn --order expert";

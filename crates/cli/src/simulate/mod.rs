@@ -7,43 +7,561 @@
 //!   hardware: a name, a file, or --calibrate --------/
 //! ```
 
-mod args;
 mod calibrate;
 mod layer;
-mod model;
-mod picture;
 mod report;
-mod task;
-mod ways;
 
-pub use args::SimulateArgs;
-pub use task::SimulateError;
-
+use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::{Args, ValueEnum};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 use report::Report;
-use task::Task;
+use serde::Serialize;
+use sidelane::dtype::Wire;
+use sidelane::gate::{Call, Gate, Preset, Routing};
+use sidelane::plan::{ExpertMap, Order, RowLayout, SlotShape};
+use sidelane::topology::Route;
+use sidelane_model::time::{Case, Executor, Hardware, Placed, Timing, slots};
 
-use crate::error::CliError;
-use crate::output;
+use crate::bench::RowType;
+use crate::command::{self, Command};
+use crate::error::{CliError, usage};
+use crate::options::{at_most, one_of};
+use crate::routing::{Routed, Router, Share, Source};
 
-/// Measures the machine if asked to, and times.
-pub fn main(args: &SimulateArgs) -> Result<ExitCode, CliError> {
-    output::claim(args.json.iter().chain(&args.svg).chain(&args.calibrate))?;
-    if let Some(path) = &args.calibrate {
-        let hardware = calibrate::measure()?;
-        let figures = serde_json::to_string_pretty(&hardware).expect("numbers and names are always JSON");
-        output::write(path, &(figures + "\n"))?;
-        output::print(&calibrate::words_of(&hardware))?;
-        return Ok(ExitCode::SUCCESS);
+impl Command for SimulateArgs {
+    const NAME: &'static str = "simulate";
+
+    /// Measures the machine if asked to, or times.
+    fn run(self) -> Result<ExitCode, CliError> {
+        command::claim(self.json.iter().chain(&self.svg).chain(&self.calibrate))?;
+        if self.calibrate.is_some() {
+            let hardware = calibrate::measure()?;
+            let figures = serde_json::to_string_pretty(&hardware).expect("numbers and names are always JSON");
+            command::draw(&self.calibrate, || {
+                figures
+                    + "
+"
+            })?;
+            command::print(&calibrate::words_of(&hardware))?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        let report = Report::new(&Task::resolve(&self)?)?;
+        command::draw(&self.svg, || report::draw(&report))?;
+        command::finish(&report, &self.json)
     }
-    let report = Report::new(&Task::resolve(args)?)?;
-    output::print(&report.text())?;
-    if let Some(path) = &args.json {
-        output::write(path, &(report.json() + "\n"))?;
-    }
-    if let Some(path) = &args.svg {
-        output::write(path, &picture::draw(&report))?;
-    }
-    Ok(ExitCode::SUCCESS)
 }
+
+/// Predict the times of dispatch and combine on a machine that is described, from the schedules that would run there
+#[derive(Args, Clone)]
+pub struct SimulateArgs {
+    /// Model whose experts, choices, row and router are taken
+    #[arg(long, value_enum, default_value_t = Model::DeepseekV3)]
+    pub preset: Model,
+
+    /// A machine that is known (h100-cx7, h200-cx7, h800-400g), or a file as --calibrate writes it
+    #[arg(long, value_name = "NAME|FILE", default_value = "h100-cx7")]
+    pub hardware: String,
+
+    /// Number of nodes
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    pub nodes: u32,
+
+    /// Ranks of each node
+    #[arg(long, value_name = "M", default_value_t = 8)]
+    pub ranks_per_node: u32,
+
+    /// Tokens of each rank
+    #[arg(long, value_name = "T", default_value_t = 4096)]
+    pub tokens: u32,
+
+    /// Elements of a row [default: the model's]
+    #[arg(long, value_name = "H")]
+    pub hidden: Option<u32>,
+
+    /// Number of experts [default: the model's, or what the routing file says]
+    #[arg(long, value_name = "E")]
+    pub experts: Option<u32>,
+
+    /// Experts that each token chooses [default: the model's, or what the routing file says]
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<u32>,
+
+    /// Type of an element; fp8 goes out as records with scales, and bf16 comes home
+    #[arg(long, value_enum, default_value_t = RowType::Bf16)]
+    pub dtype: RowType,
+
+    /// Where decisions come from: recorded, uniform, zipf:S, incast, or a file [default: the model's router, on random logits]
+    #[arg(long, value_name = "recorded|PATTERN|FILE")]
+    pub routing: Option<Source>,
+
+    /// Exact sizes, or fixed slots on a stream (rank-major, one node; full whatever the routing)
+    #[arg(long, value_enum, default_value_t = Room::Eager)]
+    pub mode: Room,
+
+    /// Order of received rows [default: both]
+    #[arg(long, value_parser = one_of(RowLayout::ALL, RowLayout::name))]
+    pub layout: Option<RowLayout>,
+
+    /// Way of rows to other nodes [default: both]
+    #[arg(long, value_parser = one_of(Route::ALL, Route::name))]
+    pub route: Option<Route>,
+
+    /// Order of sums; partial sums of ranks or nodes are made by relays [default: expert and, over pxn, rank and node]
+    #[arg(long, value_parser = one_of(Order::ALL, Order::name))]
+    pub order: Option<Order>,
+
+    /// Type in which partial sums cross [default: both]
+    #[arg(long, value_parser = one_of(Wire::ALL, Wire::name))]
+    pub wire: Option<Wire>,
+
+    /// In how many parts a block goes to its relay; a list compares them [default: 4]
+    #[arg(long, value_name = "N[,N..]", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(1..))]
+    pub chunks: Vec<u8>,
+
+    /// How weights and choices go: as copies beside the rows, or with the counts [default: rows]
+    #[arg(long, value_enum)]
+    pub weights: Option<Beside>,
+
+    /// Time a whole layer, forward and backward, its tokens in so many slices: transfers beside the experts; a list compares them
+    #[arg(long, value_name = "N[,N..]", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub slices: Vec<u32>,
+
+    /// Width of an expert, with --slices [default: the model's]
+    #[arg(long, value_name = "F", requires = "slices", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub ffn: Option<u32>,
+
+    /// TFLOP/s of the experts' products, with --slices: 600 is six tenths of what an H100 is sold with, of bf16
+    #[arg(long, value_name = "X", default_value_t = 600, requires = "slices", value_parser = clap::value_parser!(u32).range(1..))]
+    pub tflops: u32,
+
+    /// Play every rank of a group of more than 64, not one node that stands for all
+    #[arg(long)]
+    pub all_ranks: bool,
+
+    /// Draws random logits and synthetic routing [default: 0]
+    #[arg(long)]
+    pub seed: Option<u64>,
+
+    /// Write the report as JSON
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+
+    /// Draw times by number of ranks, in powers of two of nodes up to --up-to
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
+
+    /// Most ranks of the picture
+    #[arg(long, value_name = "R", default_value_t = 1024, requires = "svg")]
+    pub up_to: u32,
+
+    /// Measure this machine instead, and write its figures
+    #[arg(long, value_name = "FILE", exclusive = true)]
+    pub calibrate: Option<PathBuf>,
+}
+
+/// How receive memory is sized.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Room {
+    Eager,
+    Slots,
+}
+
+/// How what goes with rows moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Beside {
+    Rows,
+    Counts,
+}
+
+/// What was looked at.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Conditions {
+    pub model: Model,
+    /// The model's own router where there is none.
+    pub routing: Option<Source>,
+    pub experts: u32,
+    pub top_k: u32,
+    pub nodes: u32,
+    pub ranks_per_node: u32,
+    pub tokens: u32,
+    pub hidden: u32,
+    pub dtype: RowType,
+    pub mode: Room,
+    pub weights: Beside,
+    pub seed: u64,
+}
+
+/// Conditions, and how to answer for any number of nodes.
+pub struct Task<'a> {
+    pub args: &'a SimulateArgs,
+    pub conditions: Conditions,
+    pub hardware: Hardware,
+    router: Option<Router>,
+    row_bytes: u64,
+    home_bytes: u64,
+}
+
+/// Groups of more ranks are one node that stands for all.
+const PLAYED: u32 = 64;
+/// The largest group.
+const MOST_RANKS: u32 = 4096;
+/// Logits of so many are drawn for each token.
+const MOST_EXPERTS: u32 = 1 << 14;
+/// A gigabyte of logits of one rank, and of choices of all.
+const MOST_VALUES: u32 = 1 << 28;
+
+impl<'a> Task<'a> {
+    /// From the command line.
+    pub fn resolve(args: &'a SimulateArgs) -> Result<Self, CliError> {
+        let layer = args.preset.layer();
+        let hardware = hardware(&args.hardware)?;
+        let ranks = args.nodes.saturating_mul(args.ranks_per_node);
+        let options = [
+            ("--nodes", args.nodes, MOST_RANKS),
+            ("--ranks-per-node", args.ranks_per_node, MOST_RANKS),
+            ("--nodes x --ranks-per-node", ranks, MOST_RANKS),
+            ("--tokens", args.tokens, 1 << 20),
+            ("--hidden", args.hidden.unwrap_or(layer.hidden), 1 << 24),
+        ];
+        at_most(&options)?;
+        let (router, experts, top_k) = match &args.routing {
+            None => (None, args.experts.unwrap_or(layer.experts), args.top_k.unwrap_or(layer.top_k)),
+            Some(source) => {
+                let drawn = matches!(source, Source::Pattern(_));
+                let or = |asked: Option<u32>, own| asked.or(drawn.then_some(own));
+                let (experts, top_k) = (or(args.experts, layer.experts), or(args.top_k, layer.top_k));
+                let Routed { router, experts, top_k, .. } =
+                    Routed::resolve(Some(source.clone()), experts, top_k)?;
+                (Some(router), experts, top_k)
+            }
+        };
+        at_most(&[("--experts", experts, MOST_EXPERTS)])?;
+        let drawn = if args.all_ranks { ranks } else { ranks.min(PLAYED.max(args.ranks_per_node)) };
+        let tokens = u64::from(args.tokens);
+        at_most(&[
+            ("--tokens x --experts", tokens * u64::from(experts), MOST_VALUES),
+            ("--tokens x --top-k of all ranks", tokens * u64::from(top_k) * u64::from(drawn), MOST_VALUES),
+        ])?;
+        let hidden = args.hidden.unwrap_or(layer.hidden);
+        let (row_bytes, home_bytes) = args.dtype.bytes(hidden);
+        let one_device_node = args.nodes == 1 && hardware.executor == Executor::Device;
+        if args.mode == Room::Slots && !one_device_node {
+            return Err(usage!(
+                "--mode slots is timed on one node (--nodes 1) of a machine with copy engines"
+            ));
+        }
+        if !args.slices.is_empty() && (hosted(&hardware) || args.mode == Room::Slots) {
+            return Err(usage!(
+                "--slices is for a machine whose copies take no core, with exact sizes (--mode eager)"
+            ));
+        }
+        if args.slices.iter().any(|&slices| slices > args.tokens) {
+            return Err(usage!("--slices must be between 1 and {most}", most = args.tokens));
+        }
+        if let Some(option) = no_option_of_slots(args) {
+            return Err(usage!(
+                "--mode slots has one way for one group, and slots are full whatever the routing: {option} says nothing there"
+            ));
+        }
+        if args.mode == Room::Eager {
+            let ways = Way::all(args, args.nodes);
+            if args.wire.is_some() && ways.iter().all(|way| way.wire.is_none()) {
+                let why = "relays sum over --route pxn, between several nodes, in --order rank or node";
+                return Err(usage!("--wire says nothing here: {why}"));
+            }
+            if !args.chunks.is_empty() && ways.iter().all(|way| way.chunks.is_none()) {
+                let why = "blocks go to relays over --route pxn, between several nodes";
+                return Err(usage!("--chunks says nothing here: {why}"));
+            }
+        }
+        let &SimulateArgs { nodes, ranks_per_node, tokens, dtype, mode, preset: model, .. } = args;
+        let (weights, seed) = (args.weights.unwrap_or(Beside::Rows), args.seed.unwrap_or(0));
+        let routing = args.routing.clone();
+        let conditions = Conditions {
+            model,
+            routing,
+            experts,
+            top_k,
+            nodes,
+            ranks_per_node,
+            tokens,
+            hidden,
+            dtype,
+            mode,
+            weights,
+            seed,
+        };
+        Ok(Task { args, conditions, hardware, router, row_bytes, home_bytes })
+    }
+
+    /// Dispatch and combine of fixed slots.
+    pub fn slots(&self) -> Result<[Timing; 2], CliError> {
+        let Conditions { ranks_per_node, tokens, top_k, .. } = self.conditions;
+        let shape = SlotShape::new(tokens, top_k, self.row_bytes)?;
+        Ok(slots(ranks_per_node, shape, self.home_bytes, &self.hardware)?)
+    }
+
+    /// Numbers of nodes that the picture has: powers of two.
+    pub fn nodes_of_picture(&self) -> impl Iterator<Item = u32> + use<> {
+        let most = if self.args.svg.is_some() { self.args.up_to.min(MOST_RANKS) } else { 0 };
+        let each = self.conditions.ranks_per_node;
+        (0..32).map(|power| 1 << power).take_while(move |nodes| nodes * each <= most)
+    }
+
+    /// What so many nodes decide and who holds their experts, to be timed one way after the other.
+    pub fn group(&self, nodes: u32) -> Result<Group<'_>, CliError> {
+        let Conditions { experts, top_k, ranks_per_node, tokens, seed, .. } = self.conditions;
+        let ranks = nodes * ranks_per_node;
+        let map = match experts < ranks {
+            // One copy of an expert on each rank, in turn.
+            true => {
+                let held: Vec<Vec<u32>> = (0..ranks).map(|rank| vec![rank % experts]).collect();
+                ExpertMap::from_slots(experts, &held)?
+            }
+            false => ExpertMap::contiguous(experts, ranks)?,
+        };
+        let even = map.slots().is_multiple_of(ranks);
+        let whole = ranks <= PLAYED || self.args.all_ranks || hosted(&self.hardware) || !even;
+        let share = Share { experts, top_k, tokens, seed };
+        let decide = |rank| match &self.router {
+            Some(router) => Ok(router.routing(share, rank)?),
+            None => self.conditions.model.routing(share, rank),
+        };
+        let drawn = if whole { ranks } else { ranks_per_node };
+        let routings = (0..drawn).map(decide).collect::<Result<_, CliError>>()?;
+        Ok(Group { task: self, nodes, map, routings })
+    }
+}
+
+/// A group of so many nodes.
+pub struct Group<'a> {
+    task: &'a Task<'a>,
+    nodes: u32,
+    map: ExpertMap,
+    routings: Vec<Routing<'static>>,
+}
+
+impl Group<'_> {
+    /// Rows of the rank that experts give most to. Where one node stands for all, rank i of every node has what ranks i have of
+    /// the first node's tokens.
+    pub fn busiest_rows(&self) -> u64 {
+        let mut rows = vec![0; self.routings.len()];
+        let experts = (0..).zip(&self.routings).flat_map(|(source, routing)| {
+            routing
+                .experts()
+                .iter()
+                .filter(|&&expert| expert >= 0)
+                .map(move |&expert| (source, expert as u32))
+        });
+        for (source, expert) in experts {
+            let rank = self.map.rank_of(self.map.slot_for(source, expert)) as usize;
+            rows[rank % self.routings.len()] += 1;
+        }
+        rows.into_iter().max().unwrap_or(0)
+    }
+
+    /// Placed for one way.
+    pub fn placed(&self, way: &Way) -> Result<Placed, CliError> {
+        let Task { conditions, hardware, row_bytes, home_bytes, .. } = self.task;
+        let partial = way.wire.map_or(4, |wire| wire.size() as u64);
+        Ok(Placed::new(
+            &Case {
+                nodes: self.nodes,
+                map: &self.map,
+                routings: &self.routings,
+                layout: way.layout,
+                route: way.route,
+                order: way.order,
+                chunks: way.chunks.unwrap_or(DEFAULT_CHUNKS),
+                row_bytes: *row_bytes,
+                home_bytes: *home_bytes,
+                partial_bytes: u64::from(conditions.hidden) * partial,
+                notes: conditions.weights == Beside::Rows,
+            },
+            hardware,
+        )?)
+    }
+}
+
+fn hosted(hardware: &Hardware) -> bool {
+    hardware.executor == Executor::Host
+}
+
+/// An option that was given and that slots do not know.
+fn no_option_of_slots(args: &SimulateArgs) -> Option<&'static str> {
+    let given = [
+        ("--svg", args.svg.is_some()),
+        ("--routing", args.routing.is_some()),
+        ("--experts", args.experts.is_some()),
+        ("--layout", args.layout.is_some()),
+        ("--route", args.route.is_some()),
+        ("--order", args.order.is_some()),
+        ("--wire", args.wire.is_some()),
+        ("--chunks", !args.chunks.is_empty()),
+        ("--weights", args.weights.is_some()),
+        ("--seed", args.seed.is_some()),
+        ("--all-ranks", args.all_ranks),
+    ];
+    let slots = args.mode == Room::Slots;
+    given.into_iter().find(|&(_, given)| slots && given).map(|(option, _)| option)
+}
+
+fn hardware(name: &str) -> Result<Hardware, CliError> {
+    if let Ok(known) = name.parse() {
+        return Ok(known);
+    }
+    let text = std::fs::read_to_string(name).map_err(|source| {
+        usage!(
+            "--hardware {name} is neither a machine known here ({}) nor a file that can be read: {source}",
+            Hardware::NAMES.join(", ")
+        )
+    })?;
+    serde_json::from_str(&text).map_err(|source| usage!("{name:?} describes no machine: {source}"))
+}
+
+/// A model of which one MoE layer is looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Model {
+    /// 256 experts in 8 groups, of which 4 are taken, top-8, rows of 7168
+    #[value(name = "deepseek_v3")]
+    DeepseekV3,
+    /// Qwen3-235B: 128 experts, top-8, rows of 4096
+    #[value(name = "qwen3")]
+    Qwen3,
+    /// Mixtral 8x7B: 8 experts, top-2, rows of 4096
+    #[value(name = "mixtral")]
+    Mixtral,
+    /// OLMoE-1B-7B: 64 experts, top-8, rows of 2048
+    #[value(name = "olmoe")]
+    Olmoe,
+}
+
+/// Sizes of a layer.
+pub struct Layer {
+    pub experts: u32,
+    pub top_k: u32,
+    pub hidden: u32,
+    /// Width of an expert, and of the one that all tokens pass (0: there is none).
+    pub ffn: u32,
+    pub shared_ffn: u32,
+}
+
+impl Model {
+    pub fn layer(self) -> Layer {
+        let (experts, top_k, hidden, ffn, shared_ffn) = match self {
+            Model::DeepseekV3 => (256, 8, 7168, 2048, 2048),
+            Model::Qwen3 => (128, 8, 4096, 1536, 0),
+            Model::Mixtral => (8, 2, 4096, 14_336, 0),
+            Model::Olmoe => (64, 8, 2048, 1024, 0),
+        };
+        Layer { experts, top_k, hidden, ffn, shared_ffn }
+    }
+
+    fn preset(self) -> Preset {
+        match self {
+            Model::DeepseekV3 => Preset::DeepseekV3,
+            Model::Qwen3 => Preset::Qwen3,
+            Model::Mixtral => Preset::Mixtral,
+            Model::Olmoe => Preset::Olmoe,
+        }
+    }
+
+    /// The name on the command line.
+    pub fn name(self) -> &'static str {
+        self.preset().name()
+    }
+
+    /// What the model's router decides for one rank whose logits are random, and about normal: all experts alike, in the long
+    /// run.
+    pub fn routing(self, share: Share, rank: u32) -> Result<Routing<'static>, CliError> {
+        let Share { experts, top_k, tokens, seed } = share;
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        random.set_stream(u64::from(rank));
+        let mut logit = || (0..4).map(|_| random.random::<f32>() - 0.5).sum::<f32>();
+        let logits: Vec<f32> = (0..tokens as usize * experts as usize).map(|_| logit()).collect();
+        let mut gate = Gate::new(self.preset().config(experts, top_k)?)?;
+        let bias = vec![0.0; experts as usize];
+        let bias = (self == Model::DeepseekV3).then_some(&bias[..]);
+        let decision = gate.route(&Call { logits: &logits, bias, ..Call::default() })?;
+        let (experts, weights) = (decision.experts().to_vec(), decision.weights().to_vec());
+        Ok(Routing::new(top_k, experts, weights)?)
+    }
+}
+
+/// One way of rows out and home.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Way {
+    pub layout: RowLayout,
+    pub route: Route,
+    pub order: Order,
+    /// Of partial sums, where relays sum.
+    pub wire: Option<Wire>,
+    /// In how many parts blocks go, where relays hand on.
+    pub chunks: Option<u8>,
+}
+
+impl Way {
+    /// Whether relays sum.
+    fn sums(route: Route, order: Order) -> bool {
+        route == Route::Pxn && order != Order::Expert
+    }
+
+    /// As tables name it.
+    pub fn name(&self) -> String {
+        let mut name = format!("{}, {}", self.layout.name(), self.route.name());
+        if self.order != Order::Expert {
+            name += &format!(", {} sums", self.order.name());
+        }
+        if let Some(wire) = self.wire {
+            name += &format!(" in {}", wire.name());
+        }
+        if let Some(chunks) = self.chunks.filter(|&chunks| chunks != DEFAULT_CHUNKS) {
+            name += &format!(", {chunks} chunks");
+        }
+        name
+    }
+
+    /// All that are asked for, where there are so many nodes.
+    pub fn all(args: &SimulateArgs, nodes: u32) -> Vec<Way> {
+        let layouts = args.layout.map_or(RowLayout::ALL.to_vec(), |layout| vec![layout]);
+        let mut routes = args.route.map_or(Route::ALL.to_vec(), |route| vec![route]);
+        if nodes == 1 {
+            // Nothing crosses: all routes are one.
+            routes = vec![args.route.unwrap_or_default()];
+        }
+        let parts = if args.chunks.is_empty() { &[DEFAULT_CHUNKS][..] } else { &args.chunks };
+        let mut ways = Vec::new();
+        for (layout, &route) in
+            layouts.iter().flat_map(|&layout| routes.iter().map(move |route| (layout, route)))
+        {
+            let relays = route == Route::Pxn && nodes > 1;
+            let orders = match args.order {
+                Some(order) => vec![order],
+                None if relays => Order::ALL.to_vec(),
+                None => vec![Order::Expert],
+            };
+            for order in orders {
+                let sums = relays && Self::sums(route, order);
+                let wires = match args.wire {
+                    _ if !sums => vec![None],
+                    Some(wire) => vec![Some(wire)],
+                    None => Wire::ALL.map(Some).to_vec(),
+                };
+                let chunks = if relays { parts.iter().copied().map(Some).collect() } else { vec![None] };
+                for (&wire, &chunks) in wires.iter().flat_map(|w| chunks.iter().map(move |c| (w, c))) {
+                    ways.push(Way { layout, route, order, wire, chunks });
+                }
+            }
+        }
+        ways
+    }
+}
+
+/// As everywhere in the library.
+pub const DEFAULT_CHUNKS: u8 = 4;

@@ -3,11 +3,12 @@
 use serde::Serialize;
 use sidelane_model::time::{Hardware, Lap, Timing, Work};
 
-use super::args::{Beside, Room};
 use super::layer::{self, Layered, Products};
-use super::task::{Conditions, SimulateError, Task};
-use super::ways::Way;
-use crate::progress;
+use super::{Beside, Conditions, Room, Task, Way};
+use crate::chart::{self, Curve, Panel, Point, key};
+use crate::command;
+use crate::error::CliError;
+use crate::svg;
 use crate::table::{self, time, volume};
 
 /// Everything that was timed.
@@ -48,10 +49,10 @@ pub struct Timed {
 
 impl Report {
     /// Times all that is asked for.
-    pub fn new(task: &Task) -> Result<Self, SimulateError> {
+    pub fn new(task: &Task) -> Result<Self, CliError> {
         let mut sizes = vec![task.conditions.nodes];
         sizes.extend(task.nodes_of_picture().filter(|&nodes| nodes != task.conditions.nodes));
-        let bar = progress::bar(0, sizes.len() as u64).with_message("groups");
+        let bar = command::progress(0, sizes.len() as u64).with_message("groups");
         let group = |&nodes: &u32| {
             let group = Group::new(task, nodes);
             bar.inc(1);
@@ -62,45 +63,6 @@ impl Report {
         let ways = layer::all(task)?;
         let layer = (!ways.is_empty()).then(|| Layer { products: Products::of(task.args), ways });
         Ok(Report { config: task.conditions.clone(), hardware: task.hardware.clone(), groups, layer })
-    }
-
-    /// As it is written to `--json`.
-    pub fn json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("strings, numbers and lists are always JSON")
-    }
-
-    /// Conditions, a line for each way, and where the time goes.
-    pub fn text(&self) -> String {
-        let Conditions { nodes, ranks_per_node, tokens, top_k, hidden, dtype, weights, mode, .. } =
-            &self.config;
-        let group = &self.groups[0];
-        let played = group.ways.first().map_or(0, |timed| timed.dispatch.played);
-        let how = if played == group.ranks { "every one played" } else { "one node played, for all" };
-        let beside = match (mode, weights) {
-            (Room::Slots, _) => "weights and choices in the slot",
-            (Room::Eager, Beside::Rows) => "weights and choices as copies beside them",
-            (Room::Eager, Beside::Counts) => "weights and choices with the counts",
-        };
-        let decided = match mode {
-            Room::Slots => format!("slots     {tokens} tokens of each rank to each, top-{top_k}"),
-            Room::Eager => format!("routing   {}", self.config.routing_words()),
-        };
-        let shape = match nodes {
-            1 => format!("{ranks_per_node} on one node"),
-            _ => format!("{} on {nodes} nodes of {ranks_per_node}", group.ranks),
-        };
-        let layer =
-            self.layer.as_ref().map(|layer| format!("\n\n{}", layer::text(&layer.products, &layer.ways)));
-        let layer = layer.unwrap_or_default();
-        format!(
-            "{decided}\nranks     {}, {how}\nrows      {hidden} x {}, {beside}\nhardware  {}: {}\n\n{}\n\n{}\n\n{NOTES}{layer}",
-            shape,
-            dtype.name(),
-            self.hardware.name,
-            rates(&self.hardware),
-            group.times(),
-            group.laps(),
-        )
     }
 }
 
@@ -134,7 +96,7 @@ impl Conditions {
 }
 
 impl Group {
-    fn new(task: &Task, nodes: u32) -> Result<Self, SimulateError> {
+    fn new(task: &Task, nodes: u32) -> Result<Self, CliError> {
         let ranks = nodes * task.conditions.ranks_per_node;
         if task.conditions.mode == Room::Slots {
             let [dispatch, combine] = task.slots()?;
@@ -147,7 +109,7 @@ impl Group {
             let (dispatch, combine) = (placed.dispatch(), placed.combine());
             Ok(Timed { name: way.name(), way: Some(way), dispatch, combine })
         };
-        let ways = Way::all(task.args, nodes).into_iter().map(timed).collect::<Result<_, SimulateError>>()?;
+        let ways = Way::all(task.args, nodes).into_iter().map(timed).collect::<Result<_, CliError>>()?;
         Ok(Group { nodes, ranks, ways })
     }
 
@@ -192,31 +154,123 @@ fn us(ns: u64) -> String {
     time(ns as f64 / 1e3)
 }
 
+impl command::Report for Report {
+    /// Conditions, a line for each way, and where the time goes.
+    fn text(&self) -> String {
+        let Conditions { nodes, ranks_per_node, tokens, top_k, hidden, dtype, weights, mode, .. } =
+            &self.config;
+        let group = &self.groups[0];
+        let played = group.ways.first().map_or(0, |timed| timed.dispatch.played);
+        let how = if played == group.ranks { "every one played" } else { "one node played, for all" };
+        let beside = match (mode, weights) {
+            (Room::Slots, _) => "weights and choices in the slot",
+            (Room::Eager, Beside::Rows) => "weights and choices as copies beside them",
+            (Room::Eager, Beside::Counts) => "weights and choices with the counts",
+        };
+        let decided = match mode {
+            Room::Slots => format!("slots     {tokens} tokens of each rank to each, top-{top_k}"),
+            Room::Eager => format!("routing   {}", self.config.routing_words()),
+        };
+        let shape = match nodes {
+            1 => format!("{ranks_per_node} on one node"),
+            _ => format!("{} on {nodes} nodes of {ranks_per_node}", group.ranks),
+        };
+        let layer =
+            self.layer.as_ref().map(|layer| format!("\n\n{}", layer::text(&layer.products, &layer.ways)));
+        let layer = layer.unwrap_or_default();
+        format!(
+            "{decided}\nranks     {}, {how}\nrows      {hidden} x {}, {beside}\nhardware  {}: {}\n\n{}\n\n{}\n\n{NOTES}{layer}",
+            shape,
+            dtype.name(),
+            self.hardware.name,
+            rates(&self.hardware),
+            group.times(),
+            group.laps(),
+        )
+    }
+}
+
+const WIDTH: f64 = 920.0;
+const TOP: f64 = 96.0;
+const BOTTOM: f64 = 372.0;
+/// Left and right end of each panel.
+const PANELS: [(&str, f64, f64); 2] = [("dispatch", 70.0, 452.0), ("combine", 520.0, 902.0)];
+/// Of the legend.
+const LINE: f64 = 17.0;
+
+/// The picture of all groups.
+pub fn draw(report: &Report) -> String {
+    let mut groups: Vec<_> = report.groups.iter().collect();
+    groups.sort_by_key(|group| group.ranks);
+    // Ways of the largest group: all that there are. One that is not in a smaller group has no point there.
+    let names: Vec<&str> =
+        groups.last().map_or(Vec::new(), |group| group.ways.iter().map(|timed| &timed.name[..]).collect());
+    let points = |of: &str, ns: fn(&Timed) -> u64| -> Vec<Point> {
+        let timed = groups.iter().filter_map(|group| {
+            let timed = group.ways.iter().find(|timed| timed.name == of)?;
+            Some((group.ranks, ns(timed) as f64 / 1e3))
+        });
+        let point = |(ranks, us): (u32, f64)| Point {
+            at: (f64::from(ranks), us),
+            said: format!("{ranks} ranks, {of}: {}", time(us)),
+        };
+        timed.map(point).collect()
+    };
+    let panel = |ns: fn(&Timed) -> u64| -> Vec<Curve> {
+        let named = names.iter().zip(chart::CLASSES.iter().cycle());
+        named.map(|(&of, class)| Curve { name: of.to_owned(), class, points: points(of, ns) }).collect()
+    };
+    let panels = [panel(|timed| timed.dispatch.ns), panel(|timed| timed.combine.ns)];
+    let title = format!("Dispatch and combine by number of ranks, predicted for {}", report.hardware.name);
+    let height = BOTTOM + 50.0 + LINE * names.len() as f64;
+    svg::picture((WIDTH, height), &title, chart::CURVES, |svg| {
+        svg.label("quiet", 16.0, 43.0, &report.config.routing_words());
+        let (hidden, dtype) = (report.config.hidden, report.config.dtype.name());
+        let ranks = report.config.ranks_per_node;
+        svg.label(
+            "quiet",
+            16.0,
+            59.0,
+            &format!("rows of {hidden} x {dtype}, nodes of {ranks} ranks; a model, not measured"),
+        );
+        for ((title, left, right), curves) in PANELS.into_iter().zip(&panels) {
+            let (across, up) = ((left, right), (BOTTOM, TOP));
+            let numbers = |ranks: u64| ranks.to_string();
+            let panel = Panel { title, across, up, marks: (12, 8), numbers, figures: &time };
+            panel.draw(svg, curves, panels.iter().flatten());
+        }
+        for (nth, curve) in (0..).zip(&panels[0]) {
+            key(svg, curve.class, &curve.name, (PANELS[0].1, BOTTOM + 40.0 + LINE * f64::from(nth)));
+        }
+    })
+}
+
 #[cfg(test)]
 pub mod tests {
-    use clap::Parser;
-
-    use super::super::args::SimulateArgs;
     use super::*;
-    use crate::json_keys::{documented, written};
+    use crate::command::tests::{assert_page, parsed};
+    use crate::svg::tests::elements;
 
     const DOCUMENT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/simulate-json.md"));
 
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: SimulateArgs,
-    }
-
     /// The report of a command line.
     pub fn report(line: &str) -> Report {
-        let line = Line::try_parse_from(["simulate"].into_iter().chain(line.split_whitespace())).unwrap();
-        Report::new(&Task::resolve(&line.args).unwrap()).unwrap()
+        Report::new(&Task::resolve(&parsed(line).unwrap()).unwrap()).unwrap()
     }
 
     #[test]
     fn the_document_names_exactly_the_keys_of_the_json() {
         let report = report("--nodes 2 --ranks-per-node 2 --tokens 16 --hidden 128 --slices 2");
-        assert_eq!(documented(DOCUMENT), written(&report.json()));
+        assert_page(DOCUMENT, &[report], |key| Some(key.to_owned()));
+    }
+
+    #[test]
+    fn every_way_has_a_point_for_each_group_that_has_it() {
+        let report = report("--nodes 2 --ranks-per-node 2 --tokens 8 --hidden 128 --svg unused --up-to 8");
+        let tags = elements(&draw(&report));
+        let count = |name: &str| tags.iter().filter(|tag| tag.starts_with(name)).count();
+        let ways = report.groups.iter().map(|group| group.ways.len());
+        assert_eq!(report.groups.iter().map(|group| group.nodes).collect::<Vec<_>>(), [2, 1, 4]);
+        assert_eq!((count("polyline"), count("circle")), (24, 2 * ways.sum::<usize>()));
     }
 }

@@ -9,29 +9,303 @@
 //!                                rank 0: Chrome trace (every operation), picture (at a glance), table and JSON (sums)
 //! ```
 
-mod args;
 mod picture;
-mod rank;
-mod report;
 
-pub use args::TraceArgs;
-
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use args::Task;
+use clap::Args;
+use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
+use sidelane::dtype::Dtype;
+use sidelane::exec::{Kind, Timeline};
+use sidelane::topology::NodeMap;
 
+use crate::bench::{
+    CALLS, ConditionArgs, Config, EVENTS, Layer, Number, Verdict, Words, record, sizes, write_trace,
+};
+use crate::command::Command;
 use crate::error::CliError;
-use crate::ranks::{self, RankArgs};
+use crate::machines::{self, Machines};
+use crate::ranks::Sizes;
+use crate::table::{self, time, volume};
+use crate::{command, ranks};
 
-/// Starts the ranks and waits for what rank 0 writes.
-pub fn main(args: &TraceArgs) -> Result<ExitCode, CliError> {
-    let task = Task::resolve(args)?;
-    let files = [&args.out].into_iter().chain(&args.svg).chain(&args.json);
-    args.conditions.machines.claim(files)?;
-    ranks::start("trace-rank", &task.config.ranks_per_node, &args.conditions.machines, &task)
+impl Command for TraceArgs {
+    const NAME: &'static str = "trace";
+
+    fn run(self) -> Result<ExitCode, CliError> {
+        let task = Task::resolve(&self)?;
+        let machines = &self.conditions.machines;
+        machines.claim([&self.out].into_iter().chain(&self.svg).chain(&self.json))?;
+        ranks::start(Self::NAME, &task.config.ranks_per_node, machines, &task, Vec::new())
+    }
+
+    fn rank(task: &str) -> Result<ExitCode, CliError> {
+        main(&ranks::task(task)?)
+    }
 }
 
-/// Runs one rank.
-pub fn rank(args: &RankArgs) -> Result<ExitCode, CliError> {
-    rank::main(&args.task()?)
+/// Record a dispatch and a combine of all ranks as a timeline that opens in Perfetto
+#[derive(Args)]
+pub struct TraceArgs {
+    #[command(flatten)]
+    pub conditions: ConditionArgs,
+
+    /// Write the timeline as a Chrome trace, on the machine of rank 0: open it in https://ui.perfetto.dev
+    #[arg(long, value_name = "FILE")]
+    pub out: PathBuf,
+
+    /// Draw the timeline as a picture
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
+
+    /// Write the sums of each rank as JSON
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+}
+
+/// Everything a rank needs to know, and every rank the same.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Task {
+    pub config: Config,
+    pub out: PathBuf,
+    pub svg: Option<PathBuf>,
+    pub json: Option<PathBuf>,
+    pub sizes: Sizes,
+}
+
+impl Task {
+    /// From the command line. One round is recorded.
+    pub fn resolve(args: &TraceArgs) -> Result<Self, CliError> {
+        let config = Config::resolve(&args.conditions, false, Some(1))?;
+        let sizes = sizes(&config)?;
+        Ok(Task { config, out: args.out.clone(), svg: args.svg.clone(), json: args.json.clone(), sizes })
+    }
+
+    /// What all ranks must have in common. Only rank 0 writes files.
+    pub fn conditions(&self) -> Result<String, CliError> {
+        Ok(ranks::conditions("trace", &self.config.conditions()?))
+    }
+}
+
+/// Runs this rank's part.
+pub fn main(task: &Task) -> Result<ExitCode, CliError> {
+    match task.config.dtype.element() {
+        Dtype::F32 => run::<f32>(task),
+        Dtype::F16 => run::<f16>(task),
+        Dtype::Bf16 | Dtype::Bytes => run::<bf16>(task),
+    }
+}
+
+fn run<E: Number>(task: &Task) -> Result<ExitCode, CliError> {
+    let mut layer: Layer<'_, E> = Layer::join(&task.config, task.sizes, task.conditions()?, EVENTS)?;
+    let (rows, handle) = layer.dispatch_and_check()?;
+    let y = layer.experts(&rows)?;
+    drop(rows);
+    layer.combine_and_check(&y, &handle)?;
+    let timelines = record(&mut layer, &y)?;
+    let verdict = layer.verdict()?;
+    if layer.world.rank() != 0 {
+        return Ok(ExitCode::SUCCESS);
+    }
+    let nodes = layer.world.nodes();
+    let report = Report::new(&task.config, &layer.machines, &verdict, nodes, &timelines, &task.out);
+    write_trace(&task.out, nodes, &timelines)?;
+    command::draw(&task.svg, || picture::draw(&task.config, nodes, &timelines))?;
+    command::finish(&report, &task.json)
+}
+
+/// Everything that is known after a round.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    pub config: Config,
+    pub machines: usize,
+    pub verified: bool,
+    pub rows_verified: u64,
+    pub ranks: Vec<RankSums>,
+    /// Where every operation was written.
+    #[serde(skip)]
+    pub trace: PathBuf,
+}
+
+/// What one rank did.
+#[derive(Debug, Serialize)]
+pub struct RankSums {
+    pub rank: u32,
+    pub node: u32,
+    /// Length of each call, by its name.
+    pub calls_us: BTreeMap<String, f64>,
+    /// The operations of each kind.
+    pub operations: BTreeMap<Kind, Sum>,
+}
+
+/// Operations of one kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Sum {
+    pub count: u64,
+    pub us: f64,
+    pub bytes: u64,
+}
+
+impl RankSums {
+    fn of(rank: u32, node: u32, timeline: &Timeline) -> Self {
+        let calls = timeline.calls.iter().map(|call| (call.name.clone(), call.nanos as f64 / 1e3));
+        let mut operations: BTreeMap<Kind, Sum> = Kind::ALL.map(|kind| (kind, Sum::default())).into();
+        for event in &timeline.events {
+            let sum = operations.entry(event.kind).or_default();
+            sum.count += 1;
+            sum.us += event.nanos as f64 / 1e3;
+            sum.bytes += event.bytes;
+        }
+        RankSums { rank, node, calls_us: calls.collect(), operations }
+    }
+
+    fn bytes(&self, kinds: &[Kind]) -> u64 {
+        kinds.iter().map(|kind| self.operations[kind].bytes).sum()
+    }
+}
+
+impl Report {
+    /// Of the round that was recorded on these ranks.
+    pub fn new(
+        config: &Config,
+        machines: &Machines,
+        verdict: &Verdict,
+        nodes: &NodeMap,
+        timelines: &[Timeline],
+        trace: &Path,
+    ) -> Self {
+        let ranks = (0..).zip(timelines);
+        Report {
+            config: config.clone(),
+            machines: machines.count(),
+            verified: verdict.verified,
+            rows_verified: verdict.right,
+            ranks: ranks.map(|(rank, timeline)| RankSums::of(rank, nodes.node_of(rank), timeline)).collect(),
+            trace: trace.to_owned(),
+        }
+    }
+
+    fn sums(&self) -> String {
+        let header = ["rank", "node"].into_iter().chain(CALLS).chain(Kind::ALL.map(Kind::name));
+        let mut table = table::figures(header.chain(["moved", "summed"]).collect::<Vec<_>>());
+        for rank in &self.ranks {
+            let mut row = vec![rank.rank.to_string(), rank.node.to_string()];
+            row.extend(CALLS.map(|name| time(rank.calls_us.get(name).copied().unwrap_or(0.0))));
+            row.extend(Kind::ALL.map(|kind| time(rank.operations[&kind].us)));
+            row.push(volume(rank.bytes(&[Kind::Put, Kind::PutRows])));
+            row.push(volume(rank.bytes(&[Kind::Reduce])));
+            table.add_row(row);
+        }
+        table.trim_fmt()
+    }
+}
+
+impl command::Report for Report {
+    /// Conditions, sums, and what to do with the trace.
+    fn text(&self) -> String {
+        let Words { ranks, rows, routing, schedule } = Words::of(&self.config);
+        let verdict = match self.verified {
+            true => format!("verified: {} rows bit-exact", self.rows_verified),
+            false => format!("NOT VERIFIED: only {} rows are bit-exact", self.rows_verified),
+        };
+        let machines = machines::words(self.machines);
+        format!(
+            "ranks: {ranks}, {machines}\nrows: {rows}\nrouting: {routing}\nschedule: {schedule}\n{verdict}\n\n{}\n\n\
+             {}: open it in https://ui.perfetto.dev",
+            self.sums(),
+            self.trace.display(),
+        )
+    }
+
+    fn is_right(&self) -> bool {
+        self.verified
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use sidelane::exec::{Call, Event};
+
+    use super::*;
+    use crate::command::Report as _;
+    use crate::command::tests::assert_page;
+
+    const DOCUMENT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/trace.md"));
+
+    /// Eight ranks on two nodes.
+    pub fn config() -> Config {
+        crate::bench::sample().config.config
+    }
+
+    fn event(kind: Kind, nanos: u64, bytes: u64) -> Event {
+        Event {
+            kind,
+            flag: None,
+            of: 0,
+            part: 0,
+            licence: false,
+            track: 0,
+            peer: 0,
+            start_ns: 0,
+            nanos,
+            bytes,
+        }
+    }
+
+    fn sample() -> Report {
+        let calls = CALLS.map(|name| Call { name: name.into(), start_ns: 0, nanos: 1_500_000 });
+        let events = vec![
+            event(Kind::Put, 1000, 10),
+            event(Kind::PutRows, 2000, 2_000_000),
+            event(Kind::PutRows, 500, 1_000_000),
+        ];
+        let timelines =
+            [Timeline { calls: calls.into(), events, ..Timeline::default() }, Timeline::default()];
+        let verdict = Verdict { verified: true, right: 7 };
+        let (config, nodes) = (config(), NodeMap::from_labels(&["b", "a"]));
+        let trace = Path::new("some/trace.json");
+        Report::new(&config, &vec![0, 0].into(), &verdict, &nodes, &timelines, trace)
+    }
+
+    #[test]
+    fn operations_are_summed_by_rank_and_kind() {
+        let report = sample();
+        assert_eq!(report.ranks[0].operations[&Kind::PutRows], Sum { count: 2, us: 2.5, bytes: 3_000_000 });
+        assert_eq!(report.ranks[0].operations[&Kind::Wait], Sum::default());
+        assert_eq!((report.ranks[1].node, report.ranks[1].operations[&Kind::PutRows]), (1, Sum::default()));
+        let text = report.text();
+        for words in [
+            "8 on 2 nodes (4 + 4), 1 machine\n",
+            "1.50 ms",
+            "2.50 us",
+            "3.0 MB",
+            "7 rows bit-exact",
+            "some/trace.json",
+        ] {
+            assert!(text.contains(words), "{words:?} in\n{text}");
+        }
+    }
+
+    #[test]
+    fn a_failed_verification_cannot_be_overlooked() {
+        let text = Report { verified: false, ..sample() }.text();
+        assert!(text.contains("NOT VERIFIED: only 7 rows"), "{text}");
+    }
+
+    #[test]
+    fn the_document_names_exactly_the_keys_of_the_json_and_every_kind() {
+        assert_page(DOCUMENT, &[sample()], |key| match key.split('.').collect::<Vec<_>>()[..] {
+            ["config", _, ..] => None,
+            ["ranks", "operations", _, ref below @ ..] => {
+                Some([&["ranks", "operations", "KIND"], below].concat().join("."))
+            }
+            _ => Some(key.to_owned()),
+        });
+        for kind in Kind::ALL {
+            assert!(DOCUMENT.contains(&format!("- `{}`", kind.name())), "{kind:?}");
+        }
+    }
 }

@@ -1,0 +1,175 @@
+//! The same calls done the usual way by others, beside ours: `bench --peers`.
+//!
+//! A peer is a program of `benches/peers` with as many processes as there are ranks. They stay for the whole measurement
+//! and take turns with us, round by round, so that a busy moment of the machine meets both; who is not at work sleeps.
+//! Rank 0 says whose turn it is, once all ranks are done and the others wait in the barrier that begins the next round.
+//!
+//! ```text
+//!   all ranks --> Folder: shape, ids, x, y          rank 0 --> Contender: the processes, a socket to each
+//!   round:  ours, floor | d to MPI | d to gloo |    d: dispatch, c: combine; answer: begin and end
+//!   once:   w --> rows, out: each rank compares its own, bit by bit
+//! ```
+
+use serde::{Deserialize, Serialize};
+use sidelane::Group;
+
+use super::rank::Kind;
+use crate::error::CliError;
+use crate::peers::{self, Folder, PeerPass, Programs, Unavailable, compared};
+use crate::table;
+
+const LAYER: Programs = Programs {
+    c: (
+        "all_to_all_v.c",
+        include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/peers/all_to_all_v.c")),
+    ),
+    python: (
+        "all_to_all.py",
+        include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/peers/all_to_all.py")),
+    ),
+};
+
+/// Those that run, where they were asked for. Only rank 0 knows them.
+#[derive(Default)]
+pub struct Field {
+    others: Option<peers::Field>,
+    same: Vec<bool>,
+    /// Length of every round of dispatch, and of combine, in microseconds.
+    rounds_us: Vec<[Vec<f64>; 2]>,
+}
+
+/// What the ranks know of a layer, and what came out of it.
+pub struct Seen<'a> {
+    /// Five words.
+    pub shape: [u32; 5],
+    /// Expert of each choice.
+    pub ids: &'a [i32],
+    /// Tokens, as bytes.
+    pub x: &'a [u8],
+    /// Rows as they were received.
+    pub rows: &'a [u8],
+    /// What the experts made of them.
+    pub y: &'a [u8],
+    /// Sums.
+    pub out: &'a [u8],
+}
+
+impl Field {
+    /// Starts whoever is there, and compares what each computes with what was seen here. Collective.
+    pub fn open(group: &Group, folder: &Folder, seen: &Seen<'_>) -> Result<Self, CliError> {
+        let rank = group.rank();
+        if rank == 0 {
+            folder.put("shape", bytemuck::cast_slice(&seen.shape))?;
+        }
+        folder.put(&format!("ids.{rank}"), bytemuck::cast_slice(seen.ids))?;
+        folder.put(&format!("x.{rank}"), seen.x)?;
+        folder.put(&format!("y.{rank}"), seen.y)?;
+        let mut same = Vec::new();
+        // One call of each kind, and the files that tell what came out.
+        let ready = |contender: &mut peers::Contender| {
+            b"dcw".iter().try_for_each(|&command| contender.call(command).map(drop))
+        };
+        let others = peers::Field::open(group, &LAYER, folder, ready, || {
+            same.push(folder.all_same(group, &[("rows", seen.rows), ("out", seen.out)])?);
+            Ok(())
+        })?;
+        let rounds_us = vec![Default::default(); others.running.len()];
+        Ok(Field { others: Some(others), same, rounds_us })
+    }
+
+    /// One round of each, where they have such a call. Runs on rank 0; the others have nobody to ask.
+    pub fn lap(&mut self, kind: Kind) -> Result<(), CliError> {
+        let (nth, command) = match kind {
+            Kind::Dispatch => (0, b'd'),
+            Kind::Combine => (1, b'c'),
+            Kind::DispatchBackward | Kind::CombineBackward => return Ok(()),
+        };
+        let running = self.others.iter_mut().flat_map(|others| &mut others.running);
+        for (contender, rounds_us) in running.zip(&mut self.rounds_us) {
+            rounds_us[nth].push(contender.lap(command)?);
+        }
+        Ok(())
+    }
+
+    /// What was found, beside our own rounds: those of dispatch, and of combine. None if nobody was asked for.
+    pub fn report(&self, real_us: [&[f64]; 2]) -> Option<Peers> {
+        let others = self.others.as_ref()?;
+        let ran = others.running.iter().zip(&self.same).zip(&self.rounds_us);
+        let ran = ran.map(|((contender, &same), rounds_us)| {
+            let [dispatch, combine] = [0, 1].map(|nth| PeerPass::new(&rounds_us[nth], real_us[nth]));
+            let (name, version) = (contender.way.name().to_owned(), contender.version.clone());
+            PeerReport { name, version, same, dispatch, combine }
+        });
+        Some(Peers { ran: ran.collect(), absent: others.absent.clone() })
+    }
+}
+
+/// Those that ran and those that could not. Keys are described in `docs/bench-json.md`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Peers {
+    pub ran: Vec<PeerReport>,
+    pub absent: Vec<Unavailable>,
+}
+
+/// One that ran.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PeerReport {
+    pub name: String,
+    /// What it says that it is.
+    pub version: String,
+    /// Whether its rows and sums are ours, bit by bit.
+    pub same: bool,
+    pub dispatch: PeerPass,
+    pub combine: PeerPass,
+}
+
+impl Peers {
+    /// Whether all that ran have computed what we have.
+    pub fn all_same(&self) -> bool {
+        self.ran.iter().all(|peer| peer.same)
+    }
+
+    /// As people read it.
+    pub fn text(&self) -> String {
+        let mut text = String::new();
+        if !self.ran.is_empty() {
+            let header =
+                ["peer", "dispatch", "max", "x ours (95%)", "combine", "max", "x ours (95%)", "result"];
+            let mut table = table::figures(header);
+            for PeerReport { version, same, dispatch, combine, .. } in &self.ran {
+                let figures = [dispatch.cells(1), combine.cells(1)].concat();
+                table.add_row([vec![version.clone()], figures, vec![compared(*same)]].concat());
+            }
+            text = table.trim_fmt() + "\n";
+        }
+        self.absent.iter().fold(text, |text, peer| text + &peer.text() + "\n")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::failed;
+
+    #[test]
+    fn the_text_says_who_ran_who_did_not_and_who_computed_something_else() {
+        let pass = PeerPass::new(&[34_000.0; 3], &[4000.0; 3]);
+        let ran = |same| PeerReport {
+            name: "mpi".into(),
+            version: "Open MPI v4".into(),
+            same,
+            dispatch: pass,
+            combine: pass,
+        };
+        let absent = Unavailable::new("gloo", &failed!("there is no python3"), "pip install torch");
+        let peers = Peers { ran: vec![ran(true)], absent: vec![absent] };
+        let text = peers.text();
+        for words in
+            ["Open MPI v4", "34.0 ms", "8.5 (8.5-8.5)", "same bits", "there is no python3", "pip install"]
+        {
+            assert!(text.contains(words), "{words:?} in\n{text}");
+        }
+        let wrong = Peers { ran: vec![ran(true), ran(false)], absent: Vec::new() };
+        assert!(peers.all_same() && !wrong.all_same() && wrong.text().contains("NOT THE SAME"));
+    }
+}

@@ -1,0 +1,156 @@
+//! The frame of every command.
+//!
+//! ```text
+//!   main.rs: one line a command
+//!      | Command::run                         Command::rank: this program, started again with a task
+//!      v                                                           |
+//!   arguments --> task --> files are claimed --> (ranks::start) ---+--> Report --> text, --json, exit status
+//! ```
+
+use std::io::{self, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+
+use crate::error::{CliError, failed, usage};
+
+/// A command, made of its arguments.
+pub trait Command: clap::Args {
+    /// The word of the command line.
+    const NAME: &'static str;
+
+    /// Carries it out.
+    fn run(self) -> Result<ExitCode, CliError>;
+
+    /// Runs one of the processes that the command has started, with the task it was given as JSON.
+    fn rank(_task: &str) -> Result<ExitCode, CliError> {
+        Err(usage!("{} starts no ranks", Self::NAME))
+    }
+}
+
+/// What a command has found. Its JSON is described on a page of `docs`.
+pub trait Report: Serialize {
+    /// Version of the JSON: it grows when a key changes its meaning or goes.
+    const SCHEMA: u32 = 1;
+
+    /// As people read it.
+    fn text(&self) -> String;
+
+    /// Whether all that was checked is right.
+    fn is_right(&self) -> bool {
+        true
+    }
+
+    /// As it is written to `--json`.
+    fn json(&self) -> String {
+        #[derive(Serialize)]
+        struct Versioned<'a, R: ?Sized> {
+            schema: u32,
+            #[serde(flatten)]
+            report: &'a R,
+        }
+        let versioned = Versioned { schema: Self::SCHEMA, report: self };
+        serde_json::to_string_pretty(&versioned).expect("strings, numbers and lists are always JSON")
+    }
+}
+
+/// Prints a report and writes its JSON if that was asked for; the status says whether it is right.
+pub fn finish(report: &impl Report, json: &Option<PathBuf>) -> Result<ExitCode, CliError> {
+    print(&report.text())?;
+    draw(json, || report.json() + "\n")?;
+    Ok(if report.is_right() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Writes a file that was asked for.
+pub fn draw(path: &Option<PathBuf>, text: impl FnOnce() -> String) -> Result<(), CliError> {
+    path.as_ref().map_or(Ok(()), |path| write(path, &text()))
+}
+
+/// Writes a file.
+pub fn write(path: &Path, text: &str) -> Result<(), CliError> {
+    std::fs::write(path, text).map_err(|source| failed!("cannot write {path:?}: {source}"))
+}
+
+/// Writes to standard output, which may be a pipe: a reader that has seen enough is not an error.
+pub fn print(text: &str) -> Result<(), CliError> {
+    let mut out = io::stdout().lock();
+    match writeln!(out, "{text}").and_then(|()| out.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(failed!("cannot write to standard output: {error}"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Says on standard error what went wrong, at once: ranks share it.
+pub fn complain(text: &str) {
+    let _ = io::stderr().lock().write_all(format!("{text}\n").as_bytes());
+}
+
+/// Finds out whether files can be written, before there is anything to lose. One that was not there is not there afterwards.
+pub fn claim<'p>(paths: impl IntoIterator<Item = &'p PathBuf>) -> Result<(), CliError> {
+    for path in paths {
+        let there = path.exists();
+        let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
+        opened.map_err(|source| failed!("cannot write {path:?}: {source}"))?;
+        if !there {
+            // What cannot be taken away is written over.
+            let _ = std::fs::remove_file(path);
+        }
+    }
+    Ok(())
+}
+
+/// A bar over so much work, drawn by rank 0 on standard error if that is a terminal: there is nothing in logs and pipes.
+pub fn progress(rank: u32, work: u64) -> ProgressBar {
+    if rank != 0 || !io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let style = ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len}, {eta} left")
+        .expect("the template is constant and valid");
+    ProgressBar::new(work).with_style(style)
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    use clap::{Args, Parser};
+    use serde_json::Value;
+
+    #[derive(Parser)]
+    struct Line<A: Args> {
+        #[command(flatten)]
+        args: A,
+    }
+
+    /// The arguments of a command line.
+    pub fn parsed<A: Args>(line: &str) -> Result<A, clap::Error> {
+        let words = std::iter::once("command").chain(line.split_whitespace());
+        Line::try_parse_from(words).map(|line: Line<A>| line.args)
+    }
+
+    /// Asserts that a page names exactly the keys of these reports, a line each between backquotes. `shared` gives the
+    /// name under which the page has a key, or none where it is another page's.
+    pub fn assert_page<R: Report>(page: &str, reports: &[R], shared: impl Fn(&str) -> Option<String>) {
+        let mut written = BTreeSet::new();
+        for report in reports {
+            collect(&serde_json::from_str(&report.json()).unwrap(), "", &mut written);
+        }
+        let rows = page.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
+        let documented: BTreeSet<String> = rows.map(|(key, _)| key.to_owned()).collect();
+        assert_eq!(documented, written.iter().filter_map(|key| shared(key)).collect());
+    }
+
+    /// Dotted paths of all keys; the elements of a list share theirs.
+    fn collect(value: &Value, path: &str, into: &mut BTreeSet<String>) {
+        value.as_array().into_iter().flatten().for_each(|element| collect(element, path, into));
+        for (key, value) in value.as_object().into_iter().flatten() {
+            collect(value, &format!("{path}{key}."), into);
+            into.insert(format!("{path}{key}"));
+        }
+    }
+}

@@ -1,0 +1,321 @@
+//! CUDA: the three parts that must come together, each of which containers like to lose; then what the driver says.
+
+use sidelane::device::{BatchedCopies, DeviceFacts, ModuleLoading, Probe, Version, WriteOrder};
+use sidelane::error::DeviceError;
+
+use super::{Facts, Finding, Level, Root, bytes, find_library};
+
+/// What the driver says, without a look at the machine around it.
+pub fn of_probe(probe: &Probe) -> Vec<Finding> {
+    said(probe, None)
+}
+
+pub fn findings(root: &Root, facts: &Facts) -> Vec<Finding> {
+    let library = find_library(root, facts, &["libcuda.so.1", "libcuda.so"]);
+    let module = root.read("/proc/driver/nvidia/version").map(|text| module_version(&text));
+    let nodes = root.numbered("/dev", "nvidia");
+    match &facts.cuda {
+        Ok(probe) => {
+            return said(probe, module.as_deref());
+        }
+        Err(DeviceError::NoLibrary { .. }) if library.is_none() && module.is_none() && nodes == 0 => {
+            return vec![Finding::note(
+                "CUDA",
+                "none",
+                "No GPU here: everything runs on the host lanes.",
+                "Nothing, unless there should be one: then install NVIDIA's driver.",
+            )];
+        }
+        Err(_) => {}
+    }
+    let mut findings = vec![
+        match module {
+            Some(version) => Finding::ok("CUDA: driver", version, "The kernel module is loaded."),
+            None => Finding::warn(
+                "CUDA: driver",
+                "not loaded",
+                "Without the kernel module no GPU can be used.",
+                "modprobe nvidia on the host; nvidia-smi shows whether it took.",
+            ),
+        },
+        match library {
+            Some(path) => Finding::ok("CUDA: libcuda", path.display().to_string(), "The library is there."),
+            None => Finding::warn(
+                "CUDA: libcuda",
+                "not found",
+                "The driver's library is missing, so the driver cannot be called.",
+                "In a container: --gpus all with the NVIDIA container toolkit; else install the driver's libraries.",
+            ),
+        },
+        match nodes {
+            0 => Finding::warn(
+                "CUDA: devices",
+                "none",
+                "No /dev/nvidiaN: this process cannot open a GPU.",
+                "In a container: --gpus all; on a host: nvidia-modprobe -u -c 0.",
+            ),
+            count => {
+                Finding::ok("CUDA: devices", count.to_string(), "Device nodes that can be opened as GPUs.")
+            }
+        },
+    ];
+    if let Err(error) = &facts.cuda {
+        findings.push(Finding::warn(
+            "CUDA: start",
+            error.to_string(),
+            "The driver cannot be used.",
+            "As the message says; nvidia-smi asks the same driver.",
+        ));
+    }
+    findings
+}
+
+/// The number in "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 ...".
+fn module_version(text: &str) -> String {
+    let first = text.lines().next().unwrap_or_default();
+    let number = |word: &&str| word.contains('.') && word.bytes().all(|b| b.is_ascii_digit() || b == b'.');
+    first.split_whitespace().find(number).unwrap_or(first).to_owned()
+}
+
+/// What the driver says of all devices alike, of each, and of what each can do.
+fn said(probe: &Probe, module: Option<&str>) -> Vec<Finding> {
+    let mut findings = vec![identity(probe, module)];
+    if probe.version < Version::MAPPED_FLAGS {
+        findings.push(Finding::warn(
+            "CUDA: device heap",
+            "refused",
+            "Stream memory operations on mapped memory are not safe with this driver.",
+            "Update to a driver for CUDA 12.5 or newer.",
+        ));
+    }
+    findings.extend([batches(probe), loading(probe), queues(probe)]);
+    findings.extend(devices(probe));
+    findings
+}
+
+fn identity(probe: &Probe, module: Option<&str>) -> Finding {
+    const WHAT: &str = "CUDA: driver";
+    let Probe { version, library, .. } = probe;
+    if probe.stand_in {
+        return Finding::note(
+            WHAT,
+            format!("stand-in for CUDA {version} ({library})"),
+            "This is no driver and there is no GPU: tests load it to check the host's side.",
+            "Nothing in a test. Otherwise unset SIDELANE_CUDA, and look at LD_LIBRARY_PATH.",
+        );
+    }
+    let module = module.map_or_else(String::new, |module| format!("{module}, "));
+    Finding::ok(WHAT, format!("{module}for CUDA {version} ({library})"), "The driver has started.")
+}
+
+fn batches(probe: &Probe) -> Finding {
+    const WHAT: &str = "CUDA: batched copies";
+    const MEANING: &str = "Many copies are handed over at once, but not in captured graphs. Before CUDA 13.1 SMs make those within one GPU.";
+    match probe.batched_copies {
+        BatchedCopies::None => Finding::note(
+            WHAT,
+            "none",
+            "Copies are handed over one by one; between memory of one device, SMs move them.",
+            "Update to a driver for CUDA 12.8 or newer.",
+        ),
+        BatchedCopies::First => Finding::ok(WHAT, "yes, as of CUDA 12.8", MEANING),
+        BatchedCopies::Second => Finding::ok(WHAT, "yes, as of CUDA 13.0", MEANING),
+    }
+}
+
+fn loading(probe: &Probe) -> Finding {
+    const WHAT: &str = "CUDA: kernel loading";
+    match probe.module_loading {
+        ModuleLoading::Eager => Finding::ok(WHAT, "eager", "No launch waits for the loading of a kernel."),
+        ModuleLoading::Lazy => Finding::warn(
+            WHAT,
+            "lazy",
+            "A kernel's first launch can wait for a stream that itself waits for that launch.",
+            "Set CUDA_MODULE_LOADING=EAGER before the program starts.",
+        ),
+        ModuleLoading::Unknown(mode) => Finding::note(
+            WHAT,
+            format!("mode {mode}"),
+            "This library does not know the mode; a lazy one can make streams wait for each other for ever.",
+            "Set CUDA_MODULE_LOADING=EAGER before the program starts.",
+        ),
+    }
+}
+
+fn queues(probe: &Probe) -> Finding {
+    const WHAT: &str = "CUDA: queues";
+    match probe.queues {
+        1 => Finding::note(
+            WHAT,
+            "1",
+            "All streams share one hardware queue: where one waits for a peer, compute behind it waits too.",
+            "Unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 8 or more; Megatron sets it to 1 by default.",
+        ),
+        count => Finding::ok(
+            WHAT,
+            count.to_string(),
+            "Hardware queues that streams are folded on; a waiting stream holds up those on its queue.",
+        ),
+    }
+}
+
+/// An ability of devices: what it is good for, and what follows from its lack.
+struct Ability {
+    what: &'static str,
+    has: fn(&DeviceFacts) -> bool,
+    with: &'static str,
+    lack: Level,
+    without: &'static str,
+    advice: &'static str,
+}
+
+const ABILITIES: [Ability; 8] = [
+    Ability {
+        what: "CUDA: flags",
+        has: |device| device.wide_memory_operations,
+        with: "Streams write and await words of 64 bits.",
+        lack: Level::Warn,
+        without: "Streams cannot await words of 64 bits, which flags are.",
+        advice: "Update the driver; in a virtual machine pass the whole GPU through.",
+    },
+    Ability {
+        what: "CUDA: shared memory",
+        has: |device| device.virtual_memory && device.descriptors,
+        with: "Ranks in other processes can map the device's memory.",
+        lack: Level::Warn,
+        without: "The device's memory cannot be handed to other processes as a descriptor.",
+        advice: "Update the driver; in a virtual machine pass the whole GPU through.",
+    },
+    Ability {
+        what: "CUDA: pinned memory",
+        has: |device| device.host_register,
+        with: "The heap of the host can be pinned where it lies.",
+        lack: Level::Note,
+        without: "Memory of the host can be allocated for the device, but not pinned where it lies.",
+        advice: "Nothing: a property of the machine.",
+    },
+    Ability {
+        what: "CUDA: fabric handles",
+        has: |device| device.fabric,
+        with: "Memory can be handed to other machines of one NVLink domain.",
+        lack: Level::Note,
+        without: "Other machines are reached by network cards, not by NVLink.",
+        advice: "Nothing on a machine without NVLink to others; else start nvidia-imex.",
+    },
+    Ability {
+        what: "CUDA: multicast",
+        has: |device| device.multicast,
+        with: "The switch can write one copy to many devices.",
+        lack: Level::Note,
+        without: "One copy goes to one device.",
+        advice: "Nothing without an NVSwitch; with one, start nvidia-fabricmanager.",
+    },
+    Ability {
+        what: "CUDA: cards to memory",
+        has: |device| device.direct_rdma && device.direct_rdma_mapped,
+        with: "Network cards can read and write the device's mapped memory.",
+        lack: Level::Note,
+        without: "Rows for other machines cross the memory of the host.",
+        advice: "On GPUs made for data centres: update the driver; in a virtual machine pass the whole GPU through.",
+    },
+    Ability {
+        what: "CUDA: dma-buf",
+        has: |device| device.dma_buf,
+        with: "Cards register the device's memory by a descriptor.",
+        lack: Level::Note,
+        without: "Cards can register the device's memory only through nvidia-peermem.",
+        advice: "Use NVIDIA's open kernel modules on Linux 5.12 or newer, or modprobe nvidia-peermem.",
+    },
+    Ability {
+        what: "CUDA: order of cards' writes",
+        has: |device| device.write_order != WriteOrder::None || device.flush_remote_writes,
+        with: "A flag that a card writes behind data into the device's memory is seen after the data.",
+        lack: Level::Note,
+        without: "A card's data may be seen after its flag: rows for other machines cross the memory of the host.",
+        advice: "Nothing: a property of the GPU and the machine.",
+    },
+];
+
+fn devices(probe: &Probe) -> Vec<Finding> {
+    let devices = &probe.devices;
+    let mut findings: Vec<Finding> = devices.iter().map(describe).collect();
+    if devices.is_empty() {
+        findings.push(Finding::warn(
+            "CUDA: devices",
+            "none",
+            "The driver shows no GPU to this process.",
+            "Look at CUDA_VISIBLE_DEVICES; in a container --gpus all.",
+        ));
+        return findings;
+    }
+    findings.extend(ABILITIES.iter().map(|ability| judge(ability, devices)));
+    if devices.len() > 1 {
+        findings.push(peers(&probe.peers));
+    }
+    findings
+}
+
+fn describe(device: &DeviceFacts) -> Finding {
+    let DeviceFacts { name, uuid, capability: (major, minor), multiprocessors, copy_engines, .. } = device;
+    let what = format!("GPU {}", device.device);
+    let memory = bytes(device.memory);
+    let found = format!(
+        "{name}, compute capability {major}.{minor}, {multiprocessors} SMs, {memory}, {copy_engines} copy engines, {uuid}"
+    );
+    match (major, copy_engines) {
+        (..8, _) => Finding::warn(
+            what,
+            found,
+            "The kernels are made for compute capability 8.0 and newer.",
+            "Use another GPU: CUDA_VISIBLE_DEVICES.",
+        ),
+        (_, 0) => Finding::note(
+            what,
+            found,
+            "Without a copy engine the SMs move the rows.",
+            "Nothing: a property of the GPU, or of its part.",
+        ),
+        _ => Finding::ok(what, found, "Copy engines move rows while the SMs compute."),
+    }
+}
+
+fn judge(ability: &Ability, devices: &[DeviceFacts]) -> Finding {
+    let lacking: Vec<String> = devices
+        .iter()
+        .filter(|device| !(ability.has)(device))
+        .map(|device| device.device.to_string())
+        .collect();
+    if lacking.is_empty() {
+        return Finding::ok(ability.what, "yes", ability.with);
+    }
+    let found = if lacking.len() == devices.len() {
+        "no".to_owned()
+    } else {
+        format!("not GPU {}", lacking.join(", "))
+    };
+    match ability.lack {
+        Level::Warn => Finding::warn(ability.what, found, ability.without, ability.advice),
+        _ => Finding::note(ability.what, found, ability.without, ability.advice),
+    }
+}
+
+/// Pairs that do not reach each other, in one direction or both.
+fn peers(peers: &[Vec<bool>]) -> Finding {
+    const WHAT: &str = "CUDA: peers";
+    let pairs = (0..peers.len()).flat_map(|a| (0..a).map(move |b| (b, a)));
+    let apart: Vec<String> =
+        pairs.filter(|&(b, a)| !(peers[a][b] && peers[b][a])).map(|(b, a)| format!("{b}-{a}")).collect();
+    if apart.is_empty() {
+        return Finding::ok(
+            WHAT,
+            "all reach each other",
+            "One node: copy engines reach every device's memory.",
+        );
+    }
+    Finding::note(
+        WHAT,
+        format!("not {}", apart.join(", ")),
+        "Devices that do not reach each other are not one node: rows between them take the way between nodes.",
+        "nvidia-smi topo -p2p rw shows why; in virtual machines and with ACS on, PCIe peers are cut off.",
+    )
+}

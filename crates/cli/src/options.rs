@@ -1,0 +1,97 @@
+//! Options that several commands have, each in one place: where ranks are, what a router decides, and what options may say.
+
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Args, ValueEnum};
+
+use crate::error::{CliError, usage};
+use crate::launch::node_sizes;
+use crate::routing::{self, Decided, Routed, Share, Source};
+
+/// Ranks by node; `NODES` of `RANKS` where nothing is said.
+#[derive(Args, Clone, Debug, Default)]
+pub struct NodeArgs<const NODES: u32, const RANKS: u32> {
+    #[arg(long, value_name = "N",
+          help = format!("Number of nodes [default: {NODES}, or as many as --ranks-per-node lists]"))]
+    pub nodes: Option<u32>,
+
+    #[arg(long, value_name = "M[,M..]", value_delimiter = ',',
+          help = format!("Ranks of each node; a list gives nodes of different size [default: {RANKS}]"))]
+    pub ranks_per_node: Vec<u32>,
+}
+
+impl<const NODES: u32, const RANKS: u32> NodeArgs<NODES, RANKS> {
+    /// Number of ranks of each node.
+    pub fn sizes(&self) -> Result<Vec<u32>, CliError> {
+        match &self.ranks_per_node[..] {
+            [] => node_sizes(self.nodes.or(Some(NODES)), &[RANKS]),
+            sizes => node_sizes(self.nodes, sizes),
+        }
+    }
+}
+
+/// What a router decides; for `TOKENS` where nothing is said.
+#[derive(Args, Clone, Debug)]
+pub struct RouterArgs<const TOKENS: u32> {
+    /// Number of experts [default: 64, or what the routing file says]
+    #[arg(long, value_name = "E")]
+    pub experts: Option<u32>,
+
+    /// Experts that each token chooses [default: 8, or what the routing file says]
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<u32>,
+
+    #[arg(long, value_name = "T", help = format!("Tokens of each rank [default: {TOKENS}]"))]
+    pub tokens: Option<u32>,
+
+    /// Draws synthetic routing, and rows
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+}
+
+impl<const TOKENS: u32> RouterArgs<TOKENS> {
+    /// What all ranks decide.
+    pub fn decide(&self, ranks_per_node: Vec<u32>, asked: &Option<Source>) -> Result<Decided, CliError> {
+        let (routed, share) = self.resolve(asked)?;
+        Decided::new(ranks_per_node, routed, share)
+    }
+
+    /// What was asked for, completed by what the recording or the routing file says. Says so where a pattern is drawn since
+    /// nothing was asked for and the recording does not fit.
+    pub fn resolve(&self, asked: &Option<Source>) -> Result<(Routed, Share), CliError> {
+        let routed = Routed::resolve(asked.clone(), self.experts, self.top_k)?;
+        let Routed { experts, top_k, .. } = routed;
+        let share = Share { experts, top_k, tokens: self.tokens.unwrap_or(TOKENS), seed: self.seed };
+        at_least_one(&[("--tokens", share.tokens), ("--experts", experts), ("--top-k", top_k)])?;
+        if asked.is_none() && routed.source != Source::Recorded {
+            let (source, experts, top_k) = (&routed.source, routing::EXPERTS, routing::TOP_K);
+            eprintln!("sidelane: routing is {source}: the recorded one has {experts} experts, top-{top_k}");
+        }
+        Ok((routed, share))
+    }
+}
+
+/// Refuses an option that is zero.
+pub fn at_least_one(options: &[(&str, u32)]) -> Result<(), CliError> {
+    let zero = options.iter().find(|(_, value)| *value == 0);
+    zero.map_or(Ok(()), |(option, _)| Err(usage!("{option} must be at least 1")))
+}
+
+/// Refuses an option, or a product of some, that is zero or more than so many.
+pub fn at_most<T: Into<u64> + Copy>(options: &[(&str, T, u32)]) -> Result<(), CliError> {
+    let beyond = options.iter().find(|(_, value, most)| !(1..=u64::from(*most)).contains(&(*value).into()));
+    beyond.map_or(Ok(()), |(option, _, most)| Err(usage!("{option} must be between 1 and {most}")))
+}
+
+/// The word of the command line for a value.
+pub fn word(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned())
+}
+
+/// One of the library's own words for it.
+pub fn one_of<T, const N: usize>(all: [T; N], name: fn(T) -> &'static str) -> impl TypedValueParser<Value = T>
+where
+    T: Copy + Send + Sync + 'static,
+{
+    PossibleValuesParser::new(all.map(name))
+        .map(move |seen| all.into_iter().find(|&one| name(one) == seen).expect("one of the names above"))
+}
